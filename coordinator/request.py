@@ -1,0 +1,87 @@
+"""One request as the HTTP side hands it to the lifecycle, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from ..transport.messages import FinishReason, Sampling, TokenLogprobs
+
+ErrorKind = Literal["overloaded", "unavailable", "deadline", "refused", "failed"]
+"""overloaded: 429; unavailable (no worker): 503; deadline: 504; refused: 400; failed (retries used up): 500."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Where the time went, in seconds; the fields sum to the time from arrival to end."""
+
+    queue: float = 0.0  # in the coordinator, and on the prefill worker before its first chunk
+    prefill: float = 0.0
+    handoff: float = 0.0  # exposed: from the first token to the join on the decode worker
+    decode: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The one terminal event of a request. Exactly one of ``finish_reason`` and ``error`` is set; a cancelled request has neither."""
+
+    finish_reason: FinishReason | None = None
+    error: ErrorKind | None = None
+    message: str = ""
+    retry_after_s: float | None = None
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_dispatches: int = 0
+    stages: Stages = field(default_factory=Stages)
+
+
+class Sink(Protocol):
+    """Where one sequence's tokens go. Called on the event loop's thread; must not block or raise."""
+
+    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """The next output token: each index once, in order, whatever failed on the way."""
+
+    def push_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Once, before the first token, if asked for: one entry per prompt token but the first."""
+
+    def flush(self) -> None:
+        """Called after the last push of one engine step: write what is pending to the client."""
+
+    def end(self, ended: Ended) -> None:
+        """Exactly once, after the last push."""
+
+
+@dataclass(slots=True)
+class GenerationRequest:
+    """One sequence to generate (a client's request with n > 1 or several prompts is several of these)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    sink: Sink
+    arrival: float  # monotonic seconds
+    deadline: float  # monotonic seconds
+    priority: int = 0  # lower is sooner
+    salt: bytes = b""
+    session: str = ""  # requests of one session like to meet the same workers
+    prompt_logprobs: int | None = None
+
+
+class Dispatcher(Protocol):
+    """What the HTTP side sees of the serving system."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Takes the request in; everything that follows reaches its sink (also a refusal, possibly before this returns)."""
+
+    def cancel(self, request_id: str) -> None:
+        """The client has gone or a stop string was met: free it everywhere. The sink hears ``end`` with neither reason nor error."""
+
+    def ready(self) -> bool:
+        """True once a request has gone prefill, handoff, decode since the start."""
+
+    def has_workers(self) -> bool:
+        """At least one live prefill and one live decode worker."""
+
+    def snapshot(self) -> dict[str, object]:
+        """For /debug/state: JSON-ready."""
