@@ -1,0 +1,31 @@
+"""The decode worker's settings."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from ..engine.settings import WorkerSettings
+
+
+class DecodeSettings(WorkerSettings):
+    """Generates tokens in a continuous batch, from KV blocks that prefill workers put into its cache."""
+
+    role: ClassVar[str] = "decode"
+
+    max_num_seqs: int = Field(64, ge=1, le=65_536, description="Most sequences in the batch.")
+    listen: str = Field(
+        "tcp://127.0.0.1:*",
+        pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
+        description="Where prefill workers reach this worker: it listens here. tcp://HOST:PORT; port * lets the system choose.",
+    )
+    data_listen: str = Field(
+        "tcp://127.0.0.1:*",
+        pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
+        description="Where KV blocks arrive with the zmq mover. tcp://HOST:PORT; port * lets the system choose.",
+    )
+    advertise_host: str = Field(
+        "", max_length=255, description="Host name or address that prefill workers connect to. Default: the one in listen, or this host's name."
+    )
+    lease_s: float = Field(10, ge=0.1, le=3600, description="Seconds that blocks stay reserved for a prefill worker that has gone silent.")

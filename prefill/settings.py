@@ -1,0 +1,18 @@
+"""The prefill worker's settings."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from ..engine.settings import WorkerSettings
+
+
+class PrefillSettings(WorkerSettings):
+    """Computes prompts in chunks and hands their KV blocks to decode workers."""
+
+    role: ClassVar[str] = "prefill"
+
+    max_batch_tokens: int = Field(512, ge=1, le=1 << 20, description="Most prompt tokens computed in one step: the chunk budget.")
+    max_num_seqs: int = Field(64, ge=1, le=65_536, description="Most prompts held at a time, computing or in handoff.")
