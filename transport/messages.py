@@ -168,6 +168,7 @@ class Load(Message):
     steps: Count
     busy: bool
     accepting: bool
+    dispatches: RowColumn = b""  # every dispatch this worker holds anything of: lost and orphaned ones show here
     counters: Annotated[dict[str, float], Field(max_length=64)] = {}  # cumulative since start
 
 

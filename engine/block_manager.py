@@ -1,0 +1,137 @@
+"""Who owns which KV block, and which blocks can be found again by their hash. Knows no torch.
+
+Every block is in exactly one of three states, so that free + cached + used = total:
+
+    free    no content worth keeping
+    cached  unreferenced, but its hash is known: a later request may take it up again, or it is evicted
+    used    referenced by one or more sequences or leases (its hash may be known too)
+
+Eviction takes the least recently used cached block that no other cached block continues (leaves first).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+
+class BlockManager:
+    """``num_blocks`` blocks numbered from 0. Capacity misses are None; misuse is an AssertionError."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: deque[int] = deque(range(num_blocks))
+        self._references = [0] * num_blocks
+        self._hash: list[bytes | None] = [None] * num_blocks
+        self._parent: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._num_children: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
+        self._stored: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._idle)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free) - len(self._idle)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that ``allocate`` could give out now."""
+        return len(self._free) + len(self._idle)
+
+    def match_prefix(self, hashes: Sequence[bytes]) -> int:
+        """How many leading hashes are here, used or cached."""
+        for i, block_hash in enumerate(hashes):
+            if block_hash not in self._block_of:
+                return i
+        return len(hashes)
+
+    def num_idle_among(self, hashes: Sequence[bytes]) -> int:
+        """How many of these are here but unreferenced: taking them up lowers ``num_available`` by as many."""
+        return sum(self._references[self._block_of[h]] == 0 for h in hashes if h in self._block_of)
+
+    def acquire_prefix(self, hashes: Sequence[bytes]) -> list[int]:
+        """References the blocks of the leading hashes that are here, and returns them in order."""
+        blocks = [self._block_of[h] for h in hashes[: self.match_prefix(hashes)]]
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._idle[block]
+            self._references[block] += 1
+        return blocks
+
+    def allocate(self, count: int) -> list[int] | None:
+        """``count`` blocks with undefined content, each referenced once; None, and nothing done, where there are not as many."""
+        if count > self.num_available:
+            return None
+        while len(self._free) < count:
+            self._evict_one()
+        blocks = [self._free.popleft() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def commit(self, block: int, block_hash: bytes, parent: bytes | None) -> None:
+        """The block is full and valid: its hash may be found from now on. A second block of the same hash stays private."""
+        assert self._references[block] > 0, "only a block in use can be committed"
+        if block_hash in self._block_of:
+            return
+        assert self._hash[block] is None, "a block holds one hash"
+        self._hash[block], self._parent[block] = block_hash, parent
+        self._block_of[block_hash] = block
+        if parent is not None:
+            self._num_children[parent] = self._num_children.get(parent, 0) + 1
+        if self._removed.pop(block_hash, 0) == 0:
+            self._stored[block_hash] = None
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drops one reference to each. Give a sequence's blocks in order: its tail becomes the older, evicted first."""
+        for block in reversed(blocks):
+            assert self._references[block] > 0, "a block was released twice"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._hash[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
+
+    def discard(self, block: int) -> None:
+        """Forgets a block's hash: its content is not to be trusted."""
+        self._forget(block)
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)
+
+    def cached_hashes(self) -> list[bytes]:
+        """Every hash that can be found here."""
+        return list(self._block_of)
+
+    def take_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Hashes (stored, removed) since the last call."""
+        stored, removed = list(self._stored), list(self._removed)
+        self._stored, self._removed = {}, {}
+        return stored, removed
+
+    def _evict_one(self) -> None:
+        leaf = next((b for b in self._idle if not self._num_children.get(self._hash[b] or b"")), None)
+        self.discard(next(iter(self._idle)) if leaf is None else leaf)
+
+    def _forget(self, block: int) -> None:
+        block_hash, parent = self._hash[block], self._parent[block]
+        if block_hash is None:
+            return
+        del self._block_of[block_hash]
+        self._hash[block] = self._parent[block] = None
+        if parent is not None:
+            self._num_children[parent] -= 1
+            if not self._num_children[parent]:
+                del self._num_children[parent]
+        if self._stored.pop(block_hash, 0) == 0:
+            self._removed[block_hash] = None

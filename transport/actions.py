@@ -1,0 +1,120 @@
+"""What the pure cores ask their shells to do. Each is carried out in the order given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .handoff import Key, PeerId
+from .messages import FailureKind, Message, Met, Peer, RequestSpec, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ToCoordinator:
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Open a channel to this decode worker."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class OpenMover:
+    peer: PeerId
+    met: Met
+
+
+@dataclass(frozen=True, slots=True)
+class ToPeer:
+    peer: PeerId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Move whole blocks: items are (position in the lease, own block, the peer's block)."""
+
+    peer: PeerId
+    lease: int
+    secret: bytes
+    items: list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class SendHandoff:
+    """Say Handoff with the checksums of these own blocks, in this order."""
+
+    peer: PeerId
+    spec: RequestSpec
+    lease: int
+    token: int
+    logprobs: TokenLogprobs | None
+    source_blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The receiver has verified every block: the sender's own may be unpinned."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered:
+    """The handoff has failed; the sender's blocks may be unpinned."""
+
+    key: Key
+    kind: FailureKind
+    message: str
+
+
+SenderAction = Connect | OpenMover | ToPeer | Put | SendHandoff | Delivered | Undelivered
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLease:
+    """Accept puts: ``targets`` maps positions to own blocks."""
+
+    lease: int
+    secret: bytes
+    targets: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLease:
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Compare these blocks with these checksums and report to ``HandoffReceiver.verified``."""
+
+    lease: int
+    positions: list[int]
+    blocks: list[int]
+    checksums: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The handoff is complete: the blocks now belong to this sequence."""
+
+    key: Key
+    spec: RequestSpec
+    blocks: list[int]
+    token: int
+    logprobs: TokenLogprobs | None
+    num_cached_blocks: int
+    transfer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Supersede:
+    """A newer epoch of the same request has arrived: drop this one."""
+
+    key: Key
+
+
+ReceiverAction = ToPeer | OpenLease | CloseLease | Verify | Join | Supersede

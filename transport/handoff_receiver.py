@@ -1,0 +1,423 @@
+"""The decode worker's side of the KV handoff (the protocol is drawn in handoff.py)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from .actions import CloseLease, Join, OpenLease, ReceiverAction, Supersede, ToPeer, Verify
+from .handoff import ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId
+from .messages import (
+    Ack,
+    Grant,
+    Handoff,
+    Meet,
+    Message,
+    Met,
+    ModelIdentity,
+    Nack,
+    Offer,
+    Refuse,
+    Release,
+    Renew,
+    Revoke,
+    from_hashes,
+    from_u64,
+    u32,
+)
+
+MEMORY_OF_PAST = 8192
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class BlockPool(Protocol):
+    """What the receiver needs of a block manager."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_available(self) -> int: ...
+    def match_prefix(self, hashes: Sequence[bytes]) -> int: ...
+    def num_idle_among(self, hashes: Sequence[bytes]) -> int: ...
+    def acquire_prefix(self, hashes: Sequence[bytes]) -> list[int]: ...
+    def allocate(self, count: int) -> list[int] | None: ...
+    def commit(self, block: int, block_hash: bytes, parent: bytes | None) -> None: ...
+    def release(self, blocks: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MoverEndpoints:
+    """What this decode worker can be written through, best first, and where."""
+
+    movers: tuple[str, ...]
+    host: str
+    shm_name: str = ""
+    data_address: str = ""
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One prompt on its way in. ``lease`` is 0 until granted."""
+
+    key: Key
+    peer: PeerId
+    request_id: str
+    epoch: int
+    num_tokens: int
+    hashes: list[bytes]
+    heard: float
+    lease: int = 0
+    grant: Grant | None = None
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    expires: float = 0.0
+    arrived: set[int] = field(default_factory=set)
+    handoff: Handoff | None = None
+    handoff_at: float = 0.0
+    verifying: bool = False
+    retried: bool = False
+
+
+class HandoffReceiver:
+    """The decode worker's side of all its handoffs.
+
+    ``room`` answers (sequence slots free, blocks to leave for running sequences); ``secret`` draws a grant's secret.
+    """
+
+    def __init__(
+        self,
+        worker: PeerId,
+        identity: ModelIdentity,
+        pool: BlockPool,
+        endpoints: MoverEndpoints,
+        room: Callable[[], tuple[int, int]],
+        secret: Callable[[], bytes],
+        times: HandoffTimes | None = None,
+    ) -> None:
+        self._worker, self._identity, self._pool = worker, identity, pool
+        self._endpoints, self._room, self._secret = endpoints, room, secret
+        self._times = times or HandoffTimes()
+        self._one_sided: dict[PeerId, bool] = {}
+        self._waiting: OrderedDict[Key, Incoming] = OrderedDict()
+        self._granted: dict[Key, Incoming] = {}
+        self._by_lease: dict[int, Incoming] = {}
+        self._quarantine: dict[int, tuple[PeerId, list[int]]] = {}
+        self._past: OrderedDict[Key, int] = OrderedDict()  # joined: key -> lease
+        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._next_lease = 1
+        self._actions: list[ReceiverAction] = []
+        self.num_corrupt_blocks = 0
+
+    def rename(self, worker: PeerId) -> None:
+        """Takes a new incarnation: everything under the old one ends, nothing of it is answered to any more."""
+        self.cancel_all()
+        self._worker = worker
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return sum(i.num_tokens for i in self._waiting.values())
+
+    @property
+    def num_granted(self) -> int:
+        return len(self._granted)
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Blocks under a lease or in quarantine (they count as used in the pool)."""
+        return sum(len(i.blocks) for i in self._granted.values()) + sum(len(blocks) for _, blocks in self._quarantine.values())
+
+    def writers(self) -> set[PeerId]:
+        """Peers whose word, or end, is awaited for quarantined blocks."""
+        return {peer for peer, _ in self._quarantine.values()}
+
+    def keys(self) -> list[Key]:
+        return [*self._waiting, *self._granted]
+
+    def take(self) -> list[ReceiverAction]:
+        """What is to be done since the last call, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def receive(self, peer: PeerId, message: Message, now: float) -> None:
+        """A message from a prefill worker."""
+        if isinstance(message, Meet):
+            self._actions.append(ToPeer(peer, self._meet(peer, message)))
+        elif isinstance(message, Offer):
+            self._on_offer(peer, message, now)
+        elif isinstance(message, Renew):
+            for lease in from_u64(message.leases):
+                self._on_renew(peer, lease, now)
+        elif isinstance(message, Handoff):
+            self._on_handoff(peer, message, now)
+        elif isinstance(message, Release):
+            self._on_release(peer, message)
+
+    def arrived(self, lease: int, position: int) -> None:
+        """A two-sided mover has written this block."""
+        incoming = self._by_lease.get(lease)
+        if incoming is not None:
+            incoming.arrived.add(position)
+            self._try_verify(incoming)
+
+    def verified(self, lease: int, bad_positions: list[int], now: float) -> None:
+        """The answer to a Verify action."""
+        incoming = self._by_lease.get(lease)
+        if incoming is None or incoming.handoff is None:
+            return
+        incoming.verifying = False
+        if not bad_positions:
+            self._join(incoming, now)
+            return
+        self.num_corrupt_blocks += len(bad_positions)
+        if incoming.retried:
+            self._end(incoming, f"{len(bad_positions)} KV blocks arrived corrupt twice")
+            return
+        incoming.retried, incoming.handoff = True, None
+        incoming.arrived.difference_update(bad_positions)
+        coordinator, dispatch = incoming.key
+        nack = Nack(coordinator=coordinator, dispatch=dispatch, lease=lease, positions=u32(bad_positions))
+        self._actions.append(ToPeer(incoming.peer, nack))
+
+    def cancel(self, key: Key) -> None:
+        """The coordinator has dropped this dispatch."""
+        self._waiting.pop(key, None)
+        if key in self._granted:
+            self._end(self._granted[key], "the request was cancelled")
+
+    def cancel_all(self, keep: Callable[[Key], bool] = lambda key: False) -> None:
+        """Drops every handoff but those that ``keep`` names."""
+        for key in self.keys():
+            if not keep(key):
+                self.cancel(key)
+
+    def writer_gone(self, peer: PeerId) -> None:
+        """This prefill worker's process has ended: nothing of it can be written any more."""
+        for incoming in [i for i in (*self._waiting.values(), *self._granted.values()) if i.peer == peer]:
+            self.cancel(incoming.key)
+        for lease in [lease for lease, (writer, _) in self._quarantine.items() if writer == peer]:
+            self._free_quarantine(lease)
+        self._one_sided.pop(peer, None)
+
+    def tick(self, now: float) -> None:
+        """Ends expired leases, forgets silent offers, grants what now has room."""
+        for incoming in [i for i in self._waiting.values() if now - i.heard > self._times.waiting]:
+            del self._waiting[incoming.key]
+        for incoming in [i for i in self._granted.values() if now >= i.expires and not i.verifying]:
+            self._end(incoming, "the lease ran out: no renewal from the prefill worker")
+        self.grant_waiting(now)
+
+    def grant_waiting(self, now: float) -> None:
+        """Grants offers in order of arrival, until one has no room."""
+        while self._waiting:
+            incoming = next(iter(self._waiting.values()))
+            if not self._grant(incoming, now):
+                return
+            del self._waiting[incoming.key]
+
+    def _meet(self, peer: PeerId, meet: Meet) -> Met:
+        worker_id, incarnation = self._worker
+        refused = _difference(self._identity, meet.model)
+        ours = self._endpoints
+        same_host = meet.host == ours.host
+        common = [m for m in meet.movers if m in ours.movers and (same_host or m != "shm")]
+        if not refused and not common:
+            refused = f"no mover in common: prefill has {', '.join(meet.movers)}; decode has {', '.join(ours.movers)}" + (
+                "" if same_host else " (shm needs the same host)"
+            )
+        if refused:
+            return Met(worker_id=worker_id, incarnation=incarnation, refused=refused)
+        self._one_sided[peer] = common[0] in ONE_SIDED_MOVERS
+        return Met(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            mover=common[0],
+            num_blocks=self._pool.num_blocks,
+            data_address=ours.data_address,
+            shm_name=ours.shm_name,
+        )
+
+    def _on_offer(self, peer: PeerId, offer: Offer, now: float) -> None:
+        key = (offer.coordinator, offer.dispatch)
+        if peer not in self._one_sided:
+            return  # we have not met; the sender is told to begin anew by our silence and its deadline
+        known = self._granted.get(key)
+        if known is not None and known.grant is not None:
+            self._actions.append(ToPeer(peer, known.grant))
+        elif key in self._waiting:
+            self._waiting[key].heard = now
+        elif key not in self._past and self._is_newest(offer, peer):
+            self._admit(peer, key, offer, now)
+
+    def _is_newest(self, offer: Offer, peer: PeerId) -> bool:
+        latest = self._epochs.get(offer.request_id, -1)
+        if offer.epoch < latest:
+            self._actions.append(ToPeer(peer, _refuse(offer.coordinator, offer.dispatch, "a newer epoch is known here", False)))
+        return offer.epoch >= latest
+
+    def _admit(self, peer: PeerId, key: Key, offer: Offer, now: float) -> None:
+        needed = -(-offer.num_tokens // self._identity.block_size)
+        if needed >= self._pool.num_blocks:
+            reason = f"the prompt needs {needed} KV blocks and room to grow; {self._worker[0]} has {self._pool.num_blocks} in all"
+            self._actions.append(ToPeer(peer, _refuse(offer.coordinator, offer.dispatch, reason, True)))
+            return
+        hashes = from_hashes(offer.block_hashes)
+        if len(hashes) != offer.num_tokens // self._identity.block_size:
+            self._actions.append(ToPeer(peer, _refuse(offer.coordinator, offer.dispatch, "hashes do not match the token count", False)))
+            return
+        self._supersede(offer)
+        _remember(self._epochs, offer.request_id, offer.epoch)
+        self._waiting[key] = Incoming(key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now)
+        self.grant_waiting(now)
+
+    def _supersede(self, offer: Offer) -> None:
+        same = [i for i in (*self._waiting.values(), *self._granted.values()) if i.request_id == offer.request_id]
+        for incoming in same:
+            self.cancel(incoming.key)
+            self._actions.append(Supersede(incoming.key))
+
+    def _grant(self, incoming: Incoming, now: float) -> bool:
+        slots, headroom = self._room()
+        total = -(-incoming.num_tokens // self._identity.block_size)
+        hits = self._pool.match_prefix(incoming.hashes)
+        idle = self._pool.num_idle_among(incoming.hashes[:hits])
+        if slots < 1 or total - hits + headroom > self._pool.num_available - idle:
+            return False
+        cached = self._pool.acquire_prefix(incoming.hashes)
+        fresh = self._pool.allocate(total - len(cached))
+        assert fresh is not None, "room was checked"
+        incoming.blocks, incoming.num_cached = cached + fresh, len(cached)
+        incoming.lease, self._next_lease = self._lease_id(), self._next_lease + 1
+        incoming.expires = now + self._times.lease
+        coordinator, dispatch = incoming.key
+        incoming.grant = Grant(
+            coordinator=coordinator,
+            dispatch=dispatch,
+            lease=incoming.lease,
+            secret=self._secret(),
+            blocks=u32(incoming.blocks),
+            num_cached_blocks=len(cached),
+            lease_s=self._times.lease,
+        )
+        self._granted[incoming.key] = self._by_lease[incoming.lease] = incoming
+        targets = dict(enumerate(incoming.blocks[len(cached) :], start=len(cached)))
+        self._actions.append(OpenLease(incoming.lease, incoming.grant.secret, targets))
+        self._actions.append(ToPeer(incoming.peer, incoming.grant))
+        return True
+
+    def _lease_id(self) -> int:
+        return (self._worker[1] & 0x3FFFFFFF) << 32 | self._next_lease
+
+    def _on_renew(self, peer: PeerId, lease: int, now: float) -> None:
+        incoming = self._by_lease.get(lease)
+        if incoming is not None and incoming.peer == peer:
+            incoming.expires = now + self._times.lease
+
+    def _on_handoff(self, peer: PeerId, message: Handoff, now: float) -> None:
+        key = (message.spec.coordinator, message.spec.dispatch)
+        if self._past.get(key) == message.lease:
+            self._actions.append(ToPeer(peer, Ack(coordinator=key[0], dispatch=key[1], lease=message.lease)))
+            return
+        incoming = self._by_lease.get(message.lease)
+        if incoming is None or incoming.key != key or incoming.peer != peer:
+            reason = "the decode worker knows no such lease"
+            self._actions.append(ToPeer(peer, Revoke(coordinator=key[0], dispatch=key[1], lease=message.lease, reason=reason)))
+            return
+        if incoming.verifying or incoming.handoff is not None:
+            return
+        if len(message.checksums) != 8 * (len(incoming.blocks) - incoming.num_cached) or message.spec.num_tokens != incoming.num_tokens:
+            self._end(incoming, "the handoff does not match the grant")
+            return
+        incoming.handoff, incoming.handoff_at, incoming.expires = message, now, now + self._times.lease
+        if self._one_sided.get(peer, False):
+            incoming.arrived.update(range(incoming.num_cached, len(incoming.blocks)))
+        self._try_verify(incoming)
+
+    def _try_verify(self, incoming: Incoming) -> None:
+        positions = list(range(incoming.num_cached, len(incoming.blocks)))
+        if incoming.handoff is None or incoming.verifying or not incoming.arrived.issuperset(positions):
+            return
+        incoming.verifying = True
+        blocks = incoming.blocks[incoming.num_cached :]
+        self._actions.append(Verify(incoming.lease, positions, blocks, from_u64(incoming.handoff.checksums)))
+
+    def _join(self, incoming: Incoming, now: float) -> None:
+        handoff = incoming.handoff
+        assert handoff is not None
+        self._forget(incoming)
+        _remember(self._past, incoming.key, incoming.lease)
+        parent: bytes | None = None
+        for block, block_hash in zip(incoming.blocks, incoming.hashes, strict=False):
+            self._pool.commit(block, block_hash, parent)
+            parent = block_hash
+        self._actions.append(CloseLease(incoming.lease))
+        self._actions.append(ToPeer(incoming.peer, Ack(coordinator=incoming.key[0], dispatch=incoming.key[1], lease=incoming.lease)))
+        self._actions.append(
+            Join(
+                incoming.key,
+                handoff.spec,
+                incoming.blocks,
+                handoff.token,
+                handoff.logprobs,
+                incoming.num_cached,
+                now - incoming.handoff_at,
+            )
+        )
+
+    def _end(self, incoming: Incoming, reason: str) -> None:
+        """The lease ends without a join: the writer must stop, and with a one-sided mover be believed to have stopped."""
+        self._forget(incoming)
+        self._actions.append(CloseLease(incoming.lease))
+        if self._one_sided.get(incoming.peer, False):
+            self._quarantine[incoming.lease] = (incoming.peer, incoming.blocks)
+        else:
+            self._pool.release(incoming.blocks)
+        coordinator, dispatch = incoming.key
+        revoke = Revoke(coordinator=coordinator, dispatch=dispatch, lease=incoming.lease, reason=reason)
+        self._actions.append(ToPeer(incoming.peer, revoke))
+
+    def _forget(self, incoming: Incoming) -> None:
+        self._granted.pop(incoming.key, None)
+        self._by_lease.pop(incoming.lease, None)
+
+    def _on_release(self, peer: PeerId, message: Release) -> None:
+        waiting = self._waiting.get((message.coordinator, message.dispatch))
+        if waiting is not None and waiting.peer == peer:
+            del self._waiting[waiting.key]
+        incoming = self._by_lease.get(message.lease)
+        if incoming is not None and incoming.peer == peer:
+            self._forget(incoming)
+            self._actions.append(CloseLease(incoming.lease))
+            self._pool.release(incoming.blocks)
+        elif message.lease in self._quarantine and self._quarantine[message.lease][0] == peer:
+            self._free_quarantine(message.lease)
+
+    def _free_quarantine(self, lease: int) -> None:
+        _, blocks = self._quarantine.pop(lease)
+        self._pool.release(blocks)
+
+
+def _remember(past: OrderedDict[_K, _V], key: _K, value: _V) -> None:
+    past[key] = value
+    past.move_to_end(key)
+    if len(past) > MEMORY_OF_PAST:
+        past.popitem(last=False)
+
+
+def _refuse(coordinator: int, dispatch: int, reason: str, final: bool) -> Refuse:
+    return Refuse(coordinator=coordinator, dispatch=dispatch, reason=reason, final=final)
+
+
+def _difference(ours: ModelIdentity, theirs: ModelIdentity) -> str:
+    """A sentence naming the first field that differs; empty where none does."""
+    for name in ModelIdentity.model_fields:
+        a, b = getattr(ours, name), getattr(theirs, name)
+        if a != b:
+            return f"the workers' {name.replace('_', ' ')} differs: decode has {a!r}, prefill has {b!r}"
+    return ""

@@ -1,0 +1,249 @@
+"""The prefill worker's side of the KV handoff (the protocol is drawn in handoff.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .actions import Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, ToPeer, Undelivered
+from .handoff import HandoffTimes, Key, PeerId
+from .messages import (
+    Ack,
+    FailureKind,
+    Grant,
+    Meet,
+    Message,
+    Met,
+    Nack,
+    Offer,
+    Peer,
+    Refuse,
+    Release,
+    Renew,
+    RequestSpec,
+    Revoke,
+    TokenLogprobs,
+    from_u32,
+    u64,
+)
+
+
+@dataclass(slots=True)
+class _Contact:
+    peer: Peer
+    met: Met | None = None
+    said: float = -1e9  # when Meet was last said
+    renewed: float = -1e9
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One prompt on its way out."""
+
+    key: Key
+    peer: PeerId
+    spec: RequestSpec
+    num_blocks: int
+    hashes: list[bytes]
+    deadline: float
+    said: float = -1e9  # when Offer or Handoff was last said
+    grant: Grant | None = None
+    targets: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # own blocks, in order
+    num_ready: int = 0  # leading own blocks that are final
+    num_put: int = 0
+    first: tuple[int, TokenLogprobs | None] | None = None  # the first token: the prompt is complete
+    sent: bool = False
+
+
+class HandoffSender:
+    """The prefill worker's side of all its handoffs. Feed it, then carry out what ``take`` returns."""
+
+    def __init__(self, meet: Meet, times: HandoffTimes | None = None) -> None:
+        self._meet = meet
+        self._times = times or HandoffTimes()
+        self._contacts: dict[PeerId, _Contact] = {}
+        self._outgoing: dict[Key, Outgoing] = {}
+        self._actions: list[SenderAction] = []
+
+    def __len__(self) -> int:
+        return len(self._outgoing)
+
+    def rename(self, meet: Meet) -> None:
+        """Takes a new incarnation: everything under the old one is abandoned, every decode worker is met anew."""
+        for key in list(self._outgoing):
+            self.abandon(key)
+        self._meet, self._contacts = meet, {}
+
+    def take(self) -> list[SenderAction]:
+        """What is to be done since the last call, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def offer(self, peer: Peer, spec: RequestSpec, num_blocks: int, hashes: list[bytes], now: float) -> None:
+        """A prompt's first chunk is about to run: ask for room."""
+        key, peer_id = (spec.coordinator, spec.dispatch), (peer.worker_id, peer.incarnation)
+        if peer_id not in self._contacts:
+            self._contacts[peer_id] = _Contact(peer)
+            self._actions.append(Connect(peer))
+        out = Outgoing(key, peer_id, spec, num_blocks, hashes, now + self._times.grant)
+        self._outgoing[key] = out
+        self._say(out, now)
+
+    def blocks_ready(self, key: Key, blocks: list[int], num_ready: int) -> None:
+        """The first ``num_ready`` of the prompt's own ``blocks`` have their final content."""
+        out = self._outgoing.get(key)
+        if out is not None:
+            out.blocks, out.num_ready = blocks, num_ready
+            self._push(out)
+
+    def finish(self, key: Key, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """The prompt is complete and has its first token."""
+        out = self._outgoing.get(key)
+        if out is not None:
+            out.first = (token, logprobs)
+            self._push(out)
+            self._conclude(out, now)
+
+    def abandon(self, key: Key) -> None:
+        """Nothing more will be sent for this dispatch, and nothing is under way."""
+        out = self._outgoing.pop(key, None)
+        if out is not None:
+            self._release(out)
+
+    def receive(self, peer: PeerId, message: Message, now: float) -> None:
+        """A message from a decode worker."""
+        if isinstance(message, Met):
+            self._on_met(peer, message, now)
+            return
+        if not isinstance(message, Grant | Refuse | Ack | Nack | Revoke):
+            return
+        out = self._outgoing.get((message.coordinator, message.dispatch))
+        if out is None or out.peer != peer:
+            if isinstance(message, Grant | Revoke | Nack):
+                self._actions.append(ToPeer(peer, Release(lease=message.lease, coordinator=message.coordinator, dispatch=message.dispatch)))
+            return
+        if isinstance(message, Grant):
+            self._on_grant(out, message, now)
+        elif isinstance(message, Refuse):
+            self._fail(out, "refused" if message.final else "handoff_failed", message.reason)
+        elif isinstance(message, Revoke):
+            self._fail(out, "handoff_failed", message.reason)
+        elif out.grant is not None and out.grant.lease == message.lease:
+            if isinstance(message, Ack):
+                del self._outgoing[out.key]
+                self._actions.append(Delivered(out.key))
+            else:
+                self._on_nack(out, message, now)
+
+    def peer_lost(self, peer: PeerId, reason: str) -> None:
+        """The decode worker is dead, unreachable, or its mover failed."""
+        self._contacts.pop(peer, None)
+        for out in [o for o in self._outgoing.values() if o.peer == peer]:
+            self._fail(out, "peer_lost", reason)
+
+    def tick(self, now: float) -> None:
+        """Says again what was not answered, renews leases, and ends what is past its deadline."""
+        for out in list(self._outgoing.values()):
+            if now >= out.deadline and (out.grant is None or out.sent):
+                waiting_for = "verify the blocks" if out.sent else "grant room" if self._met(out) else "answer"
+                self._fail(out, "handoff_failed", f"decode worker {out.peer[0]} did not {waiting_for} in time")
+            elif now - out.said >= self._times.resend and (out.grant is None or out.sent):
+                self._say(out, now)
+        self._renew(now)
+
+    def _met(self, out: Outgoing) -> Met | None:
+        contact = self._contacts.get(out.peer)
+        return contact.met if contact else None
+
+    def _say(self, out: Outgoing, now: float) -> None:
+        contact = self._contacts[out.peer]
+        out.said = now
+        if contact.met is None:
+            if now - contact.said >= self._times.resend:
+                contact.said = now
+                self._actions.append(ToPeer(out.peer, self._meet))
+        elif out.grant is None:
+            spec, (coordinator, dispatch) = out.spec, out.key
+            num_tokens, hashes = spec.num_tokens, b"".join(out.hashes)
+            offer = Offer(
+                request_id=spec.request_id,
+                epoch=spec.epoch,
+                coordinator=coordinator,
+                dispatch=dispatch,
+                num_tokens=num_tokens,
+                block_hashes=hashes,
+            )
+            self._actions.append(ToPeer(out.peer, offer))
+        elif out.sent and out.first is not None:
+            token, logprobs = out.first
+            sources = out.blocks[out.grant.num_cached_blocks : out.num_blocks]
+            self._actions.append(SendHandoff(out.peer, out.spec, out.grant.lease, token, logprobs, sources))
+
+    def _on_met(self, peer: PeerId, met: Met, now: float) -> None:
+        contact = self._contacts.get(peer)
+        if contact is None or contact.met is not None:
+            return
+        if met.refused:
+            self.peer_lost(peer, f"decode worker {peer[0]} refused: {met.refused}")
+            return
+        if (met.worker_id, met.incarnation) != peer:
+            self.peer_lost(peer, f"decode worker {peer[0]} has restarted")
+            return
+        contact.met = met
+        self._actions.append(OpenMover(peer, met))
+        for out in self._outgoing.values():
+            if out.peer == peer:
+                self._say(out, now)
+
+    def _on_grant(self, out: Outgoing, grant: Grant, now: float) -> None:
+        if out.grant is not None:
+            return
+        targets = from_u32(grant.blocks)
+        if len(targets) != out.num_blocks or grant.num_cached_blocks > out.num_blocks:
+            self._fail(out, "handoff_failed", "the grant does not match the offer")
+            return
+        out.grant, out.targets, out.num_put = grant, targets, grant.num_cached_blocks
+        self._push(out)
+        self._conclude(out, now)
+
+    def _push(self, out: Outgoing) -> None:
+        if out.grant is None or out.num_ready <= out.num_put:
+            return
+        items = [(i, out.blocks[i], out.targets[i]) for i in range(out.num_put, out.num_ready)]
+        out.num_put = out.num_ready
+        self._actions.append(Put(out.peer, out.grant.lease, out.grant.secret, items))
+
+    def _conclude(self, out: Outgoing, now: float) -> None:
+        if out.grant is not None and out.first is not None and out.num_put >= out.num_blocks and not out.sent:
+            out.sent, out.deadline = True, now + self._times.ack
+            self._say(out, now)
+
+    def _on_nack(self, out: Outgoing, nack: Nack, now: float) -> None:
+        assert out.grant is not None
+        positions = [p for p in from_u32(nack.positions) if out.grant.num_cached_blocks <= p < out.num_blocks]
+        if not out.sent or not positions:
+            return
+        items = [(p, out.blocks[p], out.targets[p]) for p in positions]
+        self._actions.append(Put(out.peer, out.grant.lease, out.grant.secret, items))
+        out.deadline = now + self._times.ack
+        self._say(out, now)
+
+    def _renew(self, now: float) -> None:
+        due: dict[PeerId, list[int]] = {}
+        for out in self._outgoing.values():
+            contact = self._contacts.get(out.peer)
+            if out.grant is not None and contact is not None and now - contact.renewed >= out.grant.lease_s / 3:
+                due.setdefault(out.peer, []).append(out.grant.lease)
+        for peer, leases in due.items():
+            self._contacts[peer].renewed = now
+            self._actions.append(ToPeer(peer, Renew(leases=u64(leases))))
+
+    def _fail(self, out: Outgoing, kind: FailureKind, message: str) -> None:
+        self._outgoing.pop(out.key, None)
+        self._release(out)
+        self._actions.append(Undelivered(out.key, kind, message))
+
+    def _release(self, out: Outgoing) -> None:
+        if self._met(out) is not None:
+            lease = out.grant.lease if out.grant else 0
+            self._actions.append(ToPeer(out.peer, Release(lease=lease, coordinator=out.key[0], dispatch=out.key[1])))
