@@ -18,16 +18,28 @@ known, and is dropped. ``coordinator`` fields carry the coordinator's incarnatio
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MAX_REQUEST_TOKENS = 1 << 20
 MAX_BLOCKS = 1 << 24
 MAX_ROWS = 1 << 16
 HASH_BYTES = 16
 SECRET_BYTES = 16
+
+
+def _whole(item_bytes: int) -> AfterValidator:
+    """Refuses a column that ends in the middle of an item."""
+
+    def check(column: bytes) -> bytes:
+        if len(column) % item_bytes:
+            raise ValueError(f"{len(column)} bytes are no whole number of {item_bytes}-byte items")
+        return column
+
+    return AfterValidator(check)
+
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
@@ -37,14 +49,14 @@ Incarnation = Annotated[int, Field(ge=0, lt=1 << 63)]
 Dispatch = Annotated[int, Field(ge=0, lt=1 << 32)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 Duration = Annotated[float, Field(ge=0, le=1e9)]
-TokenColumn = Annotated[bytes, Field(max_length=4 * MAX_REQUEST_TOKENS)]
+TokenColumn = Annotated[bytes, Field(max_length=4 * MAX_REQUEST_TOKENS), _whole(4)]
 """uint32 token ids."""
-BlockColumn = Annotated[bytes, Field(max_length=4 * MAX_REQUEST_TOKENS)]
+BlockColumn = Annotated[bytes, Field(max_length=4 * MAX_REQUEST_TOKENS), _whole(4)]
 """uint32 block numbers."""
-RowColumn = Annotated[bytes, Field(max_length=4 * MAX_ROWS)]
-HashColumn = Annotated[bytes, Field(max_length=HASH_BYTES * MAX_REQUEST_TOKENS)]
+RowColumn = Annotated[bytes, Field(max_length=4 * MAX_ROWS), _whole(4)]
+HashColumn = Annotated[bytes, Field(max_length=HASH_BYTES * MAX_REQUEST_TOKENS), _whole(HASH_BYTES)]
 """Block hashes, HASH_BYTES each."""
-ChecksumColumn = Annotated[bytes, Field(max_length=8 * MAX_REQUEST_TOKENS)]
+ChecksumColumn = Annotated[bytes, Field(max_length=8 * MAX_REQUEST_TOKENS), _whole(8)]
 """uint64 checksums, one a block."""
 
 FinishReason = Literal["stop", "length"]
@@ -113,6 +125,12 @@ class RequestSpec(Message):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) // 4
+
+    @model_validator(mode="after")
+    def _prompt_is_there(self) -> Self:
+        if self.num_prompt_tokens > self.num_tokens:
+            raise ValueError(f"{self.num_prompt_tokens} prompt tokens in {self.num_tokens} tokens")
+        return self
 
 
 class ModelIdentity(Message):
@@ -224,6 +242,12 @@ class StepTokens(Message):
     finished: Annotated[dict[int, FinishReason], Field(max_length=MAX_ROWS)] = {}
     logprobs: Annotated[dict[int, TokenLogprobs], Field(max_length=MAX_ROWS)] = {}
 
+    @model_validator(mode="after")
+    def _rows_match(self) -> Self:
+        if not len(self.dispatches) == len(self.indices) == len(self.tokens):
+            raise ValueError("the columns differ in length")
+        return self
+
 
 FailureKind = Literal["preempted", "handoff_failed", "peer_lost", "refused", "deadline", "internal"]
 
@@ -297,7 +321,7 @@ class Offer(Message):
 class Renew(Message):
     """Keeps these leases alive."""
 
-    leases: Annotated[bytes, Field(max_length=8 * MAX_ROWS)]  # uint64
+    leases: Annotated[bytes, Field(max_length=8 * MAX_ROWS), _whole(8)]  # uint64
 
 
 class Handoff(Message):

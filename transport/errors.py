@@ -1,0 +1,28 @@
+"""The errors of this folder.
+
+    TransportError
+    ├── BadMessage     bytes that are no message we accept, or a message too large to send
+    ├── KeyFileError   a cluster key file that is missing, unsafe or not one of ours
+    ├── AddressError   an address that cannot be listened on or connected to
+    └── MoverError     a KV mover that cannot be set up, or whose peer is gone
+"""
+
+
+class TransportError(Exception):
+    """Base of all errors raised by ``transport``."""
+
+
+class BadMessage(TransportError):
+    """Bytes that are no message we accept, or a message too large to send."""
+
+
+class KeyFileError(TransportError):
+    """A cluster key file that is missing, unsafe or not one of ours."""
+
+
+class AddressError(TransportError):
+    """An address that cannot be listened on or connected to."""
+
+
+class MoverError(TransportError):
+    """A KV mover that cannot be set up, or whose peer is gone."""
