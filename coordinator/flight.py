@@ -1,0 +1,111 @@
+"""One request in the system: where it stands, what its client already has, and where its time went. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from ..transport.block_hash import chain, root_hash
+from ..transport.messages import FinishReason, Message, RequestSpec, TokenLogprobs, u32
+from .pools import Worker, WorkerId
+from .request import Ended, GenerationRequest, Stages
+
+Stage = Literal["queue", "prefill", "handoff", "decode"]
+
+
+class Push(NamedTuple):
+    """The next output token of a request."""
+
+    request: GenerationRequest
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class PushPromptLogprobs(NamedTuple):
+    request: GenerationRequest
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+class End(NamedTuple):
+    """The one terminal event of a request."""
+
+    request: GenerationRequest
+    ended: Ended
+
+
+class Send(NamedTuple):
+    worker: WorkerId
+    message: Message
+
+
+Action = Push | PushPromptLogprobs | End | Send
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request from submission to its terminal event. ``dispatch`` is -1 while it waits in the coordinator."""
+
+    request: GenerationRequest
+    mark: float  # when the current stage began
+    stage: Stage = "queue"
+    epoch: int = -1
+    dispatch: int = -1
+    prefill: Worker | None = None
+    decode: Worker | None = None
+    tokens: list[int] = field(default_factory=list)
+    num_failures: int = 0
+    num_cached_tokens: int = 0
+    pending_tokens: int = 0  # promised to the prefill worker
+    pending_blocks: int = 0  # promised to the decode worker
+    owes_prompt_logprobs: bool = False
+    early: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)  # tokens that overtook the prompt's logprobs
+    early_finish: FinishReason | None = None
+    seconds: dict[Stage, float] = field(default_factory=lambda: {"queue": 0.0, "prefill": 0.0, "handoff": 0.0, "decode": 0.0})
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.tokens)
+
+    @property
+    def num_received(self) -> int:
+        """Output tokens that have arrived: with the client, or held back."""
+        return len(self.tokens) + len(self.early)
+
+    def enter(self, stage: Stage, now: float) -> None:
+        """Books the time since the last stage began to that stage."""
+        self.seconds[self.stage] += now - self.mark
+        self.stage, self.mark = stage, now
+
+    def move_time(self, source: Stage, target: Stage, seconds: float) -> None:
+        """A worker knows better what some of a stage's time was."""
+        seconds = min(max(0.0, seconds), self.seconds[source])
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+    def stages(self) -> Stages:
+        return Stages(**self.seconds)
+
+    def hashes(self, worker: Worker) -> list[bytes]:
+        """Hashes of the full blocks of all its tokens, as that worker's model and block size name them."""
+        model = worker.hello.model
+        return chain(root_hash(model.fingerprint, self.request.salt), self.column(), model.block_size)
+
+    def column(self) -> bytes:
+        """Prompt and the tokens the client has, as uint32."""
+        return u32(self.request.prompt_token_ids) + u32(self.tokens)
+
+    def spec(self, coordinator: int, now: float) -> RequestSpec:
+        """This attempt, as the workers hear of it."""
+        request = self.request
+        return RequestSpec(
+            request_id=request.request_id,
+            epoch=self.epoch,
+            dispatch=self.dispatch,
+            coordinator=coordinator,
+            token_ids=self.column(),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            sampling=request.sampling,
+            salt=request.salt,
+            prompt_logprobs=request.prompt_logprobs if self.owes_prompt_logprobs else None,
+            deadline_s=max(0.0, request.deadline - now),
+        )

@@ -1,0 +1,118 @@
+"""The workers as the coordinator knows them: who lives, how full they are, what their caches really hold. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..transport.messages import BlockEvents, Hello, Load, Role, from_hashes
+
+WorkerId = tuple[str, int]
+"""(worker id, incarnation)"""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One live worker. ``dispatches`` are those assigned to it; ``pending_*`` count what its own load report cannot know yet."""
+
+    hello: Hello
+    heard: float
+    load: Load | None = None
+    progressed: float = 0.0  # when ``steps`` last grew, or the worker was last idle
+    cached: set[bytes] = field(default_factory=set)
+    dispatches: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)  # what it says it holds
+    pending_tokens: int = 0  # prefill: prompt tokens dispatched and not yet computed
+    pending_blocks: int = 0  # decode: blocks of prompts dispatched and not yet joined
+
+    @property
+    def id(self) -> WorkerId:
+        return (self.hello.worker_id, self.hello.incarnation)
+
+    @property
+    def role(self) -> Role:
+        return self.hello.role
+
+    @property
+    def block_size(self) -> int:
+        return self.hello.model.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def blocks_available(self) -> int:
+        """Blocks that could be given out now, less those already promised."""
+        known = self.load.blocks_free + self.load.blocks_cached if self.load else self.hello.num_blocks
+        return known - self.pending_blocks
+
+    def match_prefix(self, hashes: list[bytes]) -> int:
+        """How many leading blocks of a prompt this worker really has."""
+        for i, block_hash in enumerate(hashes):
+            if block_hash not in self.cached:
+                return i
+        return len(hashes)
+
+
+class Pools:
+    """The registry of live workers, by role."""
+
+    def __init__(self, dead_after_s: float, progress_timeout_s: float) -> None:
+        self._dead_after_s, self._progress_timeout_s = dead_after_s, progress_timeout_s
+        self.workers: dict[WorkerId, Worker] = {}
+
+    def of_role(self, role: Role) -> list[Worker]:
+        return [w for w in self.workers.values() if w.role == role]
+
+    def serving(self) -> bool:
+        """At least one prefill and one decode worker of the same model."""
+        models = {w.hello.model for w in self.of_role("prefill")}
+        return any(w.hello.model in models for w in self.of_role("decode"))
+
+    def max_prompt_tokens(self) -> int:
+        """The longest sequence that every live worker can hold; 0 where there is none."""
+        return min((w.hello.max_model_len for w in self.workers.values()), default=0)
+
+    def add(self, hello: Hello, now: float) -> list[Worker]:
+        """A worker says hello. Returns its earlier incarnations, which are dead."""
+        replaced = [w for w in self.workers.values() if w.hello.worker_id == hello.worker_id and w.id[1] != hello.incarnation]
+        for worker in replaced:
+            del self.workers[worker.id]
+        known = self.workers.get((hello.worker_id, hello.incarnation))
+        if known is not None:
+            known.heard = now
+        else:
+            self.workers[(hello.worker_id, hello.incarnation)] = Worker(hello, now, progressed=now)
+        return replaced
+
+    def remove(self, worker: Worker) -> None:
+        self.workers.pop(worker.id, None)
+
+    def hear(self, load: Load, now: float) -> Worker | None:
+        """A heartbeat. None: no such worker lives."""
+        worker = self.workers.get((load.worker_id, load.incarnation))
+        if worker is None:
+            return None
+        if not load.busy or worker.load is None or load.steps > worker.load.steps:
+            worker.progressed = now
+        worker.heard, worker.load = now, load
+        return worker
+
+    def book(self, events: BlockEvents) -> None:
+        """What a worker's prefix cache gained and lost."""
+        worker = self.workers.get((events.worker_id, events.incarnation))
+        if worker is None:
+            return
+        if events.reset:
+            worker.cached.clear()
+        worker.cached.update(from_hashes(events.stored))
+        worker.cached.difference_update(from_hashes(events.removed))
+
+    def dead(self, now: float) -> list[tuple[Worker, str]]:
+        """Workers that are silent, or busy without progress, for too long, each with the reason."""
+        found = []
+        for worker in self.workers.values():
+            if now - worker.heard > self._dead_after_s:
+                found.append((worker, f"silent for {now - worker.heard:.1f} s"))
+            elif now - worker.progressed > self._progress_timeout_s:
+                found.append((worker, f"busy without finishing a step for {now - worker.progressed:.1f} s"))
+        return found

@@ -1,0 +1,198 @@
+"""The decode worker without its body: what it does with every message and every finished step. Pure.
+
+It joins the batch scheduler and the receiving side of the handoff; the shell (worker.py) carries out what ``take`` returns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..engine.batch import SamplingParams, SamplingState, StepOutput
+from ..engine.block_manager import BlockManager
+from ..transport.actions import Join, ReceiverAction, Supersede, ToCoordinator
+from ..transport.block_hash import chain, root_hash
+from ..transport.handoff import Key, PeerId
+from ..transport.handoff_receiver import HandoffReceiver
+from ..transport.messages import (
+    BlockEvents,
+    Cancel,
+    FailureKind,
+    Joined,
+    Load,
+    Message,
+    RequestFailed,
+    StepTokens,
+    from_u32,
+    u32,
+)
+from ..transport.reports import block_events, logprobs_message
+from .scheduler import DecodeResult, DecodeScheduler, DecodeStep
+
+DecodeAction = ToCoordinator | ReceiverAction
+
+
+class DecodeCore:
+    """One decode worker's decisions; all times are ``now`` of one monotonic clock, in seconds."""
+
+    def __init__(self, worker: PeerId, scheduler: DecodeScheduler, receiver: HandoffReceiver, fingerprint: str) -> None:
+        self.worker = worker
+        self.scheduler, self.receiver = scheduler, receiver
+        self._fingerprint = fingerprint
+        self._actions: list[DecodeAction] = []
+        self.num_steps = 0
+        self.num_tokens = 0
+
+    @property
+    def blocks(self) -> BlockManager:
+        return self.scheduler.blocks
+
+    def take(self, now: float) -> list[DecodeAction]:
+        """What is to be done since the last call, in order."""
+        self._settle(now)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def from_coordinator(self, message: Message) -> None:
+        """Cancel. (Welcome and Fenced are the shell's: see ``drop_others`` and ``rename``.)"""
+        if isinstance(message, Cancel):
+            for dispatch in from_u32(message.dispatches):
+                self._drop((message.coordinator, dispatch))
+
+    def from_peer(self, peer: PeerId, message: Message, now: float) -> None:
+        """Any message of a prefill worker."""
+        self.receiver.receive(peer, message, now)
+
+    def schedule(self, now: float) -> DecodeStep | None:
+        """The next step; sequences that found no block are given back to the coordinator."""
+        self._settle(now)
+        step = self.scheduler.schedule()
+        for sequence in self.scheduler.preempted:
+            self._say_failed(sequence.key, "preempted", "the decode worker ran out of KV blocks")
+        self.scheduler.preempted.clear()
+        return step
+
+    def complete(self, step: DecodeStep, output: StepOutput, now: float) -> None:
+        """A step has run: all its tokens go to the coordinator in one message."""
+        self.num_steps += 1
+        result = self.scheduler.complete(step, output)
+        self._report(result)
+        if result.finished or result.dropped:
+            self.receiver.grant_waiting(now)
+
+    def fail_step(self, step: DecodeStep, reason: str) -> None:
+        """The step raised: its sequences are given back to the coordinator."""
+        for sequence in self.scheduler.abort(step):
+            self._say_failed(sequence.key, "internal", reason)
+
+    def tick(self, now: float) -> None:
+        """At least ten times a second: deadlines and leases."""
+        self.receiver.tick(now)
+        for sequence in self.scheduler.sequences():
+            if now >= sequence.deadline:
+                self._drop(sequence.key)
+                self._say_failed(sequence.key, "deadline", "the request's deadline passed on the decode worker")
+
+    def drop_others(self, coordinator: int) -> None:
+        """Only this coordinator's work is kept."""
+        for key in (*self.scheduler.held, *self.receiver.keys()):
+            if key[0] != coordinator:
+                self._drop(key)
+
+    def rename(self, incarnation: int) -> None:
+        """A new incarnation: all work of the old one is dropped; the prefix cache and the quarantine stay."""
+        for key in self.scheduler.held:
+            self._drop(key)
+        self.worker = (self.worker[0], incarnation)
+        self.receiver.rename(self.worker)
+
+    def load(self) -> Load:
+        """The heartbeat."""
+        b, s, r = self.blocks, self.scheduler, self.receiver
+        return Load(
+            worker_id=self.worker[0],
+            incarnation=self.worker[1],
+            blocks_free=b.num_free,
+            blocks_cached=b.num_cached,
+            blocks_used=b.num_used,
+            blocks_leased=r.num_leased_blocks,
+            num_running=s.num_running,
+            num_waiting=r.num_waiting + r.num_granted,
+            num_waiting_tokens=r.num_waiting_tokens,
+            steps=self.num_steps,
+            busy=s.num_running > 0,
+            accepting=b.num_available > b.num_blocks // 16 and s.num_running + r.num_granted < s.max_num_seqs,
+            dispatches=u32([dispatch for _, dispatch in (*s.held, *r.keys())]),
+            counters={"preemptions": s.num_preemptions, "output_tokens": self.num_tokens, "corrupt_blocks": r.num_corrupt_blocks},
+        )
+
+    def block_events(self, everything: bool = False) -> BlockEvents | None:
+        """What the prefix cache gained and lost; with ``everything``, all it has."""
+        return block_events(self.worker, self.blocks, everything)
+
+    def room(self) -> tuple[int, int]:
+        """For the receiver: (rows free, blocks to leave for the sequences that run)."""
+        running = self.scheduler.num_running
+        return self.scheduler.max_num_seqs - running - self.receiver.num_granted, running
+
+    def _settle(self, now: float) -> None:
+        for action in self.receiver.take():
+            if isinstance(action, Join):
+                self._join(action, now)
+            elif isinstance(action, Supersede):
+                self._drop(action.key)
+            self._actions.append(action)
+
+    def _join(self, join: Join, now: float) -> None:
+        spec = join.spec
+        for sequence in self.scheduler.sequences():
+            if sequence.request_id == spec.request_id:
+                self._drop(sequence.key)  # an older epoch
+        tokens = from_u32(spec.token_ids)
+        state = SamplingState(
+            SamplingParams(**spec.sampling.model_dump()),
+            tokens[: spec.num_prompt_tokens],
+            [*tokens[spec.num_prompt_tokens :], join.token],
+        )
+        hashes = chain(root_hash(self._fingerprint, spec.salt), spec.token_ids, self.scheduler.block_size)
+        last_hash = hashes[-1] if hashes else root_hash(self._fingerprint, spec.salt)
+        joined = Joined(
+            coordinator=spec.coordinator,
+            dispatch=spec.dispatch,
+            index=len(state.output_token_ids) - 1,
+            token=join.token,
+            logprobs=join.logprobs,
+            transfer_s=join.transfer_s,
+            num_cached_blocks=join.num_cached_blocks,
+        )
+        self._actions.append(ToCoordinator(joined))
+        self.scheduler.join(join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s)
+
+    def _report(self, result: DecodeResult) -> None:
+        step, output, finished = result.step, result.output, result.finished
+        rows = np.arange(len(step.sequences))
+        if result.dropped:
+            rows = np.delete(rows, result.dropped)
+            place = {int(row): i for i, row in enumerate(rows)}
+            finished = {place[row]: reason for row, reason in finished.items()}
+            logprobs = {place[row]: logprobs_message(lp) for row, lp in output.logprobs.items() if row in place}
+        else:
+            logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
+        if len(rows) == 0:
+            return
+        self.num_tokens += len(rows)
+        message = StepTokens(
+            coordinator=step.sequences[rows[0]].key[0],
+            dispatches=step.dispatches[rows].tobytes(),
+            indices=step.indices[rows].tobytes(),
+            tokens=output.token_ids[rows].astype(np.uint32).tobytes(),
+            finished=finished,
+            logprobs=logprobs,
+        )
+        self._actions.append(ToCoordinator(message))
+
+    def _say_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
+        self._actions.append(ToCoordinator(RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])))
+
+    def _drop(self, key: Key) -> None:
+        self.receiver.cancel(key)
+        self.scheduler.drop(key)

@@ -1,0 +1,235 @@
+"""Which sequences take part in the next decode step, and with which blocks: continuous batching. Pure.
+
+Sequences live in dense rows of a few arrays, so that a step's inputs are slices and a step without events touches no sequence but to note
+its token. A sequence that needs a block when there is none makes the youngest sequence leave (it comes back through the coordinator with
+the tokens it has).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engine.batch import Batch, SamplingState, StepOutput
+from ..engine.block_manager import BlockManager
+from ..engine.stopping import finish_reason, last_output_index, stop_set
+from ..transport.block_hash import chain
+from ..transport.handoff import Key
+from ..transport.messages import FinishReason, u32
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSequence:
+    """A sequence that generates. ``blocks`` hold the KV of all its tokens but the newest."""
+
+    key: Key
+    request_id: str
+    state: SamplingState
+    blocks: list[int]
+    last_hash: bytes  # of its newest full block, or the root
+    stops: frozenset[int]
+    last_index: int
+    deadline: float
+    row: int = -1
+    doomed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    sequences: list[DecodeSequence]
+    batch: Batch
+    dispatches: NDArray[np.uint32]
+    indices: NDArray[np.uint32]  # output index of the token that each row will yield
+
+
+@dataclass(slots=True)
+class DecodeResult:
+    """One finished step: columns as StepTokens carries them, rows that ended, rows to leave out (dropped meanwhile)."""
+
+    step: DecodeStep
+    output: StepOutput
+    finished: dict[int, FinishReason] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+
+
+class DecodeScheduler:
+    """Owns the running sequences of one decode worker."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.blocks, self.block_size, self.max_num_seqs = blocks, block_size, max_num_seqs
+        self._max_model_len, self._eos = max_model_len, eos_token_ids
+        self._rows: list[DecodeSequence] = []
+        self._joining: list[DecodeSequence] = []
+        self._by_key: dict[Key, DecodeSequence] = {}
+        self._in_step = False
+        self._tokens = np.zeros(max_num_seqs, np.int32)
+        self._positions = np.zeros(max_num_seqs, np.int32)
+        self._indices = np.zeros(max_num_seqs, np.uint32)
+        self._dispatches = np.zeros(max_num_seqs, np.uint32)
+        self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size) + 1), np.int32)
+        self._arange = np.arange(max_num_seqs + 1, dtype=np.int32)
+        self.preempted: list[DecodeSequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._by_key)
+
+    @property
+    def held(self) -> list[Key]:
+        return list(self._by_key)
+
+    def sequences(self) -> list[DecodeSequence]:
+        return list(self._by_key.values())
+
+    def join(self, key: Key, request_id: str, state: SamplingState, blocks: list[int], last_hash: bytes, deadline: float) -> None:
+        """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before it."""
+        assert self.num_running < self.max_num_seqs, "a grant promises a row"
+        last = last_output_index(state, self._max_model_len)
+        stops = stop_set(state, self._eos)
+        sequence = DecodeSequence(key, request_id, state, blocks, last_hash, stops, last, deadline)
+        self._by_key[key] = sequence
+        self._joining.append(sequence)
+
+    def drop(self, key: Key) -> bool:
+        """Forgets a sequence and frees its blocks: at once, or when the running step that writes them ends."""
+        sequence = self._by_key.pop(key, None)
+        if sequence is None:
+            return False
+        if sequence in self._joining:
+            self._joining.remove(sequence)
+            self.blocks.release(sequence.blocks)
+        elif self._in_step:
+            sequence.doomed = True
+        else:
+            self._remove(sequence)
+        return True
+
+    def schedule(self) -> DecodeStep | None:
+        """The next step over all running sequences; None where there are none. Preempted ones are left in ``preempted``."""
+        assert not self._in_step, "one step at a time"
+        for sequence in self._joining:
+            self._enter(sequence)
+        self._joining.clear()
+        self._grow()
+        n = len(self._rows)
+        if n == 0:
+            return None
+        positions = self._positions[:n].copy()
+        at_block, offset = np.divmod(positions, self.block_size)
+        width = int(at_block.max()) + 1
+        tables = self._tables[:n, :width].copy()
+        slots = tables[self._arange[:n], at_block].astype(np.int64) * self.block_size + offset
+        batch = Batch(
+            token_ids=self._tokens[:n].copy(),
+            positions=positions,
+            query_start_loc=self._arange[: n + 1],
+            seq_lens=positions + 1,
+            block_tables=tables,
+            slot_mapping=slots,
+            sampling=[s.state for s in self._rows],
+        )
+        self._in_step = True
+        return DecodeStep(self._rows.copy(), batch, self._dispatches[:n].copy(), self._indices[:n].copy())
+
+    def complete(self, step: DecodeStep, output: StepOutput) -> DecodeResult:
+        """Books a finished step: every row's token, full blocks, and the sequences that end with it."""
+        self._in_step = False
+        n = len(step.sequences)
+        result = DecodeResult(step, output)
+        tokens = output.token_ids.tolist()
+        indices = step.indices.tolist()
+        for row, (sequence, token, index) in enumerate(zip(step.sequences, tokens, indices, strict=True)):
+            if sequence.doomed:
+                result.dropped.append(row)
+                continue
+            sequence.state.output_token_ids.append(token)
+            if token in sequence.stops or index >= sequence.last_index:
+                reason = finish_reason(token, index, sequence.stops, sequence.state.params.min_tokens, sequence.last_index)
+                if reason is not None:
+                    result.finished[row] = reason
+        self._tokens[:n] = output.token_ids
+        self._positions[:n] += 1
+        self._indices[:n] += 1
+        for row in np.flatnonzero(self._positions[:n] % self.block_size == 0).tolist():
+            if not step.sequences[row].doomed:
+                self._commit_newest(step.sequences[row])
+        for row in [*result.finished, *result.dropped]:
+            sequence = step.sequences[row]
+            self._by_key.pop(sequence.key, None)
+            self._remove(sequence)
+        return result
+
+    def abort(self, step: DecodeStep) -> list[DecodeSequence]:
+        """The step raised: all its sequences are over here. Returns those that had not been dropped already."""
+        self._in_step = False
+        alive = [s for s in step.sequences if not s.doomed]
+        for sequence in step.sequences:
+            self._by_key.pop(sequence.key, None)
+            self._remove(sequence)
+        return alive
+
+    def _enter(self, sequence: DecodeSequence) -> None:
+        row = sequence.row = len(self._rows)
+        self._rows.append(sequence)
+        state = sequence.state
+        self._tokens[row] = state.output_token_ids[-1]
+        self._positions[row] = state.position - 1
+        self._indices[row] = len(state.output_token_ids)
+        self._dispatches[row] = sequence.key[1]
+        self._tables[row, : len(sequence.blocks)] = sequence.blocks
+
+    def _grow(self) -> None:
+        """Gives every row that begins a new block one, oldest first."""
+        n = len(self._rows)
+        begins = np.flatnonzero(self._positions[:n] % self.block_size == 0).tolist()
+        for sequence in [self._rows[row] for row in begins]:
+            if sequence.row < 0 or len(sequence.blocks) * self.block_size > self._positions[sequence.row]:
+                continue  # preempted just now, or the block is there
+            block = self._allocate_for(sequence)
+            if block is not None:
+                self._tables[sequence.row, len(sequence.blocks)] = block
+                sequence.blocks.append(block)
+
+    def _allocate_for(self, sequence: DecodeSequence) -> int | None:
+        while (blocks := self.blocks.allocate(1)) is None:
+            youngest = next(s for s in reversed(self._by_key.values()) if s.row >= 0)
+            del self._by_key[youngest.key]
+            self._remove(youngest)
+            self.preempted.append(youngest)
+            self.num_preemptions += 1
+            if youngest is sequence:
+                return None
+        return blocks[0]
+
+    def _commit_newest(self, sequence: DecodeSequence) -> None:
+        block = int(self._positions[sequence.row]) // self.block_size - 1
+        prompt, output = sequence.state.prompt_token_ids, sequence.state.output_token_ids
+        start, end = block * self.block_size, (block + 1) * self.block_size
+        tokens = [*prompt[start:end], *output[max(0, start - len(prompt)) : max(0, end - len(prompt))]]
+        block_hash = chain(sequence.last_hash, u32(tokens), self.block_size)[0]
+        self.blocks.commit(sequence.blocks[block], block_hash, sequence.last_hash)
+        sequence.last_hash = block_hash
+
+    def _remove(self, sequence: DecodeSequence) -> None:
+        """Frees the row (the last row moves into it) and the blocks."""
+        row, last = sequence.row, len(self._rows) - 1
+        if row != last:
+            moved = self._rows[last]
+            self._rows[row], moved.row = moved, row
+            for column in (self._tokens, self._positions, self._indices, self._dispatches):
+                column[row] = column[last]
+            self._tables[row] = self._tables[last]
+        self._rows.pop()
+        sequence.row = -1
+        self.blocks.release(sequence.blocks)
+        sequence.blocks = []

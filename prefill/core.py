@@ -1,0 +1,224 @@
+"""The prefill worker without its body: what it does with every message and every finished step. Pure.
+
+It joins the chunk scheduler and the sending side of the handoff; the shell (worker.py) carries out what ``take`` returns.
+"""
+
+from __future__ import annotations
+
+from ..engine.batch import Logprobs, StepOutput
+from ..engine.block_manager import BlockManager
+from ..engine.stopping import finish_reason, last_output_index, stop_set
+from ..transport.actions import Delivered, SenderAction, ToCoordinator, Undelivered
+from ..transport.handoff import HandoffTimes, Key, PeerId
+from ..transport.handoff_sender import HandoffSender
+from ..transport.messages import (
+    BlockEvents,
+    Cancel,
+    FailureKind,
+    FinishReason,
+    FirstToken,
+    Load,
+    Meet,
+    Message,
+    Prefill,
+    RequestFailed,
+    TokenLogprobs,
+    from_u32,
+    u32,
+)
+from ..transport.reports import block_events, logprobs_message
+from .scheduler import Chunk, PrefillScheduler, PrefillSequence, PrefillStep
+
+PrefillAction = ToCoordinator | SenderAction
+
+
+class PrefillCore:
+    """One prefill worker's decisions. ``meet`` names the worker; all times are ``now`` of one monotonic clock, in seconds."""
+
+    def __init__(
+        self,
+        meet: Meet,
+        scheduler: PrefillScheduler,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        times: HandoffTimes | None = None,
+    ) -> None:
+        self.worker: PeerId = (meet.worker_id, meet.incarnation)
+        self.scheduler = scheduler
+        self.sender = HandoffSender(meet, times)
+        self._eos, self._max_model_len = eos_token_ids, max_model_len
+        self._prompt_logprobs: dict[Key, list[TokenLogprobs]] = {}
+        self._actions: list[PrefillAction] = []
+        self.num_steps = 0
+
+    @property
+    def blocks(self) -> BlockManager:
+        return self.scheduler.blocks
+
+    def take(self) -> list[PrefillAction]:
+        """What is to be done since the last call, in order."""
+        self._settle()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def from_coordinator(self, message: Message, now: float) -> None:
+        """Prefill or Cancel. (Welcome and Fenced are the shell's: see ``drop_others`` and ``rename``.)"""
+        if isinstance(message, Prefill):
+            self._add(message, now)
+        elif isinstance(message, Cancel):
+            for dispatch in from_u32(message.dispatches):
+                self._drop((message.coordinator, dispatch))
+
+    def from_peer(self, peer: PeerId, message: Message, now: float) -> None:
+        """Any message of a decode worker."""
+        self.sender.receive(peer, message, now)
+
+    def schedule(self, now: float) -> PrefillStep | None:
+        """The next step; prompts that start with it are offered to their decode workers."""
+        before = set(self.scheduler.running)
+        step = self.scheduler.schedule(now)
+        for key in self.scheduler.running.keys() - before:
+            self._offer(self.scheduler.running[key], now)
+        return step
+
+    def complete(self, step: PrefillStep, output: StepOutput, now: float) -> None:
+        """A step has run: its finished blocks leave, and a prompt that is complete reports its first token."""
+        self.num_steps += 1
+        for row, chunk in enumerate(step.chunks):
+            if self.scheduler.complete(chunk):
+                self._gather_prompt_logprobs(chunk, output.prompt_logprobs.get(row))
+                if chunk.is_last:
+                    self._first_token(chunk.sequence, int(output.token_ids[row]), output.logprobs.get(row), now)
+                else:
+                    self._blocks_ready(chunk.sequence)
+
+    def fail_step(self, step: PrefillStep, reason: str) -> None:
+        """The step raised: its prompts are given back to the coordinator."""
+        for chunk in step.chunks:
+            chunk.sequence.in_step = False
+            if chunk.sequence.doomed:
+                self.scheduler.drop(chunk.sequence.key)
+            else:
+                self._fail(chunk.sequence.key, "internal", reason)
+
+    def tick(self, now: float) -> None:
+        """At least ten times a second: deadlines."""
+        self.sender.tick(now)
+        for sequence in [*self.scheduler.waiting.values(), *self.scheduler.running.values(), *self.scheduler.pinned.values()]:
+            if now >= sequence.deadline and not sequence.doomed:
+                self._fail(sequence.key, "deadline", "the request's deadline passed on the prefill worker")
+
+    def drop_others(self, coordinator: int) -> None:
+        """Only this coordinator's work is kept."""
+        for key in self.scheduler.held:
+            if key[0] != coordinator:
+                self._drop(key)
+
+    def rename(self, meet: Meet) -> None:
+        """A new incarnation: all work of the old one is dropped; the prefix cache stays."""
+        for key in self.scheduler.held:
+            self._drop(key)
+        self.worker = (meet.worker_id, meet.incarnation)
+        self.sender.rename(meet)
+
+    def load(self) -> Load:
+        """The heartbeat."""
+        s, b = self.scheduler, self.blocks
+        pinned = sum(len(q.blocks) for q in s.pinned.values())
+        return Load(
+            worker_id=self.worker[0],
+            incarnation=self.worker[1],
+            blocks_free=b.num_free,
+            blocks_cached=b.num_cached,
+            blocks_used=b.num_used,
+            blocks_leased=pinned,
+            num_running=len(s.running),
+            num_waiting=len(s.waiting),
+            num_waiting_tokens=s.num_waiting_tokens,
+            steps=self.num_steps,
+            busy=bool(s.waiting or s.running),
+            accepting=b.num_available > b.num_blocks // 16,
+            dispatches=u32([dispatch for _, dispatch in s.held]),
+            counters={"prompt_tokens": s.num_prompt_tokens, "cached_tokens": s.num_cached_tokens},
+        )
+
+    def block_events(self, everything: bool = False) -> BlockEvents | None:
+        """What the prefix cache gained and lost; with ``everything``, all it has."""
+        return block_events(self.worker, self.blocks, everything)
+
+    def _add(self, message: Prefill, now: float) -> None:
+        spec = message.spec
+        key = (spec.coordinator, spec.dispatch)
+        needed = -(-spec.num_tokens // self.scheduler.block_size)
+        if needed > self.blocks.num_blocks:
+            reason = f"the prompt needs {needed} KV blocks; prefill worker {self.worker[0]} has {self.blocks.num_blocks} in all"
+            self._say_failed(key, "refused", reason)
+        elif key not in self.scheduler.held:
+            self.scheduler.add(spec, message.decode, now)
+
+    def _offer(self, sequence: PrefillSequence, now: float) -> None:
+        if last_output_index(sequence.state, self._max_model_len) > len(sequence.state.output_token_ids):
+            hashes, num_blocks = sequence.hashes, len(sequence.blocks)
+            self.sender.offer(sequence.decode, sequence.spec, num_blocks, hashes, now)
+            self._blocks_ready(sequence)
+
+    def _blocks_ready(self, sequence: PrefillSequence) -> None:
+        done = sequence.num_computed == sequence.num_tokens
+        ready = len(sequence.blocks) if done else sequence.num_computed // self.scheduler.block_size
+        self.sender.blocks_ready(sequence.key, sequence.blocks, ready)
+
+    def _gather_prompt_logprobs(self, chunk: Chunk, logprobs: list[Logprobs] | None) -> None:
+        if logprobs is not None:
+            gathered = self._prompt_logprobs.setdefault(chunk.sequence.key, [])
+            gathered.extend(logprobs_message(entry) for entry in logprobs)
+
+    def _first_token(self, sequence: PrefillSequence, token: int, logprobs: Logprobs | None, now: float) -> None:
+        index = len(sequence.state.output_token_ids)
+        finished = self._finish_reason(sequence, token, index)
+        prompt_logprobs = self._prompt_logprobs.pop(sequence.key, None)
+        message = FirstToken(
+            coordinator=sequence.key[0],
+            dispatch=sequence.key[1],
+            index=index,
+            token=None if sequence.scores_only else token,
+            logprobs=logprobs_message(logprobs) if logprobs else None,
+            prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
+            num_cached_tokens=sequence.num_cached_tokens,
+            queue_s=max(0.0, sequence.started - sequence.arrival),
+            prefill_s=max(0.0, now - sequence.started),
+            finished=finished,
+        )
+        self._actions.append(ToCoordinator(message))
+        if finished is not None:
+            self._drop(sequence.key)
+        else:
+            self._blocks_ready(sequence)
+            self.sender.finish(sequence.key, token, message.logprobs, now)
+
+    def _finish_reason(self, sequence: PrefillSequence, token: int, index: int) -> FinishReason | None:
+        state = sequence.state
+        if sequence.scores_only:
+            return "length"
+        last = last_output_index(state, self._max_model_len)
+        return finish_reason(token, index, stop_set(state, self._eos), state.params.min_tokens, last)
+
+    def _settle(self) -> None:
+        for action in self.sender.take():
+            if isinstance(action, Delivered):
+                self.scheduler.unpin(action.key)
+            elif isinstance(action, Undelivered):
+                self._say_failed(action.key, action.kind, action.message)
+                self._drop(action.key)
+            self._actions.append(action)
+
+    def _fail(self, key: Key, kind: FailureKind, reason: str) -> None:
+        self._drop(key)
+        self._say_failed(key, kind, reason)
+
+    def _say_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
+        self._actions.append(ToCoordinator(RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])))
+
+    def _drop(self, key: Key) -> None:
+        self.sender.abandon(key)
+        self._prompt_logprobs.pop(key, None)
+        self.scheduler.drop(key)

@@ -1,0 +1,251 @@
+"""Which prompt tokens are computed next: chunked prefill under a token budget, over a prefix cache. Pure.
+
+Order: shortest remaining prompt first, where every second of waiting counts as ``aging`` tokens less, so that long prompts
+are not starved. A prompt takes all its blocks when it starts (two half-computed prompts can never block each other); a prompt that has
+waited longer than ``starving_s`` for blocks keeps younger ones from taking them. A prompt whose next block is just being computed for
+another prompt waits for it instead of computing it twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engine.batch import Batch, SamplingParams, SamplingState
+from ..engine.block_manager import BlockManager
+from ..transport.block_hash import chain, root_hash
+from ..transport.handoff import Key, PeerId
+from ..transport.messages import Peer, RequestSpec, from_u32
+
+
+@dataclass(slots=True)
+class PrefillSequence:
+    """One prompt (with the output it already has, if it was dispatched before)."""
+
+    key: Key
+    spec: RequestSpec
+    decode: Peer
+    token_ids: NDArray[np.int32]
+    hashes: list[bytes]
+    state: SamplingState
+    arrival: float
+    deadline: float
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached_tokens: int = 0
+    started: float = 0.0
+    in_step: bool = False
+    doomed: bool = False  # cancelled while a step that writes its blocks is running
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def remaining(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def peer_id(self) -> PeerId:
+        return (self.decode.worker_id, self.decode.incarnation)
+
+    @property
+    def scores_only(self) -> bool:
+        """``max_tokens`` 0: the prompt's logprobs are wanted, and no token."""
+        return self.spec.sampling.max_tokens == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    sequence: PrefillSequence
+    start: int
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.start + self.count == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStep:
+    chunks: list[Chunk]
+    batch: Batch
+
+
+class PrefillScheduler:
+    """Owns the prompts of one prefill worker, from arrival until their blocks are no longer needed."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        block_size: int,
+        fingerprint: str,
+        max_batch_tokens: int,
+        max_num_seqs: int,
+        aging: float | None = None,
+        starving_s: float = 2.0,
+    ) -> None:
+        self.blocks, self.block_size = blocks, block_size
+        self._fingerprint = fingerprint
+        self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
+        self._aging = float(max_batch_tokens) if aging is None else aging
+        self._starving_s = starving_s
+        self.waiting: dict[Key, PrefillSequence] = {}
+        self.running: dict[Key, PrefillSequence] = {}
+        self.pinned: dict[Key, PrefillSequence] = {}  # computed; blocks kept until the handoff is over
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return sum(s.remaining for s in (*self.waiting.values(), *self.running.values()))
+
+    @property
+    def held(self) -> list[Key]:
+        """Every prompt of which anything is kept here."""
+        return [*self.waiting, *self.running, *self.pinned]
+
+    def add(self, spec: RequestSpec, decode: Peer, now: float) -> PrefillSequence:
+        """Takes a prompt in. ``spec`` has at least one token and fits the model (the coordinator saw to that)."""
+        tokens = from_u32(spec.token_ids)
+        params = SamplingParams(**spec.sampling.model_dump())
+        state = SamplingState(params, tokens[: spec.num_prompt_tokens], tokens[spec.num_prompt_tokens :])
+        sequence = PrefillSequence(
+            key=(spec.coordinator, spec.dispatch),
+            spec=spec,
+            decode=decode,
+            token_ids=np.asarray(tokens, dtype=np.int32),
+            hashes=chain(root_hash(self._fingerprint, spec.salt), spec.token_ids, self.block_size),
+            state=state,
+            arrival=now,
+            deadline=now + spec.deadline_s,
+        )
+        self.waiting[sequence.key] = sequence
+        return sequence
+
+    def drop(self, key: Key) -> PrefillSequence | None:
+        """Forgets a prompt and frees its blocks: at once, or when the running step that writes them ends."""
+        sequence = self.waiting.pop(key, None) or self.running.get(key) or self.pinned.pop(key, None)
+        if sequence is None:
+            return None
+        if sequence.in_step:
+            sequence.doomed = True
+        else:
+            self.running.pop(key, None)
+            self._free(sequence)
+        return sequence
+
+    def unpin(self, key: Key) -> None:
+        """The handoff of a computed prompt is over."""
+        if key in self.pinned:
+            self._free(self.pinned.pop(key))
+
+    def schedule(self, now: float) -> PrefillStep | None:
+        """The next step's chunks, or None where there is nothing to compute. New prompts are taken from ``waiting`` as they fit."""
+        budget = self._max_batch_tokens
+        chunks: list[Chunk] = []
+        computing = {h for s in self.running.values() if (h := self._next_hash(s, s.num_computed // self.block_size))}
+        starved = False
+        candidates = sorted([*self.running.values(), *self.waiting.values()], key=lambda s: s.remaining - self._aging * (now - s.arrival))
+        for sequence in candidates:
+            if budget == 0 or len(chunks) == self._max_num_seqs:
+                break
+            if sequence.key in self.waiting:
+                if starved or self._being_computed(sequence, computing):
+                    continue
+                if not self._start(sequence, now):
+                    starved = now - sequence.arrival > self._starving_s
+                    continue
+                if block_hash := self._next_hash(sequence, sequence.num_computed // self.block_size):
+                    computing.add(block_hash)
+            count = min(budget, sequence.remaining)
+            chunks.append(Chunk(sequence, sequence.num_computed, count))
+            sequence.in_step = True
+            budget -= count
+        return PrefillStep(chunks, self._batch(chunks)) if chunks else None
+
+    def complete(self, chunk: Chunk) -> bool:
+        """Books one chunk of a finished step. False: the sequence had been dropped, and is now gone."""
+        sequence = chunk.sequence
+        sequence.in_step = False
+        if sequence.doomed:
+            self.running.pop(sequence.key, None)
+            self._free(sequence)
+            return False
+        first, last = sequence.num_computed // self.block_size, (chunk.start + chunk.count) // self.block_size
+        sequence.num_computed += chunk.count
+        for i in range(first, last):
+            self.blocks.commit(sequence.blocks[i], sequence.hashes[i], sequence.hashes[i - 1] if i else None)
+        if chunk.is_last:
+            del self.running[sequence.key]
+            self.pinned[sequence.key] = sequence
+        return True
+
+    def _start(self, sequence: PrefillSequence, now: float) -> bool:
+        usable = self._usable(sequence)
+        hits = self.blocks.match_prefix(usable)
+        total = -(-sequence.num_tokens // self.block_size)
+        if total - hits > self.blocks.num_available - self.blocks.num_idle_among(usable[:hits]):
+            return False
+        cached = self.blocks.acquire_prefix(usable)
+        fresh = self.blocks.allocate(total - len(cached))
+        assert fresh is not None, "room was checked"
+        sequence.blocks = cached + fresh
+        sequence.num_computed = sequence.num_cached_tokens = len(cached) * self.block_size
+        sequence.started = now
+        self.num_prompt_tokens += sequence.num_tokens
+        self.num_cached_tokens += sequence.num_cached_tokens
+        self.running[sequence.key] = self.waiting.pop(sequence.key)
+        return True
+
+    def _usable(self, sequence: PrefillSequence) -> list[bytes]:
+        """The blocks that may come from the cache: never the one of the last token, whose logits are needed; none where the
+        prompt's own logprobs are asked for."""
+        if sequence.spec.prompt_logprobs is not None:
+            return []
+        return sequence.hashes[: (sequence.num_tokens - 1) // self.block_size]
+
+    def _being_computed(self, sequence: PrefillSequence, computing: set[bytes]) -> bool:
+        usable = self._usable(sequence)
+        hits = self.blocks.match_prefix(usable)
+        return hits < len(usable) and usable[hits] in computing
+
+    def _next_hash(self, sequence: PrefillSequence, index: int) -> bytes | None:
+        return sequence.hashes[index] if index < len(sequence.hashes) else None
+
+    def _free(self, sequence: PrefillSequence) -> None:
+        self.blocks.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
+        size = self.block_size
+        tables = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int32)
+        slots = []
+        for row, chunk in enumerate(chunks):
+            blocks = chunk.sequence.blocks
+            tables[row, : len(blocks)] = blocks
+            at = np.arange(chunk.start, chunk.start + chunk.count)
+            slots.append(tables[row, at // size].astype(np.int64) * size + at % size)
+        return Batch(
+            token_ids=np.concatenate([c.sequence.token_ids[c.start : c.start + c.count] for c in chunks]),
+            positions=np.concatenate([np.arange(c.start, c.start + c.count, dtype=np.int32) for c in chunks]),
+            query_start_loc=np.cumsum([0, *(c.count for c in chunks)], dtype=np.int32),
+            seq_lens=np.array([c.start + c.count for c in chunks], np.int32),
+            block_tables=tables,
+            slot_mapping=np.concatenate(slots),
+            sampling=[c.sequence.state if c.is_last and not c.sequence.scores_only else None for c in chunks],
+            prompt_logprobs=[c.sequence.spec.prompt_logprobs for c in chunks],
+            next_prompt_ids=[_next_prompt_ids(c) for c in chunks],
+        )
+
+
+def _next_prompt_ids(chunk: Chunk) -> list[int]:
+    sequence = chunk.sequence
+    if sequence.spec.prompt_logprobs is None:
+        return []
+    end = min(chunk.start + chunk.count + 1, sequence.spec.num_prompt_tokens)
+    following: list[int] = sequence.token_ids[chunk.start + 1 : end].tolist()
+    return following
