@@ -27,7 +27,9 @@ class CoordinatorSettings(BaseModel):
     )
     key_file: Path | None = Field(None, description="The cluster's key, made by `splitserve keygen`; the same file for all processes.")
     insecure: bool = Field(False, description="Use no key: control connections are neither authenticated nor encrypted.")
-    max_model_len: int | None = Field(None, ge=1, le=1 << 20, description="Most tokens of prompt and output together. Default: the model's.")
+    max_model_len: int | None = Field(
+        None, ge=1, le=1 << 20, description="Most tokens of prompt and output together. Default: the model's."
+    )
     routing: Routing = Field("hybrid", description="How workers are chosen for a request.")
     max_queue: int = Field(1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; more are refused with 429.")
     request_timeout_s: float = Field(600, gt=0, le=86_400, description="Longest life of a request in seconds; then 504.")

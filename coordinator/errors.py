@@ -1,0 +1,172 @@
+"""Errors as clients see them, in OpenAI's shape.
+
+    ApiError                     status, message, param, code, Retry-After
+    ├── InvalidRequest           400
+    │   └── ContextTooLong       400, code context_length_exceeded
+    ├── NotFound                 404
+    ├── MethodNotAllowed         405
+    ├── BodyTooLarge             413
+    ├── Overloaded               429, Retry-After
+    ├── Unavailable              503, Retry-After
+    ├── DeadlineExceeded         504
+    └── InternalError            500
+
+Lower layers are mapped here alone: ``from_validation`` for pydantic, ``from_ended`` for the lifecycle.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import orjson
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from .request import Ended, ErrorKind
+
+MAX_REPORTED = 3
+RETRY_AFTER_S = 1.0
+
+
+class ApiError(Exception):
+    """An answer that is not 200. ``param`` is the path of the field that is at fault."""
+
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        return orjson.dumps({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers beside content type and length."""
+        if self.retry_after_s is None:
+            return []
+        return [(b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode())]
+
+
+class InvalidRequest(ApiError):
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ContextTooLong(InvalidRequest):
+    """The prompt, or the prompt and the tokens asked for, exceed the model's context. Clients look for this wording."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, max_model_len: int, num_prompt_tokens: int, max_tokens: int | None, *, param: str) -> None:
+        asked = f"your prompt has {num_prompt_tokens} tokens"
+        if max_tokens is not None:
+            total = num_prompt_tokens + max_tokens
+            asked = f"you requested {total} tokens ({num_prompt_tokens} in the prompt, {max_tokens} for the completion)"
+        message = f"This model's maximum context length is {max_model_len} tokens, but {asked}. Shorten the prompt or ask for fewer tokens."
+        super().__init__(message, param=param)
+
+
+class NotFound(ApiError):
+    status = 404
+    kind = "invalid_request_error"
+
+
+class MethodNotAllowed(ApiError):
+    status = 405
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, allow: str) -> None:
+        super().__init__(message, code="method_not_allowed")
+        self.allow = allow
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"allow", self.allow.encode())]
+
+
+class BodyTooLarge(ApiError):
+    status = 413
+    kind = "invalid_request_error"
+    code = "request_too_large"
+
+    def __init__(self, max_body_bytes: int) -> None:
+        super().__init__(f"The request body is larger than {max_body_bytes} bytes, the most this server accepts.")
+
+
+class Overloaded(ApiError):
+    status = 429
+    kind = "rate_limit_error"
+    code = "overloaded"
+
+
+class Unavailable(ApiError):
+    status = 503
+    kind = "service_unavailable_error"
+    code = "unavailable"
+
+
+class DeadlineExceeded(ApiError):
+    status = 504
+    kind = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class InternalError(ApiError):
+    code = "internal_error"
+
+
+def no_workers() -> Unavailable:
+    """The answer while no pair of workers is connected."""
+    message = "No prefill and decode worker is connected. Try again shortly; service resumes when one registers."
+    return Unavailable(message, retry_after_s=RETRY_AFTER_S)
+
+
+def from_ended(ended: Ended) -> ApiError:
+    """The lifecycle's refusal or failure as an answer."""
+    kind: ErrorKind | None = ended.error
+    assert kind is not None
+    retry_after_s = ended.retry_after_s if ended.retry_after_s is not None else RETRY_AFTER_S
+    match kind:
+        case "overloaded":
+            return Overloaded(ended.message or "The server is overloaded.", retry_after_s=retry_after_s)
+        case "unavailable":
+            return Unavailable(ended.message or "No worker is available.", retry_after_s=retry_after_s)
+        case "deadline":
+            return DeadlineExceeded(ended.message or "The request did not finish before its deadline.")
+        case "refused":
+            return InvalidRequest(ended.message or "The request was refused.")
+        case "failed":
+            return InternalError(ended.message or "The request failed.")
+
+
+def from_validation(error: ValidationError) -> InvalidRequest:
+    """What pydantic found, with the path of each field."""
+    found = error.errors(include_url=False, include_input=False)
+    if found[0]["type"] == "json_invalid":
+        return InvalidRequest(f"The body is not valid JSON: {found[0]['msg'].removeprefix('Invalid JSON: ')}.", code="invalid_json")
+    if found[0]["type"] == "model_type" and not found[0]["loc"]:
+        return InvalidRequest("The body must be a JSON object.")
+    message = "; ".join(_sentence(detail) for detail in found[:MAX_REPORTED])
+    if len(found) > MAX_REPORTED:
+        message += f"; and {len(found) - MAX_REPORTED} more"
+    return InvalidRequest(message, param=field_path(found[0]["loc"]) or None)
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """``("messages", 0, "content")`` as ``messages[0].content``."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    path = field_path(detail["loc"])
+    text = detail["msg"].removeprefix("Value error, ")
+    return f"{path}: {text}" if path else text

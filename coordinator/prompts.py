@@ -1,0 +1,67 @@
+"""The prompts of a request as token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .api_types import ChatCompletionRequest, CompletionRequest, Message
+from .errors import InvalidRequest
+from .served_model import ServedModel
+
+INLINE_MESSAGE_CHARS = 20_000
+"""Messages longer than this are rendered on a thread: the event loop has streams to serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt. ``text`` is the client's own, "" where it sent token ids."""
+
+    token_ids: list[int]
+    text: str = ""
+
+
+async def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> list[Prompt]:
+    """One for a chat, one or several for a completion. Raises InvalidRequest."""
+    if isinstance(request, ChatCompletionRequest):
+        prompts = [await chat_prompt(request.messages, model, extra=request.chat_template_kwargs)]
+        param = "messages"
+    else:
+        prompts = await _completion_prompts(request.prompt, model)
+        param = "prompt"
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise InvalidRequest(f"{param}: must not be empty", param=param)
+    return prompts
+
+
+async def chat_prompt(
+    messages: Sequence[Message], model: ServedModel, *, add_generation_prompt: bool = True, extra: dict[str, Any] | None = None
+) -> Prompt:
+    """Messages through the chat template, which writes BOS itself where the model wants one. Raises InvalidRequest."""
+    template = model.chat_template
+    if template is None:
+        raise InvalidRequest(f"The model {model.name!r} has no chat template; use /v1/completions.", param="messages")
+
+    def render() -> str:
+        return template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+
+    num_chars = sum(len(message.content or "") for message in messages)
+    text = render() if num_chars <= INLINE_MESSAGE_CHARS else await asyncio.to_thread(render)
+    (token_ids,) = await model.tokenizer.encode([text], add_special_tokens=False)
+    return Prompt(token_ids, text)
+
+
+async def _completion_prompts(prompts: list[str] | list[list[int]], model: ServedModel) -> list[Prompt]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts:
+        encoded = await model.tokenizer.encode(texts, add_special_tokens=True)
+        return [Prompt(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]
+    result = [Prompt(prompt) for prompt in prompts if isinstance(prompt, list)]
+    for prompt in result:
+        if max(prompt.token_ids) >= model.vocab_size:
+            message = f"prompt: token id {max(prompt.token_ids)} is outside the vocabulary of {model.vocab_size} tokens"
+            raise InvalidRequest(message, param="prompt")
+    return result

@@ -1,0 +1,90 @@
+"""A request's sampling fields, with the model's defaults, as the workers take them."""
+
+from __future__ import annotations
+
+import secrets
+from hashlib import blake2b
+
+from ..transport.messages import Sampling
+from .api_types import ChatCompletionRequest, CompletionRequest
+from .errors import ContextTooLong, InvalidRequest
+from .served_model import ServedModel
+
+COMPLETION_MAX_TOKENS = 16
+SMALLEST_TOP_P = 1e-6
+"""Stands for 0: only the most likely token is left."""
+
+GenerateRequest = CompletionRequest | ChatCompletionRequest
+
+
+def sampling_of(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int) -> Sampling:
+    """Raises InvalidRequest where the request does not fit the model. The seed is set by ``with_seed``."""
+    _check_token_ids(request, model.vocab_size)
+    max_tokens = _max_tokens(request, model, num_prompt_tokens)
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens: is {min_tokens}, more than the {max_tokens} tokens allowed at most", param="min_tokens")
+    defaults = model.defaults
+    top_p = _or(request.top_p, defaults.top_p)
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=float(_or(request.temperature, defaults.temperature)),
+        top_k=max(0, int(_or(request.top_k, defaults.top_k))),
+        top_p=float(max(top_p, SMALLEST_TOP_P)),
+        min_p=float(_or(request.min_p, defaults.min_p)),
+        repetition_penalty=float(_or(request.repetition_penalty, defaults.repetition_penalty)),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=request.logit_bias or {},
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=num_logprobs(request),
+    )
+
+
+def num_logprobs(request: GenerateRequest) -> int | None:
+    """How many alternatives to report beside each token; None: no log probabilities at all."""
+    if isinstance(request, ChatCompletionRequest):
+        return (request.top_logprobs or 0) if request.logprobs else None
+    return request.logprobs
+
+
+def with_seed(sampling: Sampling, seed: int | None, choice: int) -> Sampling:
+    """The same with a seed: derived from the client's and the choice's number, drawn where there is none."""
+    if seed is None:
+        value = secrets.randbits(63)
+    elif choice == 0:
+        value = seed % (1 << 63)
+    else:
+        value = int.from_bytes(blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()) >> 1
+    return sampling.model_copy(update={"seed": value})
+
+
+def _or(given: float | None, default: float) -> float:
+    return default if given is None else given
+
+
+def _max_tokens(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int) -> int:
+    chat = isinstance(request, ChatCompletionRequest)
+    asked = request.max_tokens
+    param = "max_tokens"
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        asked, param = request.max_completion_tokens, "max_completion_tokens"
+    room = model.max_model_len - num_prompt_tokens
+    if asked is not None:
+        if asked > room:
+            raise ContextTooLong(model.max_model_len, num_prompt_tokens, asked, param=param)
+        return asked
+    if room < 1:
+        raise ContextTooLong(model.max_model_len, num_prompt_tokens, None, param="messages" if chat else "prompt")
+    default = model.defaults.max_new_tokens or (room if chat else COMPLETION_MAX_TOKENS)
+    return min(room, default)
+
+
+def _check_token_ids(request: GenerateRequest, vocab_size: int) -> None:
+    for name, ids in (("logit_bias", request.logit_bias or ()), ("stop_token_ids", request.stop_token_ids or ())):
+        bad = [token_id for token_id in ids if token_id >= vocab_size]
+        if bad:
+            message = f"{name}: token ids {', '.join(map(str, bad))} are outside the vocabulary of {vocab_size} tokens"
+            raise InvalidRequest(message, param=name)
