@@ -17,28 +17,34 @@ class CoordinatorSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Path = Field(description="Hugging Face checkpoint folder; the coordinator reads only its config, tokenizer and chat template.")
-    served_model_name: str = Field("", max_length=256, description="Model name in the API. Default: the name of the model's folder.")
-    host: str = Field("127.0.0.1", min_length=1, description="Address on which the HTTP server listens; 0.0.0.0 for all.")
-    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server; 0 lets the system choose.")
+    served_model_name: str = Field(
+        default="", max_length=256, description="Model name in the API. Default: the name of the model's folder."
+    )
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address on which the HTTP server listens; 0.0.0.0 for all.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 lets the system choose.")
     control_address: str = Field(
-        "tcp://127.0.0.1:7700",
+        default="tcp://127.0.0.1:7700",
         pattern=r"^tcp://[^\s:]+:\d+$|^tcp://\[[0-9a-fA-F:.]+\]:\d+$",
         description="Where workers reach the coordinator: it listens here. tcp://HOST:PORT, HOST an address of this machine or 0.0.0.0.",
     )
-    key_file: Path | None = Field(None, description="The cluster's key, made by `splitserve keygen`; the same file for all processes.")
-    insecure: bool = Field(False, description="Use no key: control connections are neither authenticated nor encrypted.")
-    max_model_len: int | None = Field(
-        None, ge=1, le=1 << 20, description="Most tokens of prompt and output together. Default: the model's."
+    key_file: Path | None = Field(
+        default=None, description="The cluster's key, made by `splitserve keygen`; the same file for all processes."
     )
-    routing: Routing = Field("hybrid", description="How workers are chosen for a request.")
-    max_queue: int = Field(1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; more are refused with 429.")
-    request_timeout_s: float = Field(600, gt=0, le=86_400, description="Longest life of a request in seconds; then 504.")
-    heartbeat_s: float = Field(0.25, ge=0.01, le=60, description="Seconds between the workers' reports.")
-    dead_after_s: float = Field(1.5, ge=0.05, le=600, description="A worker silent for so many seconds is dead.")
-    progress_timeout_s: float = Field(30, ge=0.1, le=3600, description="A busy worker that ends no step for so many seconds is dead.")
-    max_attempts: int = Field(4, ge=1, le=100, description="How often a request is dispatched at most when workers fail.")
-    max_body_mib: float = Field(16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413.")
-    log_level: LogLevel = Field("info", description="Least level that is logged.")
+    insecure: bool = Field(default=False, description="Use no key: control connections are neither authenticated nor encrypted.")
+    max_model_len: int | None = Field(
+        default=None, ge=1, le=1 << 20, description="Most tokens of prompt and output together. Default: the model's."
+    )
+    routing: Routing = Field(default="hybrid", description="How workers are chosen for a request.")
+    max_queue: int = Field(default=1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; more are refused with 429.")
+    request_timeout_s: float = Field(default=600, gt=0, le=86_400, description="Longest life of a request in seconds; then 504.")
+    heartbeat_s: float = Field(default=0.25, ge=0.01, le=60, description="Seconds between the workers' reports.")
+    dead_after_s: float = Field(default=1.5, ge=0.05, le=600, description="A worker silent for so many seconds is dead.")
+    progress_timeout_s: float = Field(
+        default=30, ge=0.1, le=3600, description="A busy worker that ends no step for so many seconds is dead."
+    )
+    max_attempts: int = Field(default=4, ge=1, le=100, description="How often a request is dispatched at most when workers fail.")
+    max_body_mib: float = Field(default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413.")
+    log_level: LogLevel = Field(default="info", description="Least level that is logged.")
 
     @property
     def model_name(self) -> str:

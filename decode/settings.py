@@ -14,18 +14,22 @@ class DecodeSettings(WorkerSettings):
 
     role: ClassVar[str] = "decode"
 
-    max_num_seqs: int = Field(64, ge=1, le=65_536, description="Most sequences in the batch.")
+    max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most sequences in the batch.")
     listen: str = Field(
-        "tcp://127.0.0.1:*",
+        default="tcp://127.0.0.1:*",
         pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
         description="Where prefill workers reach this worker: it listens here. tcp://HOST:PORT; port * lets the system choose.",
     )
     data_listen: str = Field(
-        "tcp://127.0.0.1:*",
+        default="tcp://127.0.0.1:*",
         pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
         description="Where KV blocks arrive with the zmq mover. tcp://HOST:PORT; port * lets the system choose.",
     )
     advertise_host: str = Field(
-        "", max_length=255, description="Host name or address that prefill workers connect to. Default: the one in listen, or this host's name."
+        default="",
+        max_length=255,
+        description="Host name or address that prefill workers connect to. Default: the one in listen, or this host's name.",
     )
-    lease_s: float = Field(10, ge=0.1, le=3600, description="Seconds that blocks stay reserved for a prefill worker that has gone silent.")
+    lease_s: float = Field(
+        default=10, ge=0.1, le=3600, description="Seconds that blocks stay reserved for a prefill worker that has gone silent."
+    )

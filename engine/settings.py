@@ -21,27 +21,40 @@ class WorkerSettings(BaseModel):
     role: ClassVar[str] = "worker"
 
     model: Path = Field(description="Hugging Face checkpoint folder: config.json, tokenizer and safetensors weights.")
-    name: str = Field("", max_length=200, description="The worker's name, unique in the cluster. Default: role, host and process number.")
+    name: str = Field(
+        default="", max_length=200, description="The worker's name, unique in the cluster. Default: role, host and process number."
+    )
     coordinator: str = Field(
-        "tcp://127.0.0.1:7700",
+        default="tcp://127.0.0.1:7700",
         pattern=r"^tcp://[^\s:]+:\d+$|^tcp://\[[0-9a-fA-F:.]+\]:\d+$",
         description="The coordinator's control address, tcp://HOST:PORT.",
     )
-    key_file: Path | None = Field(None, description="The cluster's key, made by `splitserve keygen`; the same file for all processes.")
-    insecure: bool = Field(False, description="Use no key: control connections are neither authenticated nor encrypted.")
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one.")
+    key_file: Path | None = Field(
+        default=None, description="The cluster's key, made by `splitserve keygen`; the same file for all processes."
+    )
+    insecure: bool = Field(default=False, description="Use no key: control connections are neither authenticated nor encrypted.")
+    device: str = Field(
+        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one."
+    )
     dtype: DType = Field(
-        "auto", description="Type of weights and KV cache. auto: bfloat16 on GPUs and on CPUs with AMX or AVX512-BF16, else float32."
+        default="auto",
+        description="Type of weights and KV cache. auto: bfloat16 on GPUs and on CPUs with AMX or AVX512-BF16, else float32.",
     )
-    block_size: int = Field(0, ge=0, le=4096, description="Tokens per KV block, the same on all workers. 0: 16 on CPUs, 64 on GPUs.")
-    num_blocks: int | None = Field(None, ge=2, le=1 << 24, description="Blocks in the KV cache. Default: as many as kv_cache_gib holds.")
+    block_size: int = Field(
+        default=0, ge=0, le=4096, description="Tokens per KV block, the same on all workers. 0: 16 on CPUs, 64 on GPUs."
+    )
+    num_blocks: int | None = Field(
+        default=None, ge=2, le=1 << 24, description="Blocks in the KV cache. Default: as many as kv_cache_gib holds."
+    )
     kv_cache_gib: float | None = Field(
-        None, gt=0, le=65_536, description="Size of the KV cache in GiB. Default: 1 on CPUs, 0.8 of the free memory on GPUs."
+        default=None, gt=0, le=65_536, description="Size of the KV cache in GiB. Default: 1 on CPUs, 0.8 of the free memory on GPUs."
     )
-    max_model_len: int | None = Field(None, ge=1, le=1 << 20, description="Most tokens of prompt and output together. Default: the model's.")
-    threads: int = Field(1, ge=1, le=1024, description="CPU threads for computing.")
-    mover: Mover = Field("auto", description="How KV blocks travel. auto: shm between processes of one host, else zmq.")
-    log_level: LogLevel = Field("info", description="Least level that is logged.")
+    max_model_len: int | None = Field(
+        default=None, ge=1, le=1 << 20, description="Most tokens of prompt and output together. Default: the model's."
+    )
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
+    mover: Mover = Field(default="auto", description="How KV blocks travel. auto: shm between processes of one host, else zmq.")
+    log_level: LogLevel = Field(default="info", description="Least level that is logged.")
 
     @property
     def worker_id(self) -> str:

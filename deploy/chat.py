@@ -1,0 +1,233 @@
+"""A chat in the terminal: streamed answers, and after each one line that shows where the time went."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import orjson
+from prompt_toolkit import PromptSession
+from rich.console import Console
+
+from .settings import ChatSettings
+
+HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends; Ctrl-C stops an answer."
+Message = dict[str, str]
+
+
+class ChatError(Exception):
+    """The server cannot be reached, or answered with an error. The message is for the user."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has arrived of one answer. ``usage`` is the server's account of it, empty until the end."""
+
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str = ""
+
+
+def main(settings: ChatSettings) -> int:
+    """``splitserve chat``: returns the exit status."""
+    try:
+        return asyncio.run(converse(settings))
+    except KeyboardInterrupt:
+        return 130
+
+
+async def answer_once(settings: ChatSettings, prompt: str) -> int:
+    """Prints the streamed answer to one question. Returns the exit status."""
+    async with _client(settings) as client:
+        conversation = Conversation(client, settings)
+        try:
+            print(f"> {prompt}\n", flush=True)
+            await conversation.ask(prompt)
+        except ChatError as error:
+            print(f"splitserve: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+async def converse(settings: ChatSettings) -> int:
+    """Reads questions until the end of input. Returns the exit status."""
+    async with _client(settings) as client:
+        conversation = Conversation(client, settings)
+        if sys.stdin.isatty():
+            print(HELP)
+        async for line in _lines():
+            match line.strip():
+                case "":
+                    pass
+                case "/quit" | "/exit":
+                    break
+                case "/reset":
+                    conversation.reset()
+                    print("the conversation starts anew")
+                case question if question.startswith("/"):
+                    print(HELP)
+                case question:
+                    try:
+                        await conversation.ask(question)
+                    except ChatError as error:
+                        print(f"splitserve: {error}", file=sys.stderr)
+                        if not sys.stdin.isatty():
+                            return 1
+    return 0
+
+
+class Conversation:
+    """The messages so far, and how to ask for the next."""
+
+    def __init__(self, client: httpx.AsyncClient, settings: ChatSettings) -> None:
+        self._client = client
+        self._settings = settings
+        self._model = settings.served_model_name
+        self.messages: list[Message] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        self.messages = [{"role": "system", "content": self._settings.system}] if self._settings.system else []
+
+    async def ask(self, question: str) -> None:
+        """Prints the answer as it comes; Ctrl-C stops it and keeps what was said. Raises ChatError."""
+        self.messages.append({"role": "user", "content": question})
+        answer = Answer()
+        try:
+            with _interrupt_cancels(asyncio.ensure_future(self._stream(answer))) as task:
+                await task
+        except asyncio.CancelledError:
+            if (current := asyncio.current_task()) is not None and current.cancelling():
+                raise
+            print(" [stopped]")
+        except ChatError:
+            self.messages.pop()
+            raise
+        else:
+            print()
+        self.messages.append({"role": "assistant", "content": answer.text})
+        if answer.usage:
+            Console().print(account(answer.usage, answer.finish_reason), style="dim", highlight=False)
+        print()
+
+    async def _stream(self, answer: Answer) -> None:
+        settings = self._settings
+        self._model = self._model or await first_model(self._client)
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": self.messages,
+            "temperature": settings.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if settings.max_tokens:
+            body["max_tokens"] = settings.max_tokens
+        async for chunk in events(self._client, "/v1/chat/completions", body):
+            if error := chunk.get("error"):
+                raise ChatError(f"the answer broke off: {error['message']}")
+            answer.usage = chunk.get("usage") or answer.usage
+            for choice in chunk["choices"]:
+                text = choice["delta"].get("content") or ""
+                answer.text += text
+                answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+                print(text, end="", flush=True)
+
+
+async def events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of each server-sent event of a streamed answer. Raises ChatError."""
+    try:
+        async with client.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                raise ChatError(error_sentence(response.status_code, await response.aread()))
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield orjson.loads(line[6:])
+    except httpx.HTTPError as error:
+        raise ChatError(_unreachable(client, error)) from error
+
+
+async def first_model(client: httpx.AsyncClient) -> str:
+    """The first model that the server lists. Raises ChatError."""
+    try:
+        response = await client.get("/v1/models")
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        raise ChatError(error_sentence(error.response.status_code, error.response.content)) from error
+    except httpx.HTTPError as error:
+        raise ChatError(_unreachable(client, error)) from error
+    except (ValueError, LookupError) as error:
+        raise ChatError(f"{client.base_url} answers, but lists no models: is it an OpenAI-compatible server?") from error
+
+
+def account(usage: dict[str, Any], finish_reason: str = "") -> str:
+    """Where the time of one answer went: one line from the usage that ends a stream."""
+    num_tokens = usage.get("completion_tokens", 0)
+    parts = []
+    stages = usage.get("splitserve") or {}
+    for name, label in (("queue_s", "queue"), ("prefill_s", "prefill"), ("handoff_s", "KV handoff"), ("decode_s", "decode")):
+        if name in stages:
+            parts.append(f"{label} {duration(stages[name])}")
+    if stages.get("decode_s") and num_tokens > 1:
+        parts.append(f"{(num_tokens - 1) / stages['decode_s']:.0f} tokens/s")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    parts.append(f"{num_tokens} tokens, {cached} of {usage.get('prompt_tokens', 0)} prompt tokens cached")
+    if finish_reason == "length":
+        parts.append("cut at the length limit")
+    return " · ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def error_sentence(status: int, body: bytes) -> str:
+    """The server's own message if it sent one."""
+    try:
+        return f"the server answered {status}: {orjson.loads(body)['error']['message']}"
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return f"the server answered {status}: {body[:200].decode(errors='replace')}"
+
+
+def _unreachable(client: httpx.AsyncClient, error: httpx.HTTPError) -> str:
+    return f"no connection to {client.base_url} ({error or type(error).__name__}); start a server with `splitserve up`, or give --url"
+
+
+def _client(settings: ChatSettings) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=settings.url, timeout=httpx.Timeout(None, connect=5), trust_env=False)
+
+
+async def _lines() -> AsyncIterator[str]:
+    """Lines that the user types, or those of standard input if it is no terminal."""
+    if not sys.stdin.isatty():
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            print(f"> {line.rstrip()}", flush=True)
+            yield line
+        return
+    session: PromptSession[str] = PromptSession("> ")
+    while True:
+        try:
+            yield await session.prompt_async()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print(HELP)
+
+
+@contextlib.contextmanager
+def _interrupt_cancels(task: asyncio.Future[None]) -> Any:
+    """While inside, Ctrl-C cancels ``task`` and nothing else."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        loop.remove_signal_handler(signal.SIGINT)

@@ -1,0 +1,65 @@
+"""What can be known before a process starts: is the model folder complete, is the port free. No torch."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+from .config import ConfigError
+
+
+def require_model(folder: Path, *, weights: bool = True) -> None:
+    """Raises ConfigError if ``folder`` is no complete checkpoint."""
+    if problem := model_problem(folder, weights=weights):
+        raise ConfigError(f"--model: {problem}")
+
+
+def require_port(host: str, port: int) -> None:
+    """Raises ConfigError if nobody could listen on ``host:port``."""
+    if problem := port_problem(host, port):
+        raise ConfigError(f"--port: {problem}")
+
+
+def model_problem(folder: Path, *, weights: bool = True) -> str | None:
+    """What is missing in a checkpoint folder, with what to do; None if it is complete."""
+    if not folder.is_dir():
+        return f"there is no folder {folder}; give a Hugging Face checkpoint folder (config.json, tokenizer.json, *.safetensors)"
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            return f"{folder} has no {name}; copy the complete checkpoint into it"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"{folder / 'config.json'} is not JSON ({error}); copy the checkpoint again"
+    if not isinstance(config, dict) or not config.get("architectures"):
+        return f"{folder / 'config.json'} names no architecture; is it the folder of a language model?"
+    return _weights_problem(folder) if weights else None
+
+
+def _weights_problem(folder: Path) -> str | None:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            return f"{index} cannot be read ({error!r}); copy the checkpoint again"
+        missing = sorted(name for name in shards if not (folder / name).is_file())
+        return f"{folder} lacks {len(missing)} of {len(shards)} weight files, {missing[0]} first; copy them into it" if missing else None
+    if (folder / "model.safetensors").is_file():
+        return None
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        return f"{folder} has only pickled weights, which are never loaded; convert them to safetensors"
+    return f"{folder} has no model.safetensors; copy the complete checkpoint into it"
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why nobody could listen on ``host:port``; None if it is free (port 0 always is)."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return f"cannot listen on {host}:{port} ({error.strerror or error}); stop what uses it or choose another"
+    return None

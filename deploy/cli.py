@@ -1,0 +1,180 @@
+"""The command ``splitserve``: one subcommand a role, and the tools around them.
+
+Everything heavy is imported by the command that needs it, so that ``--help`` is fast and the coordinator stays free of torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from .. import __version__
+from .config import CONFIG_VARIABLE, SECTIONS, ConfigError, Sources, load
+from .options import SettingsCommand, given, options
+from .settings import ChatSettings, DoctorSettings
+
+HELP_WIDTH = 110
+EPILOG = (
+    "Every option can also be given as an environment variable (--max-model-len: SPLITSERVE_MAX_MODEL_LEN) or in a YAML file "
+    "(--config FILE). A flag beats a variable, a variable beats the file."
+)
+Run = Callable[[Any], int | None]
+
+
+def config_option() -> click.Option:
+    return click.Option(
+        ["--config", "config"], type=click.Path(path_type=Path), metavar="FILE", help=f"YAML file with settings; also {CONFIG_VARIABLE}."
+    )
+
+
+def settings_command(section: str, text: str, run: Run) -> click.Command:
+    """A command whose options are the fields of a section's settings; ``run`` takes the settings and returns the exit status."""
+
+    def callback(config: Path | None, **flags: Any) -> None:
+        settings = load(section, given(flags), Sources.read(config))
+        sys.exit(run(settings) or 0)
+
+    return SettingsCommand(
+        section, params=[*options(SECTIONS[section]), config_option()], callback=callback, help=text, epilog=EPILOG, no_args_is_help=False
+    )
+
+
+def log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+
+
+def run_coordinator(settings: Any) -> None:
+    from ..coordinator.main import run
+    from .checks import require_model, require_port
+
+    log_to_stderr(settings.log_level)
+    require_model(settings.model)
+    require_port(settings.host, settings.port)
+    run(settings)
+
+
+def run_prefill(settings: Any) -> None:
+    from .checks import require_model
+
+    log_to_stderr(settings.log_level)
+    require_model(settings.model)
+    from ..prefill.worker import run
+
+    run(settings)
+
+
+def run_decode(settings: Any) -> None:
+    from .checks import require_model
+
+    log_to_stderr(settings.log_level)
+    require_model(settings.model)
+    from ..decode.worker import run
+
+    run(settings)
+
+
+def run_chat(settings: ChatSettings) -> int:
+    from .chat import main as chat
+
+    return chat(settings)
+
+
+def run_doctor(settings: DoctorSettings) -> int:
+    from .doctor import main as doctor
+
+    return doctor(settings)
+
+
+def run_bench(settings: Any) -> int:
+    from ..bench.load import main as bench
+
+    return bench(settings)
+
+
+def run_up(config: Path | None, **flags: Any) -> None:
+    from .local_cluster import run
+    from .up import plan
+
+    sys.exit(run(plan(given(flags), Sources.read(config))))
+
+
+def up_command() -> click.Command:
+    from .up import up_options
+
+    text = (
+        "Start a coordinator, prefill and decode workers on this machine; restart what crashes; stop all on Ctrl-C. "
+        "An option of the workers holds for all of them; with --prefill- or --decode- before its name for one role only "
+        "(--decode-device cuda:1)."
+    )
+    return SettingsCommand("up", params=[*up_options(), config_option()], callback=run_up, help=text, epilog=EPILOG)
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def keygen(file: Path) -> None:
+    """Make a new cluster key and write it to FILE, readable by you alone.
+
+    Copy the file to every host of the cluster: who has it can send work to the workers.
+    """
+    from ..transport.keys import generate_key
+
+    if file.exists():
+        raise click.ClickException(
+            f"{file} exists already: a new key would lock out whoever uses it. Remove it first or name another file."
+        )
+    generate_key(file)
+    click.echo(f"wrote {file}; give it to every process with --key-file {file}")
+
+
+@click.command()
+def version() -> None:
+    """Print the versions of splitserve, Python and the main libraries."""
+    click.echo(f"splitserve {__version__}, Python {platform.python_version()} on {platform.machine()}")
+    for package in ("torch", "pyzmq", "tokenizers", "uvicorn"):
+        try:
+            click.echo(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            click.echo(f"{package} is not installed")
+
+
+@click.group(context_settings={"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="splitserve")
+def cli() -> None:
+    """Serves large language models with prefill and decode on separate worker pools.
+
+    `splitserve up` starts everything on this machine; `splitserve chat` talks to it.
+    """
+
+
+for command in (
+    up_command(),
+    settings_command("coordinator", "Run the coordinator: the HTTP server that sends requests to the workers.", run_coordinator),
+    settings_command("prefill", "Run one prefill worker.", run_prefill),
+    settings_command("decode", "Run one decode worker.", run_decode),
+    settings_command("chat", "Chat with a running server in this terminal.", cast(Run, run_chat)),
+    keygen,
+    settings_command("doctor", "Check whether this machine can serve, and say what to do where it cannot.", cast(Run, run_doctor)),
+    settings_command("bench", "Send load to an OpenAI-compatible server and measure latency, throughput and goodput.", run_bench),
+    version,
+):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Entry point of the command ``splitserve``."""
+    try:
+        cli(prog_name="splitserve", standalone_mode=True)
+    except ConfigError as error:
+        click.echo(f"splitserve: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""``splitserve up``: runs a plan under the supervisor, shows its logs, then serves, chats or answers one question."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TextIO
+
+import httpx
+import yaml
+from pydantic import BaseModel
+
+from .child_process import Command, Log
+from .config import ENV_PREFIX
+from .settings import ChatSettings
+from .supervisor import Supervisor
+from .up import Plan
+
+COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # of the prefixes, in turn
+
+
+def run(plan: Plan) -> int:
+    """Runs until stopped, or until the chat or answer is over. Returns the exit status."""
+    try:
+        return asyncio.run(_run(plan))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if plan.run_dir_is_temporary:
+            shutil.rmtree(plan.run_dir)
+
+
+async def _run(plan: Plan) -> int:
+    interactive = plan.up.chat or plan.up.prompt is not None
+    names = ["coordinator", *(worker.name for worker in plan.workers)]
+    log = prefixed_log((plan.run_dir / "log").open("a", encoding="utf-8") if interactive else sys.stdout, names)
+    supervisor = Supervisor(
+        commands(plan), is_ready=lambda: is_ready(plan.url), log=log, grace_s=plan.up.grace_s, ready_timeout_s=plan.up.ready_timeout_s
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP) if interactive else (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stop)
+    say(f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and {plan.up.decode} decode workers ...")
+    status = await supervisor.run(_work(plan))
+    if supervisor.failure:
+        if interactive:
+            sys.stderr.writelines(f"  {line}\n" for child in supervisor.children for line in child.last_lines)
+        say(f"stopped: {supervisor.failure}")
+    elif not interactive:
+        say("stopped")
+    return status
+
+
+def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
+    """What happens once the system serves."""
+    from .chat import answer_once, converse
+
+    settings = ChatSettings(url=plan.url)
+
+    async def serve() -> int:
+        say(f"ready at {plan.url}\n\n{curl_example(plan)}\n\nCtrl-C stops everything.")
+        await asyncio.Event().wait()
+        return 0
+
+    async def answer() -> int:
+        return await answer_once(settings, plan.up.prompt or "")
+
+    async def chat() -> int:
+        say(f"ready at {plan.url} (OpenAI-compatible); logs in {plan.run_dir / 'log'}")
+        return await converse(settings)
+
+    return chat if plan.up.chat else answer if plan.up.prompt is not None else serve
+
+
+def commands(plan: Plan) -> list[Command]:
+    """One command a process; each reads its settings from a file of its own in the run directory."""
+    result = [_command(plan.run_dir, "coordinator", "coordinator", plan.coordinator, threads=1)]
+    for worker in plan.workers:
+        result.append(_command(plan.run_dir, worker.role, worker.name, worker, threads=worker.threads))
+    return result
+
+
+def _command(run_dir: Path, role: str, name: str, settings: BaseModel, threads: int) -> Command:
+    path = run_dir / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({role: settings.model_dump(mode="json", exclude_none=True)}), encoding="utf-8")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+    env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    return Command(name, [sys.executable, "-m", "splitserve.deploy.cli", role, "--config", str(path)], env)
+
+
+async def is_ready(url: str) -> bool:
+    """Has a request gone through prefill, handoff and decode?"""
+    try:
+        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+            return (await client.get(f"{url}/ready")).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def prefixed_log(stream: TextIO, names: list[str]) -> Log:
+    """Lines with their process's name before them, in colour on a terminal."""
+    width = max(map(len, names))
+    colour = stream.isatty() and not os.environ.get("NO_COLOR")
+    prefixes = {
+        name: f"\x1b[{COLOURS[i % len(COLOURS)]}m{name:<{width}}\x1b[0m |" if colour else f"{name:<{width}} |"
+        for i, name in enumerate(names)
+    }
+
+    def log(name: str, line: str) -> None:
+        print(prefixes[name], line, file=stream, flush=True)
+
+    return log
+
+
+def curl_example(plan: Plan) -> str:
+    return (
+        f"curl {plan.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f'  -d \'{{"model": "{plan.coordinator.model_name}", "messages": '
+        '[{"role": "user", "content": "What does os.path.join do?"}]}\''
+    )
+
+
+def say(text: str) -> None:
+    """A message of our own, apart from the processes' logs."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,54 @@
+"""Settings of the commands that are no serving role: the local supervisor, the chat, the doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
+DEMO_MODEL_NAME = "splitserve-demo"
+
+
+class UpSettings(BaseModel):
+    """Starts a coordinator and its workers on this machine and keeps them running."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prefill: int = Field(default=1, ge=1, le=256, description="Number of prefill workers.")
+    decode: int = Field(default=1, ge=1, le=256, description="Number of decode workers.")
+    run_dir: Path | None = Field(
+        default=None, description="Folder for the cluster's key, the workers' settings and logs. Default: a temporary one."
+    )
+    ready_timeout_s: float = Field(default=600, gt=0, le=86_400, description="Seconds until the first answer must have been possible.")
+    grace_s: float = Field(default=10, ge=0, le=600, description="Seconds that a process gets to stop by itself before it is killed.")
+    chat: bool = Field(default=False, description="When ready, start a chat in this terminal; stop everything when it ends.")
+    prompt: str | None = Field(default=None, description="When ready, print the answer to this one question and stop everything.")
+
+
+class ChatSettings(BaseModel):
+    """Talks to a running server in the terminal."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The server's address.")
+    served_model_name: str = Field(default="", max_length=256, description="Model to ask for. Default: the first that the server lists.")
+    system: str = Field(default="", description="System message at the start of the conversation.")
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=1 << 20, description="Longest answer in tokens. Default: what the context leaves."
+    )
+    temperature: float = Field(default=0.7, ge=0, le=100, description="Sampling temperature; 0 always takes the likeliest token.")
+
+
+class DoctorSettings(BaseModel):
+    """Checks whether this machine can serve, and says what to do where it cannot."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Path | None = Field(default=None, description="Checkpoint folder to check. Default: the bundled demo model.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address of the HTTP server.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server.")
+    control_address: str = Field(
+        default="tcp://127.0.0.1:7700", pattern=r"^tcp://\S+:\d+$", description="The coordinator's control address."
+    )
+    key_file: Path | None = Field(default=None, description="The cluster's key, if there is one already.")

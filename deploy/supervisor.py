@@ -1,0 +1,113 @@
+"""The local supervisor: starts processes, waits until they serve, restarts what crashes, stops all.
+
+One loop a process: run, wait for its end, ask the restart policy, run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from .child_process import ChildProcess, Command, Log
+from .restart import RestartPolicy
+
+POLL_S = 0.1
+
+
+class Supervisor:
+    """Keeps processes running until ``stop``. Use as ``await supervisor.run(work)``."""
+
+    def __init__(
+        self,
+        commands: Sequence[Command],
+        *,
+        is_ready: Callable[[], Awaitable[bool]],
+        log: Log,
+        grace_s: float = 10.0,
+        ready_timeout_s: float = 600.0,
+        policy: Callable[[], RestartPolicy] = RestartPolicy,
+    ) -> None:
+        self.children = [ChildProcess(command, log) for command in commands]
+        self.failure = ""
+        self._is_ready = is_ready
+        self._log = log
+        self._grace_s = grace_s
+        self._ready_timeout_s = ready_timeout_s
+        self._policy = policy
+        self._ever_ready = False
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Ends ``run``; called again, kills what still runs."""
+        if self._stopping.is_set():
+            self._signal_all(signal.SIGKILL)
+        self._stopping.set()
+
+    async def run(self, work: Callable[[], Awaitable[int]]) -> int:
+        """Starts all, waits until they are ready, then runs ``work`` until it returns or ``stop`` is called.
+
+        Returns the status of ``work``, 0 if stopped before, 1 if something could not start: then ``failure`` says what.
+        """
+        keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
+        foreground = asyncio.create_task(self._serve(work))
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({foreground, stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+            if foreground.done():
+                return foreground.result()
+            return 1 if self.failure else 0
+        finally:
+            self._stopping.set()
+            foreground.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # its result, if any, was taken above
+                await foreground
+            await self._stop_all(keepers)
+
+    async def _serve(self, work: Callable[[], Awaitable[int]]) -> int:
+        deadline = time.monotonic() + self._ready_timeout_s
+        while not await self._is_ready():
+            if time.monotonic() > deadline:
+                self.failure = f"not ready after {self._ready_timeout_s:g} s; the lines above say how far each process came"
+                return 1
+            await asyncio.sleep(POLL_S)
+        self._ever_ready = True
+        return await work()
+
+    async def _keep(self, child: ChildProcess) -> None:
+        """Runs one process again and again, until told to stop or it turns out that it cannot start."""
+        policy, name = self._policy(), child.command.name
+        while not self._stopping.is_set():
+            policy.started(time.monotonic())
+            status = await child.run()
+            if self._stopping.is_set():
+                return
+            delay = policy.delay_after_exit(time.monotonic(), ever_ready=self._ever_ready)
+            if delay is None:
+                said = next((line for line in reversed(child.last_lines) if line.strip()), "it said nothing")
+                self.failure = f"{name} could not start ({_ending(status)}): {said}"
+                self._stopping.set()
+                return
+            self._log(name, f"ended ({_ending(status)}); starts again in {delay:g} s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+
+    async def _stop_all(self, keepers: list[asyncio.Task[None]]) -> None:
+        self._signal_all(signal.SIGTERM)
+        self._signal_all(signal.SIGCONT)  # a stopped process hears SIGTERM only when it goes on
+        _, late = await asyncio.wait(keepers, timeout=self._grace_s)
+        if late:
+            self._signal_all(signal.SIGKILL)
+            await asyncio.wait(late)
+        for keeper in keepers:
+            keeper.result()
+
+    def _signal_all(self, number: int) -> None:
+        for child in self.children:
+            child.signal(number)
+
+
+def _ending(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

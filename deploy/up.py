@@ -1,0 +1,132 @@
+"""What ``splitserve up`` will start: settings of every process, all checked before the first one starts."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import BaseModel
+
+from ..coordinator.settings import CoordinatorSettings
+from ..decode.settings import DecodeSettings
+from ..engine.settings import WorkerSettings
+from ..prefill.settings import PrefillSettings
+from .checks import require_model, require_port
+from .config import Layer, Sources, Value, build
+from .options import options
+from .settings import DEMO_MODEL, DEMO_MODEL_NAME, UpSettings
+
+FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host")
+"""Settings of the roles that ``up`` decides."""
+
+KEY_NAME = "cluster.key"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that ``up`` starts. ``processes``: name and settings, the coordinator first."""
+
+    up: UpSettings
+    run_dir: Path
+    run_dir_is_temporary: bool
+    coordinator: CoordinatorSettings
+    workers: list[PrefillSettings | DecodeSettings]
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches the HTTP server."""
+        host = self.coordinator.host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.coordinator.port}"
+
+
+def up_options() -> list[click.Parameter]:
+    """Options of ``up``: its own, the coordinator's, the workers' (also for one role only)."""
+    shared = set(WorkerSettings.model_fields) & set(CoordinatorSettings.model_fields)
+    own = {
+        role: [name for name in model.model_fields if name not in WorkerSettings.model_fields and name not in FIXED]
+        for role, model in (("prefill", PrefillSettings), ("decode", DecodeSettings))
+    }
+    return [
+        *options(UpSettings, group="What to start"),
+        *options(CoordinatorSettings, group="Model and HTTP server"),
+        *options(WorkerSettings, group="Workers", skip={*shared, *FIXED}),
+        *options(PrefillSettings, group="Prefill workers", prefix="prefill_", skip=set(PrefillSettings.model_fields) - set(own["prefill"])),
+        *options(DecodeSettings, group="Decode workers", prefix="decode_", skip=set(DecodeSettings.model_fields) - set(own["decode"])),
+        *options(WorkerSettings, prefix="prefill_", skip={*shared, *FIXED}, hidden=True),
+        *options(WorkerSettings, prefix="decode_", skip={*shared, *FIXED}, hidden=True),
+    ]
+
+
+def plan(flags: Layer, sources: Sources) -> Plan:
+    """Settings of all processes. Makes the run directory and the cluster's key. Raises ConfigError."""
+    up = build(UpSettings, [_only(UpSettings, flags), *sources.of("up")])
+    derived = {
+        "model": Value(DEMO_MODEL, "the bundled model"),
+        "control_address": Value(f"tcp://127.0.0.1:{free_port('127.0.0.1')}", "up"),
+    }
+    layers = [_only(CoordinatorSettings, flags), *sources.of("coordinator")]
+    if not any({"key_file", "insecure"} & set(layer) for layer in layers):
+        derived["key_file"] = Value(KEY_NAME, "up")
+    if not any("model" in layer for layer in layers):
+        derived["served_model_name"] = Value(DEMO_MODEL_NAME, "the bundled model")
+    coordinator = build(CoordinatorSettings, [*layers, derived])
+    require_model(coordinator.model)
+    require_port(coordinator.host, coordinator.port)
+    run_dir = (up.run_dir or Path(tempfile.mkdtemp(prefix="splitserve-"))).resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if "key_file" in derived:
+        coordinator = coordinator.model_copy(update={"key_file": _own_key(run_dir)})
+    coordinator = coordinator.model_copy(
+        update={"model": coordinator.model.resolve(), "port": coordinator.port or free_port(coordinator.host)}
+    )
+    workers = [
+        _worker(model, f"{role}-{index}", coordinator, flags, sources)
+        for role, model, count in (("prefill", PrefillSettings, up.prefill), ("decode", DecodeSettings, up.decode))
+        for index in range(count)
+    ]
+    return Plan(up, run_dir, up.run_dir is None, coordinator, workers)
+
+
+def _worker(
+    model: type[PrefillSettings] | type[DecodeSettings], name: str, coordinator: CoordinatorSettings, flags: Layer, sources: Sources
+) -> PrefillSettings | DecodeSettings:
+    """A worker's settings: flags for its role, flags for all workers, environment and file; then what ``up`` decides."""
+    prefix = f"{model.role}_"
+    for_role = {flag.removeprefix(prefix): value for flag, value in flags.items() if flag.startswith(prefix)}
+    fixed: dict[str, Any] = {
+        "model": coordinator.model,
+        "name": name,
+        "coordinator": coordinator.control_address.replace("//0.0.0.0:", "//127.0.0.1:"),
+        "key_file": coordinator.key_file,
+        "insecure": coordinator.insecure,
+        "max_model_len": coordinator.max_model_len,
+    }
+    decided = {field: Value(value, "up") for field, value in fixed.items()}
+    said = [{k: v for k, v in layer.items() if k not in FIXED} for layer in (for_role, _only(model, flags), *sources.of(model.role))]
+    return build(model, [decided, *said])
+
+
+def _own_key(run_dir: Path) -> Path:
+    from ..transport.keys import generate_key
+
+    path = run_dir / KEY_NAME
+    if not path.exists():
+        generate_key(path)
+    return path
+
+
+def _only(model: type[BaseModel], layer: Layer) -> Layer:
+    return {name: value for name, value in layer.items() if name in model.model_fields}
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nothing listens on at the moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
