@@ -1,0 +1,47 @@
+"""Device, dtype and free memory: what ``auto`` stands for."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from .errors import ModelConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def select_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ModelConfigError(f"device {name!r} is not supported (supported: auto, cpu, cuda, cuda:N)")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelConfigError("device cuda was asked for, but torch finds none; install a CUDA build of torch, or use --device cpu")
+    return device
+
+
+def select_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 on GPUs and where the CPU multiplies bfloat16 itself (AVX512-BF16, AMX), float32 otherwise."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" or cpu_multiplies_bfloat16() else torch.float32
+    if name not in DTYPES:
+        raise ModelConfigError(f"dtype {name!r} is not supported (supported: auto, {', '.join(DTYPES)})")
+    if name == "float16" and device.type == "cpu":
+        raise ModelConfigError("dtype float16 is not supported on CPUs; use bfloat16 or float32")
+    return DTYPES[name]
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that is free now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

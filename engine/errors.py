@@ -1,0 +1,27 @@
+"""What can go wrong between a model folder and a running engine.
+
+    EngineError
+    ├── ModelConfigError    the folder's config.json asks for something that is not supported, or cannot be read
+    ├── WeightsError        weights missing, of the wrong shape, or in a format that is not loaded
+    └── OutOfMemoryError    the KV cache does not fit; says how many blocks would, and which option to lower
+
+Each message says what was wrong, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all errors of this folder."""
+
+
+class ModelConfigError(EngineError):
+    """The model's configuration cannot be served."""
+
+
+class WeightsError(EngineError):
+    """The model's weights cannot be loaded."""
+
+
+class OutOfMemoryError(EngineError):
+    """The KV cache does not fit into memory."""

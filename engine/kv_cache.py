@@ -1,0 +1,93 @@
+"""The pool of KV blocks: one tensor, block-major, so that a block of all layers is one contiguous run of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .config import ModelConfig
+from .errors import OutOfMemoryError
+from .huge_pages import advise_huge_pages
+
+PoolAllocator = Callable[[int], memoryview]
+"""Given a number of bytes, a writable buffer of at least that size: e.g. shared memory that other processes map."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayout:
+    """What one block looks like: [num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVCacheLayout:
+        return cls(config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype)
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        return int(np.prod(self.block_shape)) * self.dtype.itemsize
+
+    @property
+    def description(self) -> str:
+        """Equal on two workers exactly if a block means the same to both."""
+        return (
+            f"block-major/v1 [num_layers={self.num_layers}, 2, block_size={self.block_size}, "
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}]"
+        )
+
+
+class KVCache:
+    """Owns the pool. ``pool`` has shape [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+
+    def __init__(self, layout: KVCacheLayout, num_blocks: int, device: torch.device, allocate: PoolAllocator | None = None) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        num_bytes = num_blocks * layout.block_bytes
+        try:
+            raw = torch.empty(num_bytes, dtype=torch.uint8, device=device) if allocate is None else _tensor_over(allocate, num_bytes)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise OutOfMemoryError(
+                f"a KV cache of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB) could not be allocated ({error}); "
+                "lower --num-blocks or --kv-cache-bytes"
+            ) from error
+        if device.type == "cpu":
+            advise_huge_pages(raw)
+        self.pool: Tensor = raw.view(layout.dtype).view(num_blocks, *layout.block_shape)
+        self._raw = raw
+
+    @property
+    def block_bytes_view(self) -> NDArray[np.uint8]:
+        """uint8 [num_blocks, block_bytes] over the pool's own memory (CPU pools)."""
+        view: NDArray[np.uint8] = self._raw.numpy().reshape(self.num_blocks, self.layout.block_bytes)
+        return view
+
+
+def _tensor_over(allocate: PoolAllocator, num_bytes: int) -> Tensor:
+    buffer = allocate(num_bytes)
+    if buffer.readonly or buffer.nbytes < num_bytes:
+        raise AssertionError(f"the pool buffer must be writable and hold {num_bytes} bytes; it holds {buffer.nbytes}")
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
+
+
+def num_blocks_that_fit(layout: KVCacheLayout, num_bytes: int, needed: int) -> int:
+    """Blocks in ``num_bytes``; OutOfMemoryError where that is fewer than ``needed``, one sequence of max_model_len."""
+    fit = num_bytes // layout.block_bytes
+    if fit < needed:
+        raise OutOfMemoryError(
+            f"{num_bytes / 2**20:.0f} MiB of KV cache holds {fit} blocks of {layout.block_bytes / 2**10:.0f} KiB, but one sequence of "
+            f"max_model_len needs {needed}; lower --max-model-len to {fit * layout.block_size} or raise --kv-cache-bytes"
+        )
+    return fit

@@ -1,0 +1,61 @@
+"""The linear layers of a decoder, named by how tensor parallelism splits them.
+
+A column layer splits its outputs (whole heads, or columns of the MLP) and needs no communication; a row layer splits its
+inputs and ends in a sum over ranks; the vocabulary splits by rows of the table. Model code says which is which and nothing
+more, so that a split needs changes here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.interface import Kernels, Linear
+from .weights import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoader:
+    """Makes layers out of a checkpoint's tensors for one device and dtype."""
+
+    checkpoint: Checkpoint
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+
+    def column(self, names: Sequence[str], bias: bool) -> Linear:
+        """Several projections of one input as one matrix: q, k, v or gate, up, outputs side by side."""
+        weight = torch.cat([self._tensor(f"{name}.weight") for name in names])
+        biases = torch.cat([self._tensor(f"{name}.bias") for name in names]) if bias else None
+        return self.kernels.linear(weight, biases)
+
+    def row(self, name: str, bias: bool) -> Linear:
+        return self.kernels.linear(self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias") if bias else None)
+
+    def vocabulary_head(self, name: str) -> Linear:
+        """Hidden states to logits."""
+        return self.kernels.linear(self._tensor(f"{name}.weight"), None)
+
+    def vocabulary_embedding(self, name: str) -> VocabularyEmbedding:
+        table = self.checkpoint.tensor(f"{name}.weight")
+        return VocabularyEmbedding(table if self.device.type == "cpu" else table.to(self.device, self.dtype), self.dtype)
+
+    def norm(self, name: str) -> Tensor:
+        return self._tensor(f"{name}.weight")
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(name).to(self.device, self.dtype)
+
+
+class VocabularyEmbedding:
+    """Token ids to hidden states. On CPUs the table stays in the memory map of the weights file, in the file's dtype."""
+
+    def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
+        self._table = table  # [vocab_size, hidden_size]
+        self._dtype = dtype
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self._table.index_select(0, token_ids).to(self._dtype)

@@ -1,0 +1,136 @@
+"""Runs one batch through the model and samples: the only place of a worker where tensors are computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.select import select_kernels
+from .attention_metadata import AttentionMetadata
+from .batch import Batch, Logprobs, SamplingParams, SamplingState, StepOutput
+from .config import ModelConfig
+from .device import available_bytes, select_device, select_dtype
+from .errors import ModelConfigError
+from .fingerprint import model_fingerprint
+from .kv_cache import KVCache, KVCacheLayout, PoolAllocator, num_blocks_that_fit
+from .layers import LayerLoader
+from .models.decoder import DecoderModel
+from .sampler import Sampler, report_logprobs
+from .weights import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
+DEFAULT_CACHE_FRACTION = {"cpu": 0.2, "cuda": 0.85}  # of the memory that is free once the weights are loaded
+LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to run a model. ``None`` means: chosen from the device and the model."""
+
+    model_path: Path
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = "auto"  # auto, float32, bfloat16, float16
+    block_size: int | None = None  # tokens
+    num_blocks: int | None = None  # wins over kv_cache_bytes
+    kv_cache_bytes: int | None = None
+    max_model_len: int | None = None  # prompt and output tokens of one sequence
+    num_threads: int = 1  # CPU threads of one step
+    pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
+
+
+class ModelRunner:
+    """Loads the model at construction. ``execute`` may be called from any one thread at a time."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        torch.set_num_threads(engine.num_threads)
+        self._num_threads = engine.num_threads
+        self.config = ModelConfig.from_folder(engine.model_path)
+        self.device = select_device(engine.device)
+        self.dtype = select_dtype(engine.dtype, self.device)
+        self.max_model_len = _max_model_len(engine.max_model_len, self.config)
+        self.fingerprint = model_fingerprint(engine.model_path)
+        kernels = select_kernels(self.device)
+        with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
+            self._model = DecoderModel(self.config, LayerLoader(checkpoint, kernels, self.dtype, self.device), self.max_model_len)
+        self._sampler = Sampler(kernels, self.config.eos_token_ids)
+        layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], self.dtype)
+        num_blocks = engine.num_blocks or self._num_blocks(layout, engine.kv_cache_bytes)
+        self.kv_cache = KVCache(layout, num_blocks, self.device, engine.pool_allocator)
+
+    def execute(self, batch: Batch) -> StepOutput:
+        """One step: writes the batch's keys and values to the cache and samples where ``batch.sampling`` asks."""
+        torch.set_num_threads(self._num_threads)  # a setting of the calling thread
+        sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
+        reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
+        rows = [int(batch.query_start_loc[i + 1]) - 1 for i in sampled]
+        for i in reported:
+            first = int(batch.query_start_loc[i])
+            rows += range(first, first + len(batch.next_prompt_ids[i]))
+        with torch.inference_mode():
+            hidden = self._hidden_states(batch, rows)
+            token_ids, logprobs = self._sample(batch, sampled, hidden[: len(sampled)])
+            return StepOutput(token_ids, logprobs, self._prompt_logprobs(batch, reported, hidden[len(sampled) :]))
+
+    def warm_up(self) -> None:
+        """Runs a prompt and a decode step in the pool's first blocks, so that the first request pays for no first use."""
+        layout = self.kv_cache.layout
+        num_tokens = min(64, self.max_model_len - 1, self.kv_cache.num_blocks * layout.block_size - 1)
+        greedy = SamplingState(SamplingParams(max_tokens=1, temperature=0.0), [0] * num_tokens, [])
+        for start, stop in ((0, num_tokens), (num_tokens, num_tokens + 1)):
+            positions = np.arange(start, stop, dtype=np.int32)
+            num_blocks = -(-stop // layout.block_size)
+            self.execute(
+                Batch(
+                    token_ids=np.zeros(stop - start, np.int32),
+                    positions=positions,
+                    query_start_loc=np.array([0, stop - start], np.int32),
+                    seq_lens=np.array([stop], np.int32),
+                    block_tables=np.arange(num_blocks, dtype=np.int32)[None],
+                    slot_mapping=positions.astype(np.int64),
+                    sampling=[greedy],
+                )
+            )
+
+    def _hidden_states(self, batch: Batch, rows: list[int]) -> Tensor:
+        metadata = AttentionMetadata.from_batch(batch, self.device)
+        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
+        return self._model.forward(token_ids, metadata, self.kv_cache.pool, torch.tensor(rows, dtype=torch.int64, device=self.device))
+
+    def _sample(self, batch: Batch, sampled: Sequence[int], hidden: Tensor) -> tuple[np.ndarray, dict[int, Logprobs]]:
+        token_ids = np.full(batch.num_seqs, -1, np.int32)
+        states = [state for state in batch.sampling if state is not None]
+        if not states:
+            return token_ids, {}
+        chosen, logprobs = self._sampler.sample(self._model.logits(hidden), states)
+        token_ids[sampled] = chosen
+        return token_ids, {sampled[row]: told for row, told in logprobs.items()}
+
+    def _prompt_logprobs(self, batch: Batch, reported: Sequence[int], hidden: Tensor) -> dict[int, list[Logprobs]]:
+        told: dict[int, list[Logprobs]] = {}
+        for i in reported:
+            ids, count = batch.next_prompt_ids[i], batch.prompt_logprobs[i] or 0
+            told[i] = []
+            for start in range(0, len(ids), LOGPROB_ROWS):
+                next_ids = ids[start : start + LOGPROB_ROWS]
+                logits = self._model.logits(hidden[start : start + len(next_ids)])
+                told[i] += report_logprobs(logits, next_ids, [count] * len(next_ids))
+            hidden = hidden[len(ids) :]
+        return told
+
+    def _num_blocks(self, layout: KVCacheLayout, kv_cache_bytes: int | None) -> int:
+        num_bytes = kv_cache_bytes or int(available_bytes(self.device) * DEFAULT_CACHE_FRACTION[self.device.type])
+        return num_blocks_that_fit(layout, num_bytes, needed=-(-self.max_model_len // layout.block_size))
+
+
+def _max_model_len(asked: int | None, config: ModelConfig) -> int:
+    if asked is not None and asked > config.max_model_len:
+        raise ModelConfigError(f"max_model_len {asked} is more than the model's {config.max_model_len}; lower --max-model-len")
+    return asked or config.max_model_len

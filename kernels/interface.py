@@ -1,0 +1,88 @@
+"""The kernels a decoder is made of. One object with these methods per device; the model's code knows no other.
+
+Activations are [num_tokens, features], contiguous, in the model's dtype. The pool is
+[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim] in the same dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RopeInputs:
+    """
+    positions    int32 [num_tokens]
+    slot_mapping int64 [num_tokens]               block * block_size + offset
+    cos_sin      float32 [max_model_len, head_dim] cosines, then sines
+    q_norm       [head_dim] or None               RMSNorm of each head before the rotation (Qwen3)
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    cos_sin: Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    norm_eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """
+    query_start_loc int32 [num_seqs + 1]
+    seq_lens        int32 [num_seqs]
+    block_tables    int32 [num_seqs, max_blocks]  entries beyond a sequence's last block are never read
+    sliding_window  a token sees itself and the sliding_window - 1 tokens before it; None: all
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    scale: float
+    sliding_window: int | None = None
+
+
+class Linear(Protocol):
+    """[num_tokens, in_features] -> [num_tokens, out_features]."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Kernels(Protocol):
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Prepare weight [out_features, in_features] (any layout may come of it; the tensor may be dropped afterwards)."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x, in place; returns rms_norm(residual)."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[num_tokens, 2 n] -> [num_tokens, n]: gate / (1 + exp(-gate)) * up."""
+        ...
+
+    def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
+        """Normalise (where asked) and rotate q and k, write k and v to the tokens' slots of ``pool``.
+
+        Returns q [num_tokens, num_heads, head_dim]; ``qkv`` may be overwritten.
+        """
+        ...
+
+    def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
+        """Causal attention of each sequence's queries (its last tokens) over its blocks -> [num_tokens, num_heads * head_dim]."""
+        ...
+
+    def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
+        """argmax(logits + noise) by row, int64 [n]; ``gumbel_noise`` gives the noise. logits float32 [n, vocab_size], may be
+        overwritten; keys int64 [n, 2]."""
+        ...

@@ -1,0 +1,108 @@
+"""The kernels in plain torch: what every native kernel is tested against, and what runs where there is none.
+
+Correct on any device and dtype, in float32 inside. Not fast: attention gathers a sequence's cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .gumbel_noise import gumbel_noise
+from .interface import AttentionInputs, Linear, RopeInputs
+
+
+class TorchLinear:
+    """y = x W^T + bias, in the weight's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight  # [out_features, in_features]
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class TorchKernels:
+    """See ``interface.Kernels`` for the contracts."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return TorchLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return _rms_norm(residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rope_and_store(self, qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
+        q, k, v = split_qkv(qkv, rope.num_heads, rope.num_kv_heads, rope.head_dim)
+        if rope.q_norm is not None and rope.k_norm is not None:
+            q = _rms_norm(q, rope.q_norm, rope.norm_eps)
+            k = _rms_norm(k, rope.k_norm, rope.norm_eps)
+        angles = rope.cos_sin[rope.positions.long()].unsqueeze(1)  # [num_tokens, 1, head_dim]
+        block_size = pool.shape[3]
+        blocks, offsets = rope.slot_mapping // block_size, rope.slot_mapping % block_size
+        pool[blocks, layer, 0, offsets] = _rotate(k, angles)
+        pool[blocks, layer, 1, offsets] = v
+        return _rotate(q, angles)
+
+    def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
+        out = torch.empty_like(q)
+        starts = inputs.query_start_loc.tolist()
+        for i, length in enumerate(inputs.seq_lens.tolist()):
+            rows = slice(starts[i], starts[i + 1])
+            keys, values = gather_kv(pool, layer, inputs.block_tables[i], length)
+            out[rows] = attention(q[rows], keys, values, inputs.scale, inputs.sliding_window)
+        return out.flatten(1)
+
+    def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
+        token_ids = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0)
+        return (logits + gumbel_noise(keys, token_ids)).argmax(dim=-1)
+
+
+def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[num_tokens, (num_heads + 2 num_kv_heads) head_dim] -> q [num_tokens, num_heads, head_dim], k, v."""
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    return heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+
+
+def gather_kv(pool: Tensor, layer: int, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """One sequence's keys and values, each [length, num_kv_heads, head_dim]."""
+    num_blocks = -(-length // pool.shape[3])
+    blocks = pool[block_table[:num_blocks].long(), layer]  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
+    keys, values = blocks.unbind(1)
+    return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+    """softmax(scale q k^T) v, causal; the queries are the last of the sequence's tokens. q [num_queries, num_heads, head_dim]."""
+    num_queries, num_heads = q.shape[:2]
+    length, num_kv_heads = keys.shape[:2]
+    query_positions = torch.arange(length - num_queries, length, device=q.device).unsqueeze(1)
+    distance = query_positions - torch.arange(length, device=q.device)
+    visible = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+    repeated = num_heads // num_kv_heads
+    k = keys.transpose(0, 1).repeat_interleave(repeated, dim=0)
+    v = values.transpose(0, 1).repeat_interleave(repeated, dim=0)
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale)
+    return out[0].transpose(0, 1)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight.float()).to(x.dtype)
+
+
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """x [num_tokens, heads, head_dim]; angles: cosines, then sines, float32 [num_tokens, 1, head_dim]."""
+    cos, sin = angles.chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

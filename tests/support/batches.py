@@ -1,0 +1,49 @@
+"""Drives a ModelRunner by hand: a tiny stand-in for a scheduler, with block tables chosen by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from splitserve.engine.batch import Batch, SamplingParams, SamplingState
+
+
+@dataclass
+class HandSequence:
+    """A sequence whose first ``num_computed`` tokens are in the cache, in ``blocks``."""
+
+    prompt: list[int]
+    blocks: list[int]
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=64, temperature=0.0))
+    num_computed: int = 0
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt + self.output
+
+
+def make_batch(steps: Seq[tuple[HandSequence, int]], block_size: int, prompt_logprobs: int | None = None) -> Batch:
+    """One step that runs the next ``n`` tokens of each sequence; those that reach their last token are sampled."""
+    chunks = [s.token_ids[s.num_computed : s.num_computed + n] for s, n in steps]
+    positions = [np.arange(s.num_computed, s.num_computed + n, dtype=np.int32) for s, n in steps]
+    tables = np.full((len(steps), max(len(s.blocks) for s, _ in steps)), -(1 << 30), np.int32)  # nonsense beyond the end
+    for row, (s, n) in enumerate(steps):
+        used = -(-(s.num_computed + n) // block_size)
+        tables[row, :used] = s.blocks[:used]
+    slots = [tables[row, p // block_size].astype(np.int64) * block_size + p % block_size for row, p in enumerate(positions)]
+    done = [s.num_computed + n == len(s.token_ids) for s, n in steps]
+    next_ids = [s.prompt[s.num_computed + 1 : s.num_computed + n + 1] for s, n in steps]
+    return Batch(
+        token_ids=np.array([t for chunk in chunks for t in chunk], np.int32),
+        positions=np.concatenate(positions),
+        query_start_loc=np.cumsum([0, *(n for _, n in steps)]).astype(np.int32),
+        seq_lens=np.array([s.num_computed + n for s, n in steps], np.int32),
+        block_tables=tables,
+        slot_mapping=np.concatenate(slots),
+        sampling=[SamplingState(s.params, s.prompt, s.output) if ends else None for (s, _), ends in zip(steps, done, strict=True)],
+        prompt_logprobs=[prompt_logprobs] * len(steps) if prompt_logprobs is not None else (),
+        next_prompt_ids=next_ids if prompt_logprobs is not None else (),
+    )

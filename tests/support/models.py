@@ -1,0 +1,105 @@
+"""Small seeded random checkpoints of every supported family, written as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 320  # 256 bytes, then special tokens and filling
+EOS_TOKEN_ID = 257
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 256,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
+    "llama2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
+    "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [257, 258]}),
+    "llama_biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama_linear": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    "llama_dynamic": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24, "head_dim": 24}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2_sliding": (Qwen2ForCausalLM, Qwen2Config, {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}),
+    "qwen2_yarn": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}},
+    ),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+}
+
+
+def make_checkpoint(
+    path: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB", **changes: Any
+) -> PreTrainedModel:
+    """Writes the folder and returns the transformers model it was written from (in ``dtype``, ready to infer)."""
+    model_class, config_class, own = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**SMALL, **own, **changes}))
+    _make_decisive(model, seed)
+    model = model.to(dtype).eval()
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    write_byte_tokenizer(path)
+    return model
+
+
+def write_byte_tokenizer(path: Path) -> None:
+    """One token a byte, then <bos>, <eos>, <eot>; and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>", "<eot>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _make_decisive(model: PreTrainedModel, seed: int) -> None:
+    """Spread the logits: freshly initialised models rate all tokens nearly the same, so that any rounding changes the argmax."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith("norm.weight"):
+                tensor.copy_(1 + 0.2 * torch.randn(tensor.shape, generator=generator))
+            elif name.endswith("bias"):
+                tensor.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
+            elif "embed_tokens" in name or "lm_head" in name:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            else:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 1.5 * tensor.shape[1] ** -0.5)
