@@ -8,7 +8,7 @@ type's bound; the fields satisfy the type (pydantic, strict). Whatever fails rai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ def encode(message: Message) -> bytes:
     return tag + payload
 
 
-def decode(data: bytes | memoryview, allowed: Sequence[type[Message]]) -> Message:
+def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Message:
     """The message in ``data``, which must be of one of the ``allowed`` types. Raises BadMessage and nothing else."""
     if not data:
         raise BadMessage("empty message")

@@ -1,10 +1,10 @@
 """The errors of this folder.
 
-    TransportError
-    ├── BadMessage     bytes that are no message we accept, or a message too large to send
-    ├── KeyFileError   a cluster key file that is missing, unsafe or not one of ours
-    ├── AddressError   an address that cannot be listened on or connected to
-    └── MoverError     a KV mover that cannot be set up, or whose peer is gone
+TransportError
+├── BadMessage     bytes that are no message we accept, or a message too large to send
+├── KeyFileError   a cluster key file that is missing, unsafe or not one of ours
+├── AddressError   an address that cannot be listened on or connected to
+└── MoverError     a KV mover that cannot be set up, or whose peer is gone
 """
 
 

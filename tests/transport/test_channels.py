@@ -1,0 +1,266 @@
+"""Channels over real sockets on loopback: members talk, strangers get nothing through and break nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TypeVar
+
+import pytest
+import zmq
+
+from splitserve.transport import channels
+from splitserve.transport.channels import DealerChannel, RouterChannel
+from splitserve.transport.codec import encode
+from splitserve.transport.errors import AddressError
+from splitserve.transport.event_loop import BUDGET, attach
+from splitserve.transport.keys import ClusterKey, new_key
+from splitserve.transport.messages import FROM_COORDINATOR, FROM_WORKER, Ack, Cancel, RequestFailed, Welcome, u32
+from splitserve.transport.wakeup import Wakeup
+
+T = TypeVar("T")
+DEADLINE_S = 10.0
+KEY = new_key()
+HELLO = RequestFailed(coordinator=1, dispatch=2, kind="internal", message="x")
+WELCOME = Welcome(coordinator=1, heartbeat_s=0.5)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def router(stack: ExitStack, key: ClusterKey | None = KEY, address: str = "tcp://127.0.0.1:*") -> RouterChannel:
+    return stack.enter_context(RouterChannel.bind(address, key, FROM_WORKER))
+
+
+def dealer(stack: ExitStack, address: str, key: ClusterKey | None = KEY, identity: bytes = b"p0\0a1") -> DealerChannel:
+    return stack.enter_context(DealerChannel.connect(address, identity, key, FROM_COORDINATOR))
+
+
+def raw_socket(stack: ExitStack, address: str, key: ClusterKey | None = KEY) -> zmq.Socket[bytes]:
+    """A member of the cluster that sends whatever it likes."""
+    context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
+    peer = stack.enter_context(context.socket(zmq.DEALER))
+    peer.linger = 0
+    if key is not None:
+        peer.curve_serverkey = peer.curve_publickey = key.public
+        peer.curve_secretkey = key.secret
+    peer.connect(address)
+    return peer
+
+
+def until(attempt: Callable[[], T]) -> T:
+    """The first truthy result of ``attempt``."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (result := attempt()):
+        assert time.monotonic() < deadline, "nothing came"
+        time.sleep(0.002)
+    return result
+
+
+def assert_still_serves(stack: ExitStack, server: RouterChannel) -> None:
+    member = dealer(stack, server.address, identity=b"member")
+    member.send(HELLO)
+    assert until(lambda: server.receive(10)) == [(b"member", HELLO)]
+    assert server.send(b"member", WELCOME)
+    assert until(lambda: member.receive(10)) == [WELCOME]
+
+
+@pytest.mark.parametrize("key", [KEY, None], ids=["curve", "plain"])
+def test_members_talk_both_ways_in_order(stack: ExitStack, key: ClusterKey | None) -> None:
+    server = router(stack, key)
+    worker = dealer(stack, server.address, key)
+    sent = [RequestFailed(coordinator=1, dispatch=i, kind="internal", message="") for i in range(50)]
+    assert all(worker.send(message) for message in sent)
+    received: list[object] = []
+    until(lambda: received.extend(server.receive(7)) or len(received) == 50)
+    assert received == [(b"p0\0a1", message) for message in sent]
+    assert server.send(b"p0\0a1", WELCOME)
+    assert until(lambda: worker.receive(10)) == [WELCOME]
+
+
+@pytest.mark.parametrize("key", [None, new_key()], ids=["no key", "another key"])
+def test_a_stranger_gets_nothing_through(stack: ExitStack, key: ClusterKey | None) -> None:
+    server = router(stack)
+    stranger = dealer(stack, server.address, key, identity=b"stranger")
+    stranger.send(HELLO)
+    assert_still_serves(stack, server)
+    assert not server.send(b"stranger", WELCOME)
+    assert server.counters.dropped_unknown == 1
+    assert (server.receive(10), stranger.receive(10), server.counters.bad) == ([], [], 0)
+
+
+def test_knowing_the_public_key_is_not_enough(stack: ExitStack) -> None:
+    server = router(stack)
+    thief = raw_socket(stack, server.address, None)
+    own = new_key()
+    address = server.address
+    thief.disconnect(address)
+    thief.curve_serverkey, thief.curve_publickey, thief.curve_secretkey = KEY.public, own.public, own.secret
+    thief.connect(address)
+    thief.send(encode(HELLO))
+    assert_still_serves(stack, server)
+    assert server.receive(10) == []
+
+
+@pytest.mark.parametrize("key", [None, new_key()], ids=["no key", "another key"])
+def test_a_member_tells_nothing_to_a_server_without_the_key(stack: ExitStack, key: ClusterKey | None) -> None:
+    impostor = router(stack, key)
+    worker = dealer(stack, impostor.address)
+    worker.send(HELLO)
+    witness = dealer(stack, impostor.address, key, identity=b"witness")
+    witness.send(HELLO)
+    assert until(lambda: impostor.receive(10)) == [(b"witness", HELLO)]
+    assert not impostor.send(b"p0\0a1", WELCOME)
+
+
+def test_raw_tcp_noise_breaks_nothing(stack: ExitStack) -> None:
+    server = router(stack)
+    host, port = server.address.removeprefix("tcp://").split(":")
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000, b"\xff\0\0\0\0\0\0\0\1\x7f\3\0CURVE" + b"\xff" * 4000):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(noise)
+    assert_still_serves(stack, server)
+
+
+def test_bad_messages_of_a_member_are_dropped_and_counted(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    server = router(stack)
+    peer = raw_socket(stack, server.address)
+    bad = [b"", b"\xff\xff", encode(WELCOME), encode(Ack(coordinator=1, dispatch=1, lease=1)), encode(HELLO)[:-1]]
+    for data in bad:
+        peer.send(data)
+    peer.send_multipart([b"two", b"frames"])
+    peer.send(encode(HELLO))
+    assert [message for _, message in until(lambda: server.receive(100))] == [HELLO]
+    assert server.counters.bad == len(bad) + 1
+    assert server.counters.received == 1
+    assert len(caplog.records) == 1, "logging is rate-limited"
+
+
+def test_a_worker_reconnects_when_the_coordinator_restarts(stack: ExitStack) -> None:
+    server = RouterChannel.bind("tcp://127.0.0.1:*", KEY, FROM_WORKER)
+    worker = dealer(stack, server.address)
+    worker.send(HELLO)
+    until(lambda: server.receive(10))
+    server.close()
+    server = until(lambda: _bind_again(stack, server.address))
+    until(lambda: worker.send(HELLO) and server.receive(10))
+    assert server.send(b"p0\0a1", WELCOME)
+    assert until(lambda: worker.receive(10)) == [WELCOME]
+
+
+def _bind_again(stack: ExitStack, address: str) -> RouterChannel | None:
+    try:
+        return router(stack, address=address)
+    except AddressError:  # the old socket's port is freed in the background
+        return None
+
+
+def test_a_restarted_worker_of_the_same_identity_takes_over(stack: ExitStack) -> None:
+    server = router(stack)
+    old = dealer(stack, server.address)
+    old.send(HELLO)
+    until(lambda: server.receive(10))
+    new = dealer(stack, server.address)
+    new.send(HELLO)
+    until(lambda: server.receive(10))
+    assert server.send(b"p0\0a1", WELCOME)
+    assert until(lambda: new.receive(10)) == [WELCOME]
+
+
+def test_sending_to_a_full_queue_drops_and_counts_and_never_blocks(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "HIGH_WATER_MARK", 10)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, never answers
+        worker = dealer(stack, f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        results = [worker.send(HELLO) for _ in range(50)]
+    assert results == [True] * 10 + [False] * 40
+    assert (worker.counters.sent, worker.counters.dropped_full) == (10, 40)
+
+
+def test_bad_addresses_are_errors_with_a_sentence(stack: ExitStack) -> None:
+    server = router(stack)
+    with pytest.raises(AddressError, match=r"cannot listen on .*choose another"):
+        router(stack, address=server.address)
+    with pytest.raises(AddressError, match=r"cannot connect to nonsense"):
+        dealer(stack, "nonsense")
+
+
+def test_closing_leaves_no_thread_and_no_warning() -> None:
+    before = threading.active_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            with ExitStack() as stack:
+                assert_still_serves(stack, router(stack))
+    assert threading.active_count() == before
+
+
+async def test_an_event_loop_hears_every_message(stack: ExitStack) -> None:
+    """A flood over several budgets, answered one by one from the callback: no edge is lost."""
+    server = router(stack)
+    worker = dealer(stack, server.address)
+    total, heard, answers = 3 * BUDGET + 5, 0, 0
+    done = asyncio.Event()
+
+    def on_worker_messages(messages: list[tuple[bytes, RequestFailed]]) -> None:
+        nonlocal heard
+        heard += len(messages)
+        for identity, message in messages:
+            server.send(identity, Cancel(coordinator=1, dispatches=u32([message.dispatch])))
+
+    def on_coordinator_messages(messages: list[Cancel]) -> None:
+        nonlocal answers
+        answers += len(messages)
+        if answers == total:
+            done.set()
+
+    loop = asyncio.get_running_loop()
+    at_server, at_worker = attach(loop, server, on_worker_messages), attach(loop, worker, on_coordinator_messages)
+    for start in range(0, total, 100):
+        for dispatch in range(start, min(total, start + 100)):
+            worker.send(RequestFailed(coordinator=1, dispatch=dispatch, kind="internal", message=""))
+        await asyncio.sleep(0.001)
+    await asyncio.wait_for(done.wait(), DEADLINE_S)
+    at_server.close(), at_worker.close()
+    assert heard == answers == total
+
+
+async def test_an_event_loop_goes_on_after_an_error_in_the_callback(stack: ExitStack) -> None:
+    server = router(stack)
+    worker = dealer(stack, server.address)
+    loop = asyncio.get_running_loop()
+    errors: list[object] = []
+    heard = asyncio.Event()
+    loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+
+    def callback(messages: list[tuple[bytes, RequestFailed]]) -> None:
+        if messages[-1][1].kind == "internal":
+            raise RuntimeError("first")
+        heard.set()
+
+    attachment = attach(loop, server, callback)
+    worker.send(HELLO)
+    while not errors:
+        await asyncio.sleep(0.002)
+    worker.send(RequestFailed(coordinator=1, dispatch=2, kind="deadline", message=""))
+    await asyncio.wait_for(heard.wait(), DEADLINE_S)
+    attachment.close()
+
+
+def test_a_wakeup_ends_a_poll_from_another_thread() -> None:
+    wakeup = Wakeup()
+    poller = zmq.Poller()
+    poller.register(wakeup.fd, zmq.POLLIN)
+    wakeup.clear()
+    threading.Timer(0.02, wakeup.set).start()
+    assert poller.poll(DEADLINE_S * 1000)
+    wakeup.set(), wakeup.clear()
+    assert not poller.poll(0)
+    wakeup.close()

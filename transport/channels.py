@@ -1,0 +1,229 @@
+"""Control channels: ZeroMQ sockets that carry our messages, encrypted and authenticated with the cluster key (CURVE).
+
+A ``RouterChannel`` listens and knows each peer by the identity that the peer chose; a ``DealerChannel`` connects to one
+router and reconnects by itself, for ever. Neither ever blocks:
+
+- ``send`` queues up to HIGH_WATER_MARK messages per peer. Where the queue is full or the peer unknown, the message is dropped,
+  counted, and ``send`` returns False. What was queued when a connection broke may be lost: the protocol says things again.
+- ``receive`` returns what has arrived, up to a budget. What is no message of an allowed type is dropped, counted and logged.
+
+A channel belongs to the thread that uses it. Loops wait on it with ``zmq.Poller`` (``channel.socket``), event loops with
+``attach``. ``key=None`` means no encryption and no authentication: for an explicit --insecure only.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Self, TypeAlias
+
+import zmq
+
+from .authenticator import Authenticator
+from .codec import MAX_MESSAGE_BYTES, decode, encode
+from .errors import AddressError, BadMessage
+from .keys import ClusterKey
+from .messages import Message
+
+HIGH_WATER_MARK = 10_000  # messages per peer and direction
+RECONNECT_MS, RECONNECT_MAX_MS = 50, 1_000  # doubling
+CONNECT_TIMEOUT_MS = 3_000
+HANDSHAKE_TIMEOUT_MS = 5_000
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 8_000  # finds half-open connections; the roles' own heartbeats are tighter
+BACKLOG = 1_024
+LOG_EVERY_S = 5.0
+
+Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class ChannelCounters:
+    """Messages since the channel was made."""
+
+    sent: int = 0
+    received: int = 0
+    dropped_full: int = 0  # the peer's queue was full
+    dropped_unknown: int = 0  # no peer of this identity is connected
+    dropped_too_large: int = 0
+    bad: int = 0  # arrived, but no message of an allowed type
+
+
+class _Channel:
+    """What both kinds share. ``socket`` is for polling only."""
+
+    def __init__(self, context: Context, socket: zmq.Socket[bytes], allowed: Collection[type[Message]]):
+        self.socket = socket
+        self.counters = ChannelCounters()
+        self.after_send: Callable[[], None] | None = None  # set by ``attach``
+        self._context = context
+        self._allowed = frozenset(allowed)
+        self._last_log = -LOG_EVERY_S
+
+    @property
+    def fd(self) -> int:
+        """Edge-triggered: see ``event_loop.attach``."""
+        return int(self.socket.getsockopt(zmq.FD))
+
+    @property
+    def readable(self) -> bool:
+        """Whether ``receive`` would return (or drop) something now."""
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _send(self, frames: list[bytes], message: Message) -> bool:
+        try:
+            self.socket.send_multipart([*frames, encode(message)], zmq.NOBLOCK)
+        except BadMessage as error:
+            self.counters.dropped_too_large += 1
+            _log.error("not sent: %s", error)
+            return False
+        except zmq.Again:
+            self.counters.dropped_full += 1
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self.counters.dropped_unknown += 1
+            return False
+        finally:
+            if self.after_send is not None:
+                self.after_send()
+        self.counters.sent += 1
+        return True
+
+    def _receive(self, limit: int, num_frames: int) -> list[list[bytes]]:
+        """Up to ``limit`` arrivals, as frames."""
+        arrivals = []
+        for _ in range(limit):
+            try:
+                arrivals.append(self.socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+        return [frames for frames in arrivals if len(frames) == num_frames or self._reject(frames, "wrong number of frames")]
+
+    def _decode(self, data: bytes, frames: list[bytes]) -> Message | None:
+        try:
+            message = decode(data, self._allowed)
+        except BadMessage as error:
+            self._reject(frames, str(error))
+            return None
+        self.counters.received += 1
+        return message
+
+    def _reject(self, frames: list[bytes], reason: str) -> bool:
+        self.counters.bad += 1
+        now = time.monotonic()
+        if now - self._last_log >= LOG_EVERY_S:
+            self._last_log = now
+            peer = frames[0][:64] if len(frames) > 1 else b"the router"
+            _log.warning("dropped a message from %r: %s (%d bad ones so far)", peer, reason, self.counters.bad)
+        return False
+
+    def close(self) -> None:
+        """Ends all connections at once; what is still queued is lost."""
+        self.socket.close(linger=0)
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RouterChannel(_Channel):
+    """The listening end."""
+
+    def __init__(
+        self, context: Context, socket: zmq.Socket[bytes], allowed: Collection[type[Message]], authenticator: Authenticator | None
+    ):
+        super().__init__(context, socket, allowed)
+        self._authenticator = authenticator
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @classmethod
+    def bind(cls, address: str, key: ClusterKey | None, allowed: Collection[type[Message]]) -> RouterChannel:
+        """Listens on ``address``; ``tcp://host:*`` takes a free port, and ``.address`` tells which. Raises AddressError."""
+        context: Context = zmq.Context()
+        authenticator = Authenticator(context) if key is not None else None
+        socket = _configured(context, zmq.ROUTER, address)
+        socket.router_handover = True  # a restarted peer of the same identity replaces its old connection
+        socket.router_mandatory = True  # an unknown peer is an error that we count
+        if key is not None:
+            socket.curve_server = True
+            socket.curve_secretkey = key.secret
+            socket.zap_domain = key.public
+            socket.zap_enforce_domain = True
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            context.term()
+            if authenticator is not None:
+                authenticator.join()
+            raise AddressError(f"cannot listen on {address}: {error.strerror}; choose another address or port 0") from None
+        return cls(context, socket, allowed, authenticator)
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Queues ``message`` for ``peer``; False where it had to be dropped."""
+        return self._send([peer], message)
+
+    def receive(self, limit: int) -> list[tuple[bytes, Message]]:
+        """Up to ``limit`` messages that have arrived, each with its sender's identity."""
+        return [(frames[0], message) for frames in self._receive(limit, 2) if (message := self._decode(frames[1], frames)) is not None]
+
+    def close(self) -> None:
+        super().close()
+        if self._authenticator is not None:
+            self._authenticator.join()
+
+
+class DealerChannel(_Channel):
+    """The connecting end. ``identity`` is how the router knows it."""
+
+    @classmethod
+    def connect(cls, address: str, identity: bytes, key: ClusterKey | None, allowed: Collection[type[Message]]) -> DealerChannel:
+        """Connects in the background, now and whenever the connection breaks. Raises AddressError for a malformed address."""
+        context: Context = zmq.Context()
+        socket = _configured(context, zmq.DEALER, address)
+        socket.routing_id = identity
+        socket.reconnect_ivl = RECONNECT_MS
+        socket.reconnect_ivl_max = RECONNECT_MAX_MS
+        socket.connect_timeout = CONNECT_TIMEOUT_MS
+        if key is not None:
+            socket.curve_serverkey = key.public
+            socket.curve_publickey = key.public
+            socket.curve_secretkey = key.secret
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            context.term()
+            raise AddressError(f"cannot connect to {address}: {error.strerror}; expected tcp://host:port") from None
+        return cls(context, socket, allowed)
+
+    def send(self, message: Message) -> bool:
+        """Queues ``message``; False where it had to be dropped."""
+        return self._send([], message)
+
+    def receive(self, limit: int) -> list[Message]:
+        """Up to ``limit`` messages that have arrived."""
+        return [message for frames in self._receive(limit, 1) if (message := self._decode(frames[0], frames)) is not None]
+
+
+def _configured(context: Context, kind: int, address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.ipv6 = "[" in address
+    socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
+    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.backlog = BACKLOG
+    socket.handshake_ivl = HANDSHAKE_TIMEOUT_MS
+    socket.heartbeat_ivl = HEARTBEAT_MS
+    socket.heartbeat_timeout = socket.heartbeat_ttl = HEARTBEAT_TIMEOUT_MS
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = 30
+    return socket

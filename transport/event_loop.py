@@ -1,0 +1,55 @@
+"""A channel on an asyncio (or uvloop) event loop, by the loop's reader on the socket's FD; zmq.asyncio is 4 times slower.
+
+The FD is edge-triggered, and *any* use of the socket may consume the edge. So: read until nothing is left or the budget is
+spent, then look again in the next turn; and look again after every send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from .channels import DealerChannel, RouterChannel
+
+BUDGET = 256  # messages per turn of the loop
+
+
+class Attachment:
+    """Feeds ``callback`` with lists of what ``channel.receive`` returns, at most BUDGET a turn, until closed."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, channel: RouterChannel | DealerChannel, callback: Callable[[list[Any]], None]):
+        self._loop = loop
+        self._channel = channel
+        self._callback = callback
+        self._scheduled: asyncio.Handle | None = None
+        self._fd = channel.fd
+        channel.after_send = self._look_again
+        loop.add_reader(self._fd, self._drain)
+        self._schedule()  # what came before us gives no edge any more
+
+    def close(self) -> None:
+        """Stops reading. The channel stays open."""
+        self._loop.remove_reader(self._fd)
+        self._channel.after_send = None
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+
+    def _drain(self) -> None:
+        self._scheduled = None
+        messages = self._channel.receive(BUDGET)
+        self._look_again()
+        if messages:
+            self._callback(messages)
+
+    def _look_again(self) -> None:
+        if self._scheduled is None and self._channel.readable:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        self._scheduled = self._loop.call_soon(self._drain)
+
+
+def attach(loop: asyncio.AbstractEventLoop, channel: RouterChannel | DealerChannel, callback: Callable[[list[Any]], None]) -> Attachment:
+    """``callback(messages)`` is called on ``loop`` with whatever arrives: (identity, message) pairs, or messages for a dealer."""
+    return Attachment(loop, channel, callback)
