@@ -36,7 +36,7 @@ class LoadSettings(BaseModel):
     vocab_size: int = Field(default=1000, ge=16, le=1 << 24, description="Token ids are drawn from 10 up to this.")
     temperature: float = Field(default=0, ge=0, le=100, description="Sampling temperature.")
     ignore_eos: bool = Field(default=True, description="Ask for exactly the drawn number of output tokens.")
-    seed: int = Field(default=0, ge=0, lt=1 << 63, description="Seed of lengths, prompts and arrival times.")
+    seed: int = Field(default=0, ge=0, le=4_294_967_295, description="Seed of lengths, prompts and arrival times.")
     timeout_s: float = Field(default=600, gt=0, le=86_400, description="Seconds until a request counts as failed.")
     slo: str = Field(
         default="",

@@ -16,13 +16,15 @@ from typing import Any, cast
 import click
 
 from .. import __version__
+from ..engine.errors import EngineError
+from ..transport.errors import TransportError
 from .config import CONFIG_VARIABLE, SECTIONS, ConfigError, Sources, load
 from .options import SettingsCommand, given, options
 from .settings import ChatSettings, DoctorSettings
 
 HELP_WIDTH = 110
 EPILOG = (
-    "Every option can also be given as an environment variable (--max-model-len: SPLITSERVE_MAX_MODEL_LEN) or in a YAML file "
+    "Every option can also be given as an environment variable (--some-option: SPLITSERVE_SOME_OPTION) or in a YAML file "
     "(--config FILE). A flag beats a variable, a variable beats the file."
 )
 Run = Callable[[Any], int | None]
@@ -55,7 +57,7 @@ def run_coordinator(settings: Any) -> None:
     from .checks import require_model, require_port
 
     log_to_stderr(settings.log_level)
-    require_model(settings.model)
+    require_model(settings.model, weights=False)
     require_port(settings.host, settings.port)
     run(settings)
 
@@ -174,6 +176,9 @@ def main() -> None:
     except ConfigError as error:
         click.echo(f"splitserve: {error}", err=True)
         sys.exit(2)
+    except (EngineError, TransportError) as error:
+        click.echo(f"splitserve: {error}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import enum
 import types
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import click
@@ -20,12 +21,12 @@ from .config import Layer, Value, flag_of
 class SettingOption(click.Option):
     """An option for one field; ``group`` is the heading it stands under in the help."""
 
-    def __init__(self, name: str, field: FieldInfo, *, group: str = "Options", hidden: bool = False) -> None:
+    def __init__(self, name: str, field: FieldInfo, *, group: str, hidden: bool, text: str) -> None:
         flag = flag_of(name)
         is_bool = field.annotation is bool
         super().__init__(
             [f"{flag}/--no-{flag[2:]}" if is_bool else flag, name],
-            help=f"{field.description}{facts(field)}",
+            help=text or f"{field.description}{facts(field)}",
             default=None,
             type=bool if is_bool else str,
             is_flag=is_bool,
@@ -50,11 +51,19 @@ class SettingsCommand(click.Command):
 
 
 def options(
-    model: type[BaseModel], *, group: str = "Options", prefix: str = "", skip: Collection[str] = (), hidden: bool = False
+    model: type[BaseModel],
+    *,
+    group: str = "Options",
+    prefix: str = "",
+    skip: Collection[str] = (),
+    hidden: bool = False,
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> list[click.Parameter]:
-    """One option for each field of ``model`` but those in ``skip``."""
+    """One option for each field of ``model`` but those in ``skip``; ``texts`` replaces help texts."""
     return [
-        SettingOption(prefix + name, field, group=group, hidden=hidden) for name, field in model.model_fields.items() if name not in skip
+        SettingOption(prefix + name, field, group=group, hidden=hidden, text=texts.get(name, ""))
+        for name, field in model.model_fields.items()
+        if name not in skip
     ]
 
 

@@ -23,6 +23,11 @@ from .settings import DEMO_MODEL, DEMO_MODEL_NAME, UpSettings
 FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host")
 """Settings of the roles that ``up`` decides."""
 
+TEXTS = {
+    "model": "Hugging Face checkpoint folder: config.json, tokenizer and safetensors weights. Default: the bundled demo model.",
+    "control_address": "Where workers, also those of other hosts, reach the coordinator. Default: a free port of 127.0.0.1.",
+    "key_file": "The cluster's key. Default: a new one in the run directory.",
+}
 KEY_NAME = "cluster.key"
 
 
@@ -53,7 +58,7 @@ def up_options() -> list[click.Parameter]:
     }
     return [
         *options(UpSettings, group="What to start"),
-        *options(CoordinatorSettings, group="Model and HTTP server"),
+        *options(CoordinatorSettings, group="Model and HTTP server", texts=TEXTS),
         *options(WorkerSettings, group="Workers", skip={*shared, *FIXED}),
         *options(PrefillSettings, group="Prefill workers", prefix="prefill_", skip=set(PrefillSettings.model_fields) - set(own["prefill"])),
         *options(DecodeSettings, group="Decode workers", prefix="decode_", skip=set(DecodeSettings.model_fields) - set(own["decode"])),

@@ -1,0 +1,182 @@
+"""``splitserve doctor``: looks at everything that commonly keeps a machine from serving, and says what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from .checks import model_problem, port_problem
+from .settings import DEMO_MODEL, DoctorSettings
+
+GIB = 1 << 30
+MIN_OPEN_FILES = 4096
+MIN_SHM_BYTES = 2 * GIB
+MARKS = {"ok": "[green]ok[/green]     ", "note": "[yellow]note[/yellow]   ", "problem": "[red]problem[/red]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. A ``problem`` keeps this machine from serving; a ``note`` makes it slower or smaller."""
+
+    level: Literal["ok", "note", "problem"]
+    text: str
+    advice: str = ""
+
+
+def main(settings: DoctorSettings, console: Console | None = None) -> int:
+    """Prints every finding. Returns 1 if one of them keeps this machine from serving."""
+    console = console or Console()
+    findings = [finding for check in CHECKS for finding in check(settings)]
+    for finding in findings:
+        console.print(MARKS[finding.level], end=" ")
+        console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
+        if finding.advice:
+            console.print(f"        -> {finding.advice}", markup=False, highlight=False, soft_wrap=True)
+    problems = sum(finding.level == "problem" for finding in findings)
+    console.print(f"{problems} problem{'s' if problems != 1 else ''}" if problems else "this machine can serve", highlight=False)
+    return 1 if problems else 0
+
+
+def check_versions(_: DoctorSettings) -> Iterator[Finding]:
+    yield Finding("ok", f"Python {platform.python_version()}")
+    for package in ("torch", "pyzmq", "tokenizers", "uvicorn", "numpy"):
+        try:
+            yield Finding("ok", f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("problem", f"{package} is not installed", "run deploy/quickstart.sh, or pip install splitserve again")
+
+
+def check_encryption(_: DoctorSettings) -> Iterator[Finding]:
+    import zmq
+
+    if zmq.has("curve"):
+        yield Finding("ok", f"ZeroMQ {zmq.zmq_version()} with CURVE encryption")
+    else:
+        yield Finding("problem", f"ZeroMQ {zmq.zmq_version()} was built without CURVE", "install pyzmq from its wheel, or use --insecure")
+
+
+def check_devices(_: DoctorSettings) -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = "CPU build of torch" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}, but no GPU is usable"
+        yield Finding("ok", f"CPU with {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()} ({built})")
+    for name in _gpu_names():
+        if torch.version.cuda is None:
+            yield Finding("note", f"{name}, but torch is a CPU build", "remove .venv and run deploy/quickstart.sh to get the CUDA build")
+        else:
+            yield Finding("ok", name)
+
+
+def _gpu_names() -> list[str]:
+    """What the NVIDIA driver shows; empty where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            f"GPU {index}: {pynvml.nvmlDeviceGetName(handle)}, {pynvml.nvmlDeviceGetMemoryInfo(handle).free / GIB:.0f} GiB free"
+            for index, handle in enumerate(handles)
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def check_kernels(_: DoctorSettings) -> Iterator[Finding]:
+    if any((Path(__file__).resolve().parent.parent / "kernels" / "cpu").glob("*.so")):
+        yield Finding("ok", "C++ kernels for CPUs are built")
+    else:
+        compiler = shutil.which("c++") or shutil.which("g++")
+        advice = "pip install -e . again to build them" if compiler else "install g++ (Debian: apt-get install g++), then pip install -e ."
+        yield Finding("note", "C++ kernels for CPUs are not built: plain torch serves, more slowly", advice)
+
+
+def check_ports(settings: DoctorSettings) -> Iterator[Finding]:
+    control = urlsplit(settings.control_address)
+    for use, host, port in (("HTTP", settings.host, settings.port), ("control", control.hostname or "", control.port or 0)):
+        if problem := port_problem(host, port):
+            yield Finding("problem", f"{use} port: {problem}")
+        else:
+            yield Finding("ok", f"{use} port {host}:{port} is free")
+
+
+def check_key(settings: DoctorSettings) -> Iterator[Finding]:
+    if settings.key_file is None:
+        return
+    from ..transport.errors import KeyFileError
+    from ..transport.keys import load_key
+
+    try:
+        load_key(settings.key_file)
+    except KeyFileError as error:
+        yield Finding("problem", str(error))
+    else:
+        mode = stat.S_IMODE(settings.key_file.stat().st_mode)
+        yield Finding("ok", f"key file {settings.key_file} (mode {mode:04o})")
+
+
+def check_limits(_: DoctorSettings) -> Iterator[Finding]:
+    free = shutil.disk_usage("/dev/shm").free
+    if free < MIN_SHM_BYTES:
+        advice = "enlarge it (containers: --shm-size=4g), or use --mover zmq or a smaller --kv-cache-gib"
+        yield Finding("note", f"/dev/shm has only {free / GIB:.1f} GiB free for KV caches", advice)
+    else:
+        yield Finding("ok", f"/dev/shm has {free / GIB:.1f} GiB free")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MIN_OPEN_FILES:
+        yield Finding("note", f"only {soft} files may be open, one a client connection", f"run `ulimit -n {min(hard, 65536)}` first")
+    else:
+        yield Finding("ok", f"{soft} files may be open")
+
+
+def check_model(settings: DoctorSettings) -> Iterator[Finding]:
+    folder = settings.model or DEMO_MODEL
+    if problem := model_problem(folder):
+        yield Finding("problem", f"model: {problem}")
+        return
+    from ..engine.config import ModelConfig
+    from ..engine.errors import EngineError
+
+    try:
+        config = ModelConfig.from_folder(folder)
+    except EngineError as error:
+        yield Finding("problem", f"model: {error}")
+        return
+    import psutil
+
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    free = psutil.virtual_memory().available
+    text = f"model {folder.name}: {config.architecture}, {size / 1e6:,.0f} MB of weights, context {config.max_model_len:,} tokens"
+    if 2 * size > free and not _gpu_names():
+        advice = f"two workers on this machine need about {2 * size / GIB:.1f} GiB, {free / GIB:.1f} are free"
+        yield Finding("problem", text, advice)
+    else:
+        yield Finding("ok", text)
+
+
+CHECKS: tuple[Callable[[DoctorSettings], Iterator[Finding]], ...] = (
+    check_versions,
+    check_encryption,
+    check_devices,
+    check_kernels,
+    check_ports,
+    check_key,
+    check_limits,
+    check_model,
+)
