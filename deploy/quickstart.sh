@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Sets everything up and starts splitserve on this machine: a coordinator, a prefill and a decode worker.
+#
+#     deploy/quickstart.sh                   chat in this terminal, with the HTTP server running beside it
+#     deploy/quickstart.sh --prompt "..."    print one answer and stop
+#     deploy/quickstart.sh --serve           serve until stopped
+#     deploy/quickstart.sh --model PATH      any of these, with another model (a Hugging Face checkpoint folder)
+#
+# Every other option goes to `splitserve up`. Without a terminal it answers a sample question and stops.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+SAMPLE_PROMPT="What does os.path.join do?"
+
+main() {
+    local mode="" argument
+    local -a options=()
+    for argument in "$@"; do
+        case "$argument" in
+            -h | --help)
+                sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+                return
+                ;;
+            --serve) mode=serve ;;
+            --prompt | --prompt=*)
+                mode=prompt
+                options+=("$argument")
+                ;;
+            *) options+=("$argument") ;;
+        esac
+    done
+    prepare serve
+    if [[ -z "$mode" && -t 0 ]]; then
+        options+=(--chat)
+    elif [[ -z "$mode" ]]; then
+        options+=(--prompt "$SAMPLE_PROMPT")
+    fi
+    exec "$VENV/bin/splitserve" up "${options[@]}"
+}
+
+main "$@"

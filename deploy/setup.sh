@@ -1,0 +1,114 @@
+# shellcheck shell=bash
+# Makes .venv at the root of the repository ready. Sourced by the scripts beside it:
+#
+#     source setup.sh && prepare serve     what is needed to serve
+#     source setup.sh && prepare test      and to test
+#
+# Does nothing when nothing has changed since the last time. PYTHON=... chooses the interpreter.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+TORCH_CPU="torch==2.13.0"
+TRITON_CPU="triton==3.6.0"
+
+say() { printf '-- %s\n' "$*" >&2; }
+
+die() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+prepare() {
+    local purpose="$1" stamp
+    make_venv
+    stamp="$(fingerprint)"
+    if [[ "$(cat "$VENV/.prepared-$purpose" "$VENV/.prepared-test" 2>/dev/null)" == *"$stamp"* ]]; then
+        return
+    fi
+    install_torch
+    if [[ "$purpose" == test ]]; then
+        install_package "$ROOT[test]"
+    else
+        install_package "$ROOT"
+    fi
+    report_kernels
+    echo "$stamp" >"$VENV/.prepared-$purpose"
+}
+
+make_venv() {
+    if "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        return
+    fi
+    local python
+    python="$(find_python)" || die "Python 3.11 or newer is needed and was not found. Install it (Debian, Ubuntu: apt-get install python3 python3-venv), or name one: PYTHON=/path/to/python3 $0"
+    say "making a virtual environment in .venv with $("$python" --version)"
+    "$python" -m venv --clear "$VENV" ||
+        die "$python cannot make virtual environments. Install its venv module (Debian, Ubuntu: apt-get install python3-venv) and run this again."
+}
+
+# The first new enough Python that can make virtual environments; else the first new enough one.
+find_python() {
+    local candidate needs
+    local -a candidates=(python3 python3.13 python3.12 python3.11)
+    if [[ -n "${PYTHON:-}" ]]; then
+        candidates=("$PYTHON")
+    fi
+    for needs in "sys, venv, ensurepip" "sys"; do
+        for candidate in "${candidates[@]}"; do
+            if "$candidate" -c "import $needs; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; then
+                command -v "$candidate"
+                return
+            fi
+        done
+    done
+    return 1
+}
+
+# Changes whenever an installation would give something else.
+fingerprint() {
+    (
+        cd "$ROOT"
+        "$VENV/bin/python" --version
+        has_gpu && echo gpu
+        command -v c++ || command -v g++ || echo "no compiler"
+        find pyproject.toml setup.py deploy/setup.sh deploy/constraints.txt kernels/cpu \
+            -type f ! -name '*.so' ! -name '*.py[co]' -exec cksum {} + 2>/dev/null | sort
+    ) | cksum
+}
+
+has_gpu() {
+    command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1
+}
+
+# Without a GPU: the version that the tests pass with. With one: what pyproject.toml's range and the package index give.
+install_torch() {
+    if has_gpu; then
+        return
+    fi
+    if "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
+        say "torch is there"
+    else
+        say "installing $TORCH_CPU (a few minutes the first time)"
+        pip_install "$TORCH_CPU"
+    fi
+}
+
+install_package() {
+    local -a also=()
+    if [[ "$1" == *"[test]" ]] && ! has_gpu && ! "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null; then
+        also=("$TRITON_CPU") # a CPU build of torch brings none
+    fi
+    say "installing splitserve and what it needs"
+    pip_install --editable "$1" "${also[@]}"
+}
+
+pip_install() {
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$ROOT/deploy/constraints.txt" "$@" ||
+        die "pip could not install ${*: -1} (its message is above). Is the package index reachable? Behind a proxy set HTTPS_PROXY, for a mirror PIP_INDEX_URL; then run this again."
+}
+
+report_kernels() {
+    if ! compgen -G "$ROOT/kernels/cpu/*.so" >/dev/null; then
+        say "the C++ kernels were not built: plain torch computes instead, more slowly. Install a C++ compiler (Debian, Ubuntu: apt-get install g++) and run this again."
+    fi
+}

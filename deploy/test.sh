@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Sets everything up, then runs lint, types and all tests. Arguments go to pytest:
+#
+#     deploy/test.sh
+#     deploy/test.sh tests/engine -k sampler
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+prepare test
+cd "$ROOT"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # workers and tests are processes: they share the cores
+say "lint"
+"$VENV/bin/ruff" check
+say "types"
+"$VENV/bin/mypy"
+say "tests"
+exec "$VENV/bin/python" -m pytest "$@"
