@@ -1,8 +1,7 @@
-"""Device, dtype and free memory: what ``auto`` stands for."""
+"""Device and dtype: what ``auto`` stands for."""
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from .errors import ModelConfigError
@@ -38,10 +37,3 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
 def cpu_multiplies_bfloat16() -> bool:
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory that is free now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)

@@ -61,7 +61,7 @@ class KVCache:
         except (RuntimeError, MemoryError, OSError) as error:
             raise OutOfMemoryError(
                 f"a KV cache of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB) could not be allocated ({error}); "
-                "lower --num-blocks or --kv-cache-bytes"
+                "lower --num-blocks or --kv-cache-gib"
             ) from error
         if device.type == "cpu":
             advise_huge_pages(raw)
@@ -82,12 +82,11 @@ def _tensor_over(allocate: PoolAllocator, num_bytes: int) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
 
 
-def num_blocks_that_fit(layout: KVCacheLayout, num_bytes: int, needed: int) -> int:
-    """Blocks in ``num_bytes``; OutOfMemoryError where that is fewer than ``needed``, one sequence of max_model_len."""
-    fit = num_bytes // layout.block_bytes
-    if fit < needed:
+def check_sequence_fits(layout: KVCacheLayout, num_blocks: int, max_model_len: int) -> None:
+    """Raises OutOfMemoryError where the pool is smaller than one sequence of ``max_model_len`` tokens."""
+    needed = -(-max_model_len // layout.block_size)
+    if num_blocks < needed:
         raise OutOfMemoryError(
-            f"{num_bytes / 2**20:.0f} MiB of KV cache holds {fit} blocks of {layout.block_bytes / 2**10:.0f} KiB, but one sequence of "
-            f"max_model_len needs {needed}; lower --max-model-len to {fit * layout.block_size} or raise --kv-cache-bytes"
+            f"the KV cache holds {num_blocks} blocks of {layout.block_bytes / 2**10:.0f} KiB, but one sequence of {max_model_len} tokens "
+            f"needs {needed}; lower --max-model-len to {num_blocks * layout.block_size}, or raise --kv-cache-gib or --num-blocks"
         )
-    return fit

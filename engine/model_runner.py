@@ -15,10 +15,10 @@ from ..kernels.select import select_kernels
 from .attention_metadata import AttentionMetadata
 from .batch import Batch, Logprobs, SamplingParams, SamplingState, StepOutput
 from .config import ModelConfig
-from .device import available_bytes, select_device, select_dtype
+from .device import select_device, select_dtype
 from .errors import ModelConfigError
 from .fingerprint import model_fingerprint
-from .kv_cache import KVCache, KVCacheLayout, PoolAllocator, num_blocks_that_fit
+from .kv_cache import KVCache, KVCacheLayout, PoolAllocator, check_sequence_fits
 from .layers import LayerLoader
 from .models.decoder import DecoderModel
 from .sampler import Sampler, report_logprobs
@@ -27,7 +27,8 @@ from .weights import Checkpoint
 logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
-DEFAULT_CACHE_FRACTION = {"cpu": 0.2, "cuda": 0.85}  # of the memory that is free once the weights are loaded
+DEFAULT_CPU_CACHE_BYTES = 1 << 30
+DEFAULT_GPU_CACHE_FRACTION = 0.8  # of the memory that is free once the weights are loaded
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
 
 
@@ -62,7 +63,8 @@ class ModelRunner:
             self._model = DecoderModel(self.config, LayerLoader(checkpoint, kernels, self.dtype, self.device), self.max_model_len)
         self._sampler = Sampler(kernels, self.config.eos_token_ids)
         layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], self.dtype)
-        num_blocks = engine.num_blocks or self._num_blocks(layout, engine.kv_cache_bytes)
+        num_blocks = engine.num_blocks or (engine.kv_cache_bytes or self._default_cache_bytes()) // layout.block_bytes
+        check_sequence_fits(layout, num_blocks, self.max_model_len)
         self.kv_cache = KVCache(layout, num_blocks, self.device, engine.pool_allocator)
 
     def execute(self, batch: Batch) -> StepOutput:
@@ -125,9 +127,10 @@ class ModelRunner:
             hidden = hidden[len(ids) :]
         return told
 
-    def _num_blocks(self, layout: KVCacheLayout, kv_cache_bytes: int | None) -> int:
-        num_bytes = kv_cache_bytes or int(available_bytes(self.device) * DEFAULT_CACHE_FRACTION[self.device.type])
-        return num_blocks_that_fit(layout, num_bytes, needed=-(-self.max_model_len // layout.block_size))
+    def _default_cache_bytes(self) -> int:
+        if self.device.type == "cpu":
+            return DEFAULT_CPU_CACHE_BYTES
+        return int(torch.cuda.mem_get_info(self.device)[0] * DEFAULT_GPU_CACHE_FRACTION)
 
 
 def _max_model_len(asked: int | None, config: ModelConfig) -> int:
