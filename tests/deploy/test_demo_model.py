@@ -1,0 +1,51 @@
+"""The bundled demo model: small, loadable by transformers, and able to say something true about Python."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import splitserve
+
+DEMO_MODEL = Path(splitserve.__file__).parent / "deploy" / "demo_model"
+MAX_BYTES = 12_000_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+
+
+def test_the_folder_is_small_and_carries_its_licence() -> None:
+    assert sum(path.stat().st_size for path in DEMO_MODEL.iterdir()) <= MAX_BYTES
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (DEMO_MODEL / "LICENSE").read_text(encoding="utf-8")
+
+
+def test_the_chat_template_marks_every_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " What is zip? "},
+        {"role": "assistant", "content": "A function."},
+        {"role": "user", "content": "And map?"},
+    ]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<|system|>Be brief.<|end|><|user|>What is zip?<|end|><|assistant|>A function.<|end|><|user|>And map?<|end|><|assistant|>"
+    )
+    assert tokenizer.encode("<|assistant|>") == [tokenizer.convert_tokens_to_ids("<|assistant|>")]
+
+
+@pytest.mark.parametrize("text", ["naïve café ☕ 你好", "  def f(x):\n\treturn x ** 2\n", "'quoted' <b>&amp;</b> 1,000.5"])
+def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_end_of_a_turn_ends_the_generation(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:
+    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(["<|end|>", "<|endoftext|>"])
+    assert model.config.vocab_size == len(tokenizer)
