@@ -81,6 +81,16 @@ class Incoming:
     retried: bool = False
 
 
+@dataclass(slots=True)
+class Ended:
+    """Blocks of a lease that ended without its writer's word."""
+
+    key: Key
+    writer: PeerId
+    blocks: list[int]
+    asked: float = -1e9  # when the writer was last asked to let go
+
+
 class HandoffReceiver:
     """The decode worker's side of all its handoffs.
 
@@ -101,10 +111,11 @@ class HandoffReceiver:
         self._endpoints, self._room, self._secret = endpoints, room, secret
         self._times = times or HandoffTimes()
         self._one_sided: dict[PeerId, bool] = {}
+        self._pids: dict[PeerId, int] = {}
         self._waiting: OrderedDict[Key, Incoming] = OrderedDict()
         self._granted: dict[Key, Incoming] = {}
         self._by_lease: dict[int, Incoming] = {}
-        self._quarantine: dict[int, tuple[PeerId, list[int]]] = {}
+        self._quarantine: dict[int, Ended] = {}
         self._past: OrderedDict[Key, int] = OrderedDict()  # joined: key -> lease
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._next_lease = 1
@@ -131,11 +142,18 @@ class HandoffReceiver:
     @property
     def num_leased_blocks(self) -> int:
         """Blocks under a lease or in quarantine (they count as used in the pool)."""
-        return sum(len(i.blocks) for i in self._granted.values()) + sum(len(blocks) for _, blocks in self._quarantine.values())
+        return sum(len(i.blocks) for i in self._granted.values()) + sum(len(e.blocks) for e in self._quarantine.values())
 
-    def writers(self) -> set[PeerId]:
-        """Peers whose word, or end, is awaited for quarantined blocks."""
-        return {peer for peer, _ in self._quarantine.values()}
+    def blocks_open_to(self, lease: int) -> list[int]:
+        """The blocks that this lease's writer may still be writing."""
+        incoming = self._by_lease.get(lease)
+        if incoming is not None:
+            return incoming.blocks[incoming.num_cached :]
+        return self._quarantine[lease].blocks if lease in self._quarantine else []
+
+    def writers(self) -> dict[PeerId, int]:
+        """The process ids of the prefill workers met: the shell reports the end of one on this host by ``writer_gone``."""
+        return dict(self._pids)
 
     def keys(self) -> list[Key]:
         return [*self._waiting, *self._granted]
@@ -201,9 +219,10 @@ class HandoffReceiver:
         """This prefill worker's process has ended: nothing of it can be written any more."""
         for incoming in [i for i in (*self._waiting.values(), *self._granted.values()) if i.peer == peer]:
             self.cancel(incoming.key)
-        for lease in [lease for lease, (writer, _) in self._quarantine.items() if writer == peer]:
+        for lease in [lease for lease, ended in self._quarantine.items() if ended.writer == peer]:
             self._free_quarantine(lease)
         self._one_sided.pop(peer, None)
+        self._pids.pop(peer, None)
 
     def tick(self, now: float) -> None:
         """Ends expired leases, forgets silent offers, grants what now has room."""
@@ -211,6 +230,10 @@ class HandoffReceiver:
             del self._waiting[incoming.key]
         for incoming in [i for i in self._granted.values() if now >= i.expires and not i.verifying]:
             self._end(incoming, "the lease ran out: no renewal from the prefill worker")
+        for lease, ended in self._quarantine.items():
+            if now - ended.asked >= self._times.resend:
+                ended.asked = now
+                self._revoke(ended.key, lease, ended.writer, "the lease has ended")
         self.grant_waiting(now)
 
     def grant_waiting(self, now: float) -> None:
@@ -223,6 +246,9 @@ class HandoffReceiver:
 
     def _meet(self, peer: PeerId, meet: Meet) -> Met:
         worker_id, incarnation = self._worker
+        for earlier in [e for e, pid in self._pids.items() if e[0] == peer[0] and e[1] < peer[1] and pid == meet.pid]:
+            self.writer_gone(earlier)  # the same process under a new incarnation: it has no put of the old one under way
+        self._pids[peer] = meet.pid
         refused = _difference(self._identity, meet.model)
         ours = self._endpoints
         same_host = meet.host == ours.host
@@ -326,8 +352,7 @@ class HandoffReceiver:
             return
         incoming = self._by_lease.get(message.lease)
         if incoming is None or incoming.key != key or incoming.peer != peer:
-            reason = "the decode worker knows no such lease"
-            self._actions.append(ToPeer(peer, Revoke(coordinator=key[0], dispatch=key[1], lease=message.lease, reason=reason)))
+            self._revoke(key, message.lease, peer, "the decode worker knows no such lease")
             return
         if incoming.verifying or incoming.handoff is not None:
             return
@@ -375,12 +400,13 @@ class HandoffReceiver:
         self._forget(incoming)
         self._actions.append(CloseLease(incoming.lease))
         if self._one_sided.get(incoming.peer, False):
-            self._quarantine[incoming.lease] = (incoming.peer, incoming.blocks)
+            self._quarantine[incoming.lease] = Ended(incoming.key, incoming.peer, incoming.blocks)
         else:
             self._pool.release(incoming.blocks)
-        coordinator, dispatch = incoming.key
-        revoke = Revoke(coordinator=coordinator, dispatch=dispatch, lease=incoming.lease, reason=reason)
-        self._actions.append(ToPeer(incoming.peer, revoke))
+        self._revoke(incoming.key, incoming.lease, incoming.peer, reason)
+
+    def _revoke(self, key: Key, lease: int, writer: PeerId, reason: str) -> None:
+        self._actions.append(ToPeer(writer, Revoke(coordinator=key[0], dispatch=key[1], lease=lease, reason=reason)))
 
     def _forget(self, incoming: Incoming) -> None:
         self._granted.pop(incoming.key, None)
@@ -395,12 +421,11 @@ class HandoffReceiver:
             self._forget(incoming)
             self._actions.append(CloseLease(incoming.lease))
             self._pool.release(incoming.blocks)
-        elif message.lease in self._quarantine and self._quarantine[message.lease][0] == peer:
+        elif message.lease in self._quarantine and self._quarantine[message.lease].writer == peer:
             self._free_quarantine(message.lease)
 
     def _free_quarantine(self, lease: int) -> None:
-        _, blocks = self._quarantine.pop(lease)
-        self._pool.release(blocks)
+        self._pool.release(self._quarantine.pop(lease).blocks)
 
 
 def _remember(past: OrderedDict[_K, _V], key: _K, value: _V) -> None:

@@ -32,6 +32,7 @@ class _Contact:
     peer: Peer
     met: Met | None = None
     said: float = -1e9  # when Meet was last said
+    born: float = 0.0  # when it was first said
     renewed: float = -1e9
 
 
@@ -53,6 +54,7 @@ class Outgoing:
     num_put: int = 0
     first: tuple[int, TokenLogprobs | None] | None = None  # the first token: the prompt is complete
     sent: bool = False
+    sent_again: bool = False
 
 
 class HandoffSender:
@@ -69,10 +71,14 @@ class HandoffSender:
         return len(self._outgoing)
 
     def rename(self, meet: Meet) -> None:
-        """Takes a new incarnation: everything under the old one is abandoned, every decode worker is met anew."""
+        """Takes a new incarnation. Every decode worker is met anew at once: meeting the new incarnation is what tells it that the old
+        one writes no more."""
         for key in list(self._outgoing):
             self.abandon(key)
+        peers = [contact.peer for contact in self._contacts.values()]
         self._meet, self._contacts = meet, {}
+        for peer in peers:
+            self._contact(peer)
 
     def take(self) -> list[SenderAction]:
         """What is to be done since the last call, in order."""
@@ -82,9 +88,7 @@ class HandoffSender:
     def offer(self, peer: Peer, spec: RequestSpec, num_blocks: int, hashes: list[bytes], now: float) -> None:
         """A prompt's first chunk is about to run: ask for room."""
         key, peer_id = (spec.coordinator, spec.dispatch), (peer.worker_id, peer.incarnation)
-        if peer_id not in self._contacts:
-            self._contacts[peer_id] = _Contact(peer)
-            self._actions.append(Connect(peer))
+        self._contact(peer)
         out = Outgoing(key, peer_id, spec, num_blocks, hashes, now + self._times.grant)
         self._outgoing[key] = out
         self._say(out, now)
@@ -149,19 +153,33 @@ class HandoffSender:
                 self._fail(out, "handoff_failed", f"decode worker {out.peer[0]} did not {waiting_for} in time")
             elif now - out.said >= self._times.resend and (out.grant is None or out.sent):
                 self._say(out, now)
+        self._greet(now)
         self._renew(now)
+
+    def _contact(self, peer: Peer) -> None:
+        peer_id = (peer.worker_id, peer.incarnation)
+        if peer_id not in self._contacts:
+            self._contacts[peer_id] = _Contact(peer)
+            self._actions.append(Connect(peer))
+
+    def _greet(self, now: float) -> None:
+        """Says Meet again where it was not answered; forgets a decode worker that never answers."""
+        for peer_id, contact in list(self._contacts.items()):
+            if contact.met is None and now - contact.said >= self._times.resend:
+                contact.born = contact.born or now
+                contact.said = now
+                self._actions.append(ToPeer(peer_id, self._meet))
+                if now - contact.born > self._times.grant:
+                    self.peer_lost(peer_id, f"decode worker {peer_id[0]} did not answer in time")
 
     def _met(self, out: Outgoing) -> Met | None:
         contact = self._contacts.get(out.peer)
         return contact.met if contact else None
 
     def _say(self, out: Outgoing, now: float) -> None:
-        contact = self._contacts[out.peer]
         out.said = now
-        if contact.met is None:
-            if now - contact.said >= self._times.resend:
-                contact.said = now
-                self._actions.append(ToPeer(out.peer, self._meet))
+        if self._met(out) is None:
+            self._greet(now)
         elif out.grant is None:
             spec, (coordinator, dispatch) = out.spec, out.key
             num_tokens, hashes = spec.num_tokens, b"".join(out.hashes)
@@ -221,8 +239,9 @@ class HandoffSender:
     def _on_nack(self, out: Outgoing, nack: Nack, now: float) -> None:
         assert out.grant is not None
         positions = [p for p in from_u32(nack.positions) if out.grant.num_cached_blocks <= p < out.num_blocks]
-        if not out.sent or not positions:
-            return
+        if not out.sent or out.sent_again or not positions:
+            return  # a second Nack is an echo: a put now could fall into blocks that have joined
+        out.sent_again = True
         items = [(p, out.blocks[p], out.targets[p]) for p in positions]
         self._actions.append(Put(out.peer, out.grant.lease, out.grant.secret, items))
         out.deadline = now + self._times.ack
