@@ -3,6 +3,7 @@
 #
 #     deploy/coordinator.sh --model PATH --key-file FILE --host 0.0.0.0 --control-address tcp://0.0.0.0:7700
 set -euo pipefail
+# shellcheck source=deploy/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 prepare serve

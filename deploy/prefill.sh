@@ -3,6 +3,7 @@
 #
 #     deploy/prefill.sh --model PATH --key-file FILE --coordinator tcp://COORDINATOR:7700
 set -euo pipefail
+# shellcheck source=deploy/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 prepare serve

@@ -8,6 +8,7 @@
 #
 # Every other option goes to `splitserve up`. Without a terminal it answers a sample question and stops.
 set -euo pipefail
+# shellcheck source=deploy/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 SAMPLE_PROMPT="What does os.path.join do?"

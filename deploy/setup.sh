@@ -11,7 +11,7 @@ VENV="$ROOT/.venv"
 TORCH_CPU="torch==2.13.0"
 TRITON_CPU="triton==3.6.0"
 
-say() { printf '-- %s\n' "$*" >&2; }
+say() { printf '%s\n' "-- $*" >&2; }
 
 die() {
     printf 'error: %s\n' "$*" >&2
@@ -27,7 +27,7 @@ prepare() {
     fi
     install_torch
     if [[ "$purpose" == test ]]; then
-        install_package "$ROOT[test]"
+        install_package "${ROOT}[test]"
     else
         install_package "$ROOT"
     fi
@@ -67,7 +67,7 @@ find_python() {
 # Changes whenever an installation would give something else.
 fingerprint() {
     (
-        cd "$ROOT"
+        cd "$ROOT" || exit
         "$VENV/bin/python" --version
         has_gpu && echo gpu
         command -v c++ || command -v g++ || echo "no compiler"

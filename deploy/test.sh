@@ -4,6 +4,7 @@
 #     deploy/test.sh
 #     deploy/test.sh tests/engine -k sampler
 set -euo pipefail
+# shellcheck source=deploy/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 prepare test

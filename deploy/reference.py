@@ -1,0 +1,74 @@
+"""Writes docs/configuration.md from the settings models: ``python -m splitserve.deploy.reference``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from .config import SECTIONS, variable_of
+from .options import bounds, default, flag_of, metavar
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+INTRODUCTION = """\
+# Configuration
+
+This page is generated from the code: `python -m splitserve.deploy.reference` writes it.
+
+Every setting can be given in three places. The first that says something wins:
+
+1. a flag: `splitserve decode --max-num-seqs 32`;
+2. an environment variable, for one command (`SPLITSERVE_DECODE_MAX_NUM_SEQS=32`) or for every command that has such a setting
+   (`SPLITSERVE_MAX_NUM_SEQS=32`);
+3. one YAML file, named by `--config FILE` or `SPLITSERVE_CONFIG`, in the section of one command or in `common`:
+
+```yaml
+common:
+  model: /models/Llama-3.1-8B-Instruct
+  key_file: /etc/splitserve/cluster.key
+coordinator:
+  host: 0.0.0.0
+decode:
+  max_num_seqs: 32
+```
+
+All names in the file and all variables that begin with `SPLITSERVE_` are checked, whichever command runs: an unknown one is an
+error that names the nearest known one. Settings are checked before anything starts and never change while it runs.
+
+`splitserve up` takes its own settings and those of all roles. A worker option holds for all workers, or for one role with
+`--prefill-` or `--decode-` before its name (`--decode-device cuda:1`). It decides `name`, `coordinator`, `listen`, `data_listen` and
+`advertise_host` itself, and gives all workers the coordinator's `model`, key and `max_model_len`. Without a `key_file` it makes a
+new key, without a `control_address` it takes a free port, without a `model` it serves the bundled one.
+"""
+
+
+def main() -> None:
+    """Writes the page."""
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    return "\n".join([INTRODUCTION, *(_section(name, model) for name, model in SECTIONS.items())])
+
+
+def _section(name: str, model: type[BaseModel]) -> str:
+    summary = " ".join((model.__doc__ or "").split())
+    head = f"## splitserve {name}\n\n{summary}\n\n| setting | value | default | meaning |\n|---|---|---|---|"
+    return "\n".join([head, *_rows(name, model), ""])
+
+
+def _rows(section: str, model: type[BaseModel]) -> list[str]:
+    rows = []
+    for name, field in model.model_fields.items():
+        kind = metavar(field).strip("[]").replace("|", " \\| ").lower()
+        value = ", ".join(part for part in (kind, bounds(field)) if part)
+        shown = "needed" if field.is_required() else f"`{text}`" if (text := default(field)) else ""
+        setting = f"`{flag_of(name)}`<br>`{variable_of(name, section)}`"
+        rows.append(f"| {setting} | {value} | {shown} | {(field.description or '').replace('|', chr(92) + '|')} |")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

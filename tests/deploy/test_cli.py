@@ -1,0 +1,84 @@
+"""The command line: every command explains itself, and a slip is answered with the nearest known name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from splitserve.deploy.cli import cli
+from splitserve.deploy.config import SECTIONS
+from splitserve.deploy.options import flag_of
+
+COMMANDS = ["up", "coordinator", "prefill", "decode", "chat", "keygen", "doctor", "bench", "version"]
+
+
+def splitserve(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
+    command = [sys.executable, "-m", "splitserve.deploy.cli", *arguments]
+    return subprocess.run(command, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_all_commands_are_there() -> None:
+    assert sorted(cli.commands) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    result = CliRunner().invoke(cli, [command, "--help"])
+    assert result.exit_code == 0
+    assert result.output.startswith(f"Usage: cli {command}")
+    for name in SECTIONS[command].model_fields if command in SECTIONS else ():
+        assert flag_of(name) in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["prefill", "--max-batch-token", "1"], "--max-batch-tokens"),
+        (["up", "--decode-max-num-seq", "1"], "--decode-max-num-seqs"),
+        (["coordinater"], "coordinator"),
+    ],
+)
+def test_a_misspelt_option_or_command_names_the_nearest(arguments: list[str], near: str) -> None:
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 2
+    assert near in result.output
+
+
+def test_a_wrong_setting_is_one_line_and_status_2() -> None:
+    result = splitserve("decode", "--insecure", env={"SPLITSERVE_MODEL": "/m", "SPLITSERVE_MAX_NUM_SEQS": "0"})
+    assert result.returncode == 2
+    assert result.stderr == "splitserve: SPLITSERVE_MAX_NUM_SEQS: '0' cannot be used: input should be greater than or equal to 1\n"
+
+
+def test_a_model_that_is_not_there_is_one_line_and_status_2(tmp_path: Path) -> None:
+    result = splitserve("up", "--model", str(tmp_path / "none"))
+    assert result.returncode == 2
+    assert result.stderr.startswith("splitserve: --model: there is no folder")
+    assert result.stderr.count("\n") == 1
+
+
+def test_help_loads_neither_torch_nor_the_server() -> None:
+    code = "import sys; import splitserve.deploy.cli; print([m for m in ('torch', 'uvicorn', 'httpx', 'matplotlib') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_keygen_makes_a_private_key_once(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    assert CliRunner().invoke(cli, ["keygen", str(path)]).exit_code == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+    again = CliRunner().invoke(cli, ["keygen", str(path)])
+    assert again.exit_code == 1
+    assert "exists already" in again.output
+
+
+def test_version_names_the_libraries() -> None:
+    result = CliRunner().invoke(cli, ["version"])
+    assert result.exit_code == 0
+    assert result.output.startswith("splitserve ")
+    assert "torch" in result.output

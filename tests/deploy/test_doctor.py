@@ -1,0 +1,72 @@
+"""The doctor names what is wrong and what to do, and its status says whether anything blocks."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+from pathlib import Path
+
+from rich.console import Console
+
+from splitserve.deploy.checks import model_problem
+from splitserve.deploy.doctor import main
+from splitserve.deploy.settings import DoctorSettings
+
+
+def doctor(**settings: object) -> tuple[int, str]:
+    output = io.StringIO()
+    free = {"port": 0, "control_address": "tcp://127.0.0.1:0", **settings}
+    return main(DoctorSettings.model_validate(free), Console(file=output, width=200)), output.getvalue()
+
+
+def test_this_machine_can_serve() -> None:
+    status, said = doctor()
+    assert "this machine can serve" in said
+    assert status == 0
+    assert "CURVE" in said
+    assert "LlamaForCausalLM" in said
+
+
+def test_what_blocks_is_named_with_advice(tmp_path: Path) -> None:
+    key = tmp_path / "cluster.key"
+    key.write_text("open to all")
+    key.chmod(0o644)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, said = doctor(port=taken.getsockname()[1], key_file=key, model=tmp_path / "none")
+    assert status == 1
+    assert "HTTP port: cannot listen on" in said
+    assert "chmod 600" in said
+    assert "there is no folder" in said
+    assert "3 problems" in said
+
+
+def test_each_gap_in_a_model_folder_is_named(tmp_path: Path) -> None:
+    def problem() -> str:
+        return model_problem(tmp_path) or ""
+
+    assert "no config.json" in problem()
+    (tmp_path / "config.json").write_text("{")
+    assert "no tokenizer.json" in problem()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "is not JSON" in problem()
+    (tmp_path / "config.json").write_text("{}")
+    assert "names no architecture" in problem()
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert "no model.safetensors" in problem()
+    (tmp_path / "pytorch_model.bin").write_text("")
+    assert "pickled weights, which are never loaded" in problem()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    (tmp_path / "1.safetensors").write_text("")
+    assert "lacks 1 of 2 weight files, 2.safetensors first" in problem()
+    (tmp_path / "2.safetensors").write_text("")
+    assert not problem()
+
+
+def test_an_unsupported_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    status, said = doctor(model=tmp_path)
+    assert status == 1
+    assert "MambaForCausalLM" in said

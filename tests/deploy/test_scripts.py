@@ -1,0 +1,66 @@
+"""The shell scripts are valid, explain themselves, and say what to do when something is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from splitserve.deploy.reference import PAGE, page
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = [*sorted((ROOT / "deploy").glob("*.sh")), ROOT / ".ci" / "run"]
+
+
+def bash(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **env}
+    return subprocess.run(["bash", *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_scripts_are_valid_bash(script: Path) -> None:
+    assert bash("-n", str(script)).returncode == 0
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.name != "setup.sh"], ids=lambda script: script.name)
+def test_scripts_can_be_run(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+
+
+def test_quickstart_explains_itself() -> None:
+    result = bash(str(ROOT / "deploy" / "quickstart.sh"), "--help")
+    assert result.returncode == 0
+    assert "--prompt" in result.stdout
+    assert "set -euo" not in result.stdout
+
+
+@pytest.fixture
+def bare_clone(tmp_path: Path) -> Path:
+    """The scripts alone, with no virtual environment yet."""
+    (tmp_path / "deploy").mkdir()
+    for name in ("quickstart.sh", "setup.sh", "constraints.txt"):
+        shutil.copy(ROOT / "deploy" / name, tmp_path / "deploy")
+    return tmp_path
+
+
+def test_no_python_is_said_with_what_to_do(bare_clone: Path) -> None:
+    result = bash(str(bare_clone / "deploy" / "quickstart.sh"), PYTHON="/nowhere/python3")
+    assert result.returncode == 1
+    assert "Python 3.11 or newer is needed" in result.stderr
+    assert "apt-get install python3" in result.stderr
+
+
+def test_no_venv_module_is_said_with_what_to_do(bare_clone: Path) -> None:
+    python = bare_clone / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *venv*) exit 1 ;; --version) echo Python 3.11 ;; esac\n')
+    python.chmod(0o755)
+    result = bash(str(bare_clone / "deploy" / "quickstart.sh"), PYTHON=str(python))
+    assert result.returncode == 1
+    assert "apt-get install python3-venv" in result.stderr
+
+
+def test_the_configuration_page_is_current() -> None:
+    assert PAGE.read_text() == page(), "write it again: python -m splitserve.deploy.reference"

@@ -1,0 +1,164 @@
+"""The supervisor's promises, kept with small child processes instead of the serving roles."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from splitserve.deploy.child_process import Command
+from splitserve.deploy.restart import RestartPolicy
+from splitserve.deploy.supervisor import Supervisor
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+COUNTING = "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.open('a').write('x'); sys.exit(1 if len(p.read_text()) < 4 else 0)"
+
+
+class Lines:
+    """What the children said, with a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def __call__(self, name: str, line: str) -> None:
+        self.seen.append((name, line))
+
+    async def until(self, count: int, text: str) -> None:
+        async with asyncio.timeout(20):
+            while sum(text in line for _, line in self.seen) < count:
+                await asyncio.sleep(0.01)
+
+
+def python(name: str, code: str, *arguments: str) -> Command:
+    return Command(name, [sys.executable, "-c", code, *arguments], dict(os.environ))
+
+
+def supervisor(commands: list[Command], lines: Lines, *, ready: bool = True, grace_s: float = 5.0) -> Supervisor:
+    async def is_ready() -> bool:
+        return ready
+
+    return Supervisor(commands, is_ready=is_ready, log=lines, grace_s=grace_s, policy=lambda: RestartPolicy(first_delay_s=0.01))
+
+
+def returning(status: int, wait: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[int]]:
+    async def work() -> int:
+        await wait()
+        return status
+
+    return work
+
+
+async def forever() -> int:
+    await asyncio.Event().wait()
+    return 0
+
+
+def test_delays_double_and_begin_again_after_a_stable_minute() -> None:
+    policy, now, delays = RestartPolicy(), 0.0, []
+    for _ in range(9):
+        policy.started(now)
+        delays.append(policy.delay_after_exit(now + 1, ever_ready=True))
+        now += 1
+    assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    policy.started(now)
+    assert policy.delay_after_exit(now + 60, ever_ready=True) == 0.5
+
+
+def test_what_never_worked_is_not_tried_again() -> None:
+    policy = RestartPolicy()
+    policy.started(0)
+    assert policy.delay_after_exit(1, ever_ready=False) is None
+
+
+async def test_a_crashed_process_starts_again(tmp_path: Path) -> None:
+    lines = Lines()
+    watched = supervisor([python("steady", SLEEPER), python("shaky", COUNTING, str(tmp_path / "count"))], lines)
+    status = await watched.run(returning(7, lambda: lines.until(4, "starts again")))
+    assert status == 7
+    assert (tmp_path / "count").read_text().startswith("xxxx")
+    assert {name for name, line in lines.seen if "starts again" in line} == {"shaky"}
+    assert not any(child.running for child in watched.children)
+
+
+async def test_a_process_that_cannot_start_ends_all_with_its_last_words() -> None:
+    lines = Lines()
+    watched = supervisor([python("steady", SLEEPER), python("broken", "raise SystemExit('no such model')")], lines, ready=False)
+    assert await watched.run(forever) == 1
+    assert watched.failure == "broken could not start (exit status 1): no such model"
+    assert not any(child.running for child in watched.children)
+
+
+async def test_stop_asks_first_and_kills_what_does_not_listen() -> None:
+    lines = Lines()
+    watched = supervisor([python("polite", SLEEPER), python("stubborn", STUBBORN)], lines, grace_s=0.5)
+
+    async def stop_when_up() -> int:
+        await lines.until(2, "up")
+        watched.stop()
+        return await forever()
+
+    assert await watched.run(stop_when_up) == 0
+    assert not any(child.running for child in watched.children)
+
+
+async def test_a_stopped_process_is_still_ended_politely() -> None:
+    lines = Lines()
+    watched = supervisor([python("frozen", SLEEPER)], lines)
+
+    async def freeze() -> None:
+        await lines.until(1, "up")
+        watched.children[0].signal(signal.SIGSTOP)
+
+    began = time.monotonic()
+    assert await watched.run(returning(0, freeze)) == 0
+    assert time.monotonic() - began < 4
+
+
+async def test_a_failed_work_shows_its_error_and_still_stops_all() -> None:
+    lines = Lines()
+    watched = supervisor([python("steady", SLEEPER)], lines)
+
+    async def fail() -> int:
+        await lines.until(1, "up")
+        raise RuntimeError("broken work")
+
+    with pytest.raises(RuntimeError, match="broken work"):
+        await watched.run(fail)
+    assert not any(child.running for child in watched.children)
+
+
+async def test_not_ready_in_time_is_a_failure() -> None:
+    watched = supervisor([python("steady", SLEEPER)], Lines(), ready=False)
+    watched._ready_timeout_s = 0.1
+    assert await watched.run(forever) == 1
+    assert "not ready after 0.1 s" in watched.failure
+
+
+KILLED_SUPERVISOR = f"""
+import asyncio, os, sys
+from splitserve.deploy.child_process import Command
+from splitserve.deploy.supervisor import Supervisor
+async def never(): return False
+def log(name, line): print(child.pid, flush=True)
+supervisor = Supervisor([Command("child", [sys.executable, "-c", {STUBBORN!r}], dict(os.environ))], is_ready=never, log=log)
+child = supervisor.children[0]
+asyncio.run(supervisor.run(never))
+"""
+
+
+def test_nobody_outlives_a_killed_supervisor() -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED_SUPERVISOR], stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        child = psutil.Process(int(killed.stdout.readline()))
+        killed.kill()
+        killed.wait()
+        child.wait(timeout=10)

@@ -1,0 +1,106 @@
+"""What ``up`` will start is fixed and checked before the first process starts."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from splitserve.coordinator.settings import CoordinatorSettings
+from splitserve.decode.settings import DecodeSettings
+from splitserve.deploy.cli import cli
+from splitserve.deploy.config import ConfigError, Sources, Value
+from splitserve.deploy.local_cluster import commands, prefixed_log
+from splitserve.deploy.up import Plan, plan
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def planned(model: Path, tmp_path: Path, env: dict[str, str] | None = None, **flags: str) -> Plan:
+    given = {"model": str(model), "port": "0", "run_dir": str(tmp_path / "run"), **flags}
+    return plan({name: Value(value, f"--{name}") for name, value in given.items()}, Sources.read(None, env or {}))
+
+
+def test_all_processes_share_model_key_and_address(model: Path, tmp_path: Path) -> None:
+    made = planned(model, tmp_path, prefill="2", decode="3", max_model_len="64")
+    assert [worker.name for worker in made.workers] == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert {worker.coordinator for worker in made.workers} == {made.coordinator.control_address}
+    assert {worker.key_file for worker in made.workers} == {made.coordinator.key_file} == {made.run_dir / "cluster.key"}
+    assert {worker.max_model_len for worker in made.workers} == {64}
+    assert made.coordinator.model_name == "tiny"
+    assert made.coordinator.port > 0
+    assert (made.run_dir / "cluster.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_option_of_one_role_beats_that_of_all_workers(model: Path, tmp_path: Path) -> None:
+    env = {"SPLITSERVE_PREFILL_MAX_NUM_SEQS": "7", "SPLITSERVE_THREADS": "3"}
+    made = planned(model, tmp_path, env, device="cpu", decode_device="cuda:1", num_blocks="50", decode_num_blocks="60")
+    prefill, decode = made.workers
+    assert (prefill.device, decode.device) == ("cpu", "cuda:1")
+    assert (prefill.num_blocks, decode.num_blocks) == (50, 60)
+    assert (prefill.max_num_seqs, decode.max_num_seqs) == (7, 64)
+    assert (prefill.threads, decode.threads) == (3, 3)
+
+
+def test_without_a_key_only_if_told_so(model: Path, tmp_path: Path) -> None:
+    made = planned(model, tmp_path, insecure="true")
+    assert made.coordinator.key_file is None
+    assert all(worker.insecure for worker in made.workers)
+
+
+def test_workers_of_this_host_reach_an_open_control_address(model: Path, tmp_path: Path) -> None:
+    made = planned(model, tmp_path, control_address="tcp://0.0.0.0:7799")
+    assert made.workers[0].coordinator == "tcp://127.0.0.1:7799"
+
+
+def test_each_process_reads_exactly_the_planned_settings(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITSERVE_PORT", "1")
+    made = planned(model, tmp_path, decode_lease_s="4", threads="2")
+    processes = commands(made)
+    assert [process.name for process in processes] == ["coordinator", "prefill-0", "decode-0"]
+    assert CoordinatorSettings(**yaml.safe_load((made.run_dir / "coordinator.yaml").read_text())["coordinator"]) == made.coordinator
+    assert DecodeSettings(**yaml.safe_load((made.run_dir / "decode-0.yaml").read_text())["decode"]) == made.workers[1]
+    assert all("SPLITSERVE_PORT" not in process.env for process in processes)
+    assert [process.env["OMP_NUM_THREADS"] for process in processes] == ["1", "2", "2"]
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--decode: '0' cannot be used"):
+        planned(model, tmp_path, decode="0")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
+        planned(model, tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use_is_refused(model: Path, tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+ .*in use"):
+        planned(model, tmp_path, port=str(taken.getsockname()[1]))
+
+
+def test_logs_have_their_process_before_each_line() -> None:
+    stream = io.StringIO()
+    log = prefixed_log(stream, ["coordinator", "decode-0"])
+    log("decode-0", "ready")
+    assert stream.getvalue() == "decode-0    | ready\n"
+
+
+def test_options_of_one_role_exist_for_every_worker_setting() -> None:
+    names = {name for parameter in cli.commands["up"].params for name in parameter.opts}
+    assert {"--device", "--prefill-device", "--decode-device", "--decode-max-num-seqs", "--prefill-max-batch-tokens", "--routing"} <= names
+    assert not {"--name", "--coordinator", "--listen"} & names
+    assert "--decode-device" not in CliRunner().invoke(cli, ["up", "--help"]).output.split("Workers:")[1]
