@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from .config import SECTIONS, variable_of
-from .options import bounds, default, flag_of, metavar
+from .config import SECTIONS, flag_of, variable_of
+from .options import bounds, default, metavar
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
