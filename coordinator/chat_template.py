@@ -71,7 +71,7 @@ class ChatTemplate:
         return cls(source, tokenizer.special_tokens()) if source else None
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, extra: dict[str, Any] | None = None) -> str:
-        """The prompt; ``extra`` are further variables. Raises InvalidRequest with the template's own words where it refuses the messages."""
+        """The prompt; ``extra`` are further variables. Raises InvalidRequest with the template's own words if it refuses the messages."""
         variables = {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **(extra or {})}
         variables["messages"] = [self._as_dict(message) for message in messages]
         try:

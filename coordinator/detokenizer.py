@@ -202,6 +202,8 @@ class StopStrings:
 
     def feed(self, text: str) -> str:
         """What may be shown now. Sets ``matched`` once a stop string is complete; nothing follows then."""
+        if self.matched:
+            return ""
         text = self._held + text
         starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if starts:

@@ -17,7 +17,7 @@ INLINE_MESSAGE_CHARS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. ``text`` is the client's own, "" where it sent token ids."""
+    """One prompt. ``text`` is the client's own; where it sent token ids, their text if it is to be echoed."""
 
     token_ids: list[int]
     text: str = ""
@@ -29,7 +29,7 @@ async def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: 
         prompts = [await chat_prompt(request.messages, model, extra=request.chat_template_kwargs)]
         param = "messages"
     else:
-        prompts = await _completion_prompts(request.prompt, model)
+        prompts = await _completion_prompts(request.prompt, model, with_text=bool(request.echo))
         param = "prompt"
     for prompt in prompts:
         if not prompt.token_ids:
@@ -54,14 +54,19 @@ async def chat_prompt(
     return Prompt(token_ids, text)
 
 
-async def _completion_prompts(prompts: list[str] | list[list[int]], model: ServedModel) -> list[Prompt]:
+async def _completion_prompts(prompts: list[str] | list[list[int]], model: ServedModel, *, with_text: bool) -> list[Prompt]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
         encoded = await model.tokenizer.encode(texts, add_special_tokens=True)
         return [Prompt(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]
-    result = [Prompt(prompt) for prompt in prompts if isinstance(prompt, list)]
-    for prompt in result:
-        if max(prompt.token_ids) >= model.vocab_size:
-            message = f"prompt: token id {max(prompt.token_ids)} is outside the vocabulary of {model.vocab_size} tokens"
+    ids = [prompt for prompt in prompts if isinstance(prompt, list)]
+    for token_ids in ids:
+        if max(token_ids) >= model.vocab_size:
+            message = f"prompt: token id {max(token_ids)} is outside the vocabulary of {model.vocab_size} tokens"
             raise InvalidRequest(message, param="prompt")
-    return result
+    return [Prompt(token_ids, _text_of(token_ids, model) if with_text else "") for token_ids in ids]
+
+
+def _text_of(token_ids: list[int], model: ServedModel) -> str:
+    detokenizer = model.tokenizer.detokenizer(())
+    return "".join([*map(detokenizer.step, token_ids), detokenizer.finish()])

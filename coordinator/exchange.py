@@ -1,0 +1,184 @@
+"""One HTTP request for tokens: its choices, its response, its end.
+
+A stream's headers go out with its first text: until then a refusal is an HTTP error like any other. An error after that ends each
+unfinished choice with ``finish_reason: "error"``, followed by one event that holds the error and by ``[DONE]``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from .channel import Headers, PushChannel
+from .choice import Choice, ChoiceOptions
+from .errors import ApiError, InternalError, from_ended
+from .formats import DONE, Usage, error_event
+from .metrics import Metrics
+from .prompts import Prompt
+from .request import Dispatcher, Ended, GenerationRequest
+
+JSON = (b"content-type", b"application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOptions:
+    """What is fixed before the first choice exists."""
+
+    id: str
+    endpoint: str
+    arrival: float  # monotonic seconds
+    include_usage: bool
+
+
+class HttpExchange:
+    """Everything between the parsed request and the last byte. All of it runs on the event loop's thread."""
+
+    def __init__(
+        self, channel: PushChannel, dispatcher: Dispatcher, metrics: Metrics, options: ExchangeOptions, choice_options: ChoiceOptions
+    ) -> None:
+        self.choices: list[Choice] = []
+        self.write = channel.write
+        self._channel = channel
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._options = options
+        self._choice_options = choice_options
+        self._loop = asyncio.get_running_loop()
+        self._begun = False
+        self._num_open = 0  # choices that have not ended
+        self._over = False  # the response is complete, or nobody waits for it
+
+    def add_choice(self, prompt: Prompt) -> Choice:
+        """The next choice; all are added before any is submitted."""
+        index = len(self.choices)
+        choice = Choice(self, self._choice_options, index, prompt, f"{self._options.id}-{index}")
+        self.choices.append(choice)
+        self._num_open += 1
+        return choice
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """One request a choice. A refusal of one ends the exchange."""
+        for request in requests:
+            if not self._over:
+                self._dispatcher.submit(request)
+
+    def begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ]
+            self._channel.start(200, headers + self._id_header())
+
+    def usage_so_far(self) -> Usage:
+        prompts = {id(choice.prompt): len(choice.prompt.token_ids) for choice in self.choices}
+        num_prompt, num_output = sum(prompts.values()), sum(choice.num_tokens for choice in self.choices)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+
+    def stop_met(self, choice: Choice) -> None:
+        self._loop.call_soon(self._dispatcher.cancel, choice.request_id)  # not from within the dispatcher's own call
+
+    def choice_ended(self, choice: Choice, ended: Ended) -> None:
+        self._num_open -= 1
+        num_prompt = len(choice.prompt.token_ids)
+        self._metrics.sequence_ended(ended, num_prompt, choice.num_tokens, self._options.arrival, choice.first_token_at, monotonic())
+        if self._over:
+            return
+        if ended.error is not None:
+            self.fail(from_ended(ended))
+        elif (reason := choice.finish_reason()) is None:
+            self.fail(InternalError("The request was cancelled on the server."))
+        elif self._choice_options.streamed:
+            self.begin()
+            self._write_chunks(choice.last_chunk(reason))
+        elif not self._num_open:
+            self._respond_whole()
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the response with an error, and what still runs for it."""
+        if self._over:
+            return
+        self._end(str(error.status))
+        if self._begun:
+            # a choice that ended without error has had its last chunk
+            unfinished = [choice for choice in self.choices if choice.ended is None or choice.ended.error is not None]
+            chunks = b"".join(choice.last_chunk("error") for choice in unfinished)
+            self._channel.finish(chunks + error_event(error.body()) + DONE)
+        else:
+            self._respond(error.status, error.body(), error.headers())
+        self._loop.call_soon(self._cancel_rest)  # not from within the dispatcher's own call
+
+    def client_gone(self) -> None:
+        """The connection has ended; nothing happens if the response was complete."""
+        self._channel.close()
+        if not self._over:
+            self._end("cancelled")
+            self._cancel_rest()
+
+    def client_too_slow(self) -> None:
+        """Called from within a write."""
+        if not self._over:
+            self._end("too_slow")
+            self._loop.call_soon(self._cancel_rest)
+
+    def _cancel_rest(self) -> None:
+        for choice in self.choices:
+            if choice.ended is None:
+                self._dispatcher.cancel(choice.request_id)
+
+    def _write_chunks(self, chunks: bytes) -> None:
+        if self._num_open:
+            self.write(chunks)
+            return
+        self._end("200")
+        if self._options.include_usage:
+            chunks += self._choice_options.form.usage_chunk(self._usage())
+        self._channel.finish(chunks + DONE)
+
+    def _respond_whole(self) -> None:
+        self._end("200")
+        results = [choice.result(choice.finish_reason() or "error") for choice in self.choices]
+        self._respond(200, self._choice_options.form.response(results, self._usage()), [])
+
+    def _respond(self, status: int, body: bytes, headers: Headers) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        self._channel.start(status, [JSON, length, *self._id_header(), *headers])
+        self._channel.finish(body)
+
+    def _end(self, status: str) -> None:
+        self._over = True
+        self._metrics.request_ended(self._options.endpoint, status)
+
+    def _id_header(self) -> Headers:
+        return [(b"x-request-id", self._options.id.encode())]
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens, and under ``splitserve`` where the time of the slowest choice went."""
+        cached: dict[int, int] = {}  # choices of one prompt share it: what was cached before the first of them counts
+        for choice in self.choices:
+            assert choice.ended is not None
+            cached[id(choice.prompt)] = min(cached.get(id(choice.prompt), 1 << 62), choice.ended.num_cached_tokens)
+        num_cached = sum(cached.values())
+        return {
+            **self.usage_so_far(),
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "splitserve": _timing([choice.ended for choice in self.choices if choice.ended], num_cached),
+        }
+
+
+def _timing(ends: Sequence[Ended], num_cached: int) -> dict[str, float]:
+    slowest = max(ends, key=lambda e: e.stages.queue + e.stages.prefill + e.stages.handoff + e.stages.decode)
+    stages = slowest.stages
+    return {
+        "queue_s": round(stages.queue, 6),
+        "prefill_s": round(stages.prefill, 6),
+        "handoff_s": round(stages.handoff, 6),
+        "decode_s": round(stages.decode, 6),
+        "cached_tokens": num_cached,
+        "dispatches": slowest.num_dispatches,
+    }

@@ -1,0 +1,151 @@
+"""The JSON of both generation endpoints: whole responses and the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import orjson
+
+from .logprobs import TokenEntry, chat_logprobs, completion_logprobs
+from .tokenizer import Tokenizer
+
+Usage = dict[str, Any]
+ReportedReason = Literal["stop", "length", "error"]
+DONE = b"data: [DONE]\n\n"
+_TEXT = "\0text"
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceResult:
+    """One choice as it ended."""
+
+    index: int
+    text: str
+    entries: Sequence[TokenEntry] | None
+    finish_reason: ReportedReason
+
+
+class Format(Protocol):
+    """What differs between the two endpoints."""
+
+    def opening(self, index: int) -> bytes:
+        """The chunk before a choice's first text."""
+
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        *,
+        entries: Sequence[TokenEntry] | None = None,
+        finish_reason: ReportedReason | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """One chunk of a stream. ``usage`` only where the client asked for it on every chunk."""
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The chunk after the last choice's last."""
+
+    def response(self, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
+        """The whole response, not streamed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Envelope:
+    id: str
+    created: int
+    model: str
+    tokenizer: Tokenizer
+    include_usage: bool = False
+
+    def event(self, kind: str, choices: list[Any], usage: Usage | None) -> bytes:
+        chunk = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        if self.include_usage:
+            chunk["usage"] = usage
+        return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+    def body(self, kind: str, choices: list[Any], usage: Usage) -> bytes:
+        return orjson.dumps(
+            {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, "usage": usage}
+        )
+
+
+class CompletionFormat(_Envelope):
+    """/v1/completions."""
+
+    KIND: ClassVar[str] = "text_completion"
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        *,
+        entries: Sequence[TokenEntry] | None = None,
+        finish_reason: ReportedReason | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        return self.event(self.KIND, [self._choice(index, text, entries, finish_reason)], usage)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self.event(self.KIND, [], usage)
+
+    def response(self, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
+        return self.body(self.KIND, [self._choice(c.index, c.text, c.entries, c.finish_reason) for c in choices], usage)
+
+    def _choice(self, index: int, text: str, entries: Sequence[TokenEntry] | None, finish_reason: ReportedReason | None) -> dict[str, Any]:
+        logprobs = None if entries is None else completion_logprobs(entries, self.tokenizer.table)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+class ChatFormat(_Envelope):
+    """/v1/chat/completions."""
+
+    KIND: ClassVar[str] = "chat.completion"
+    CHUNK: ClassVar[str] = "chat.completion.chunk"
+
+    def opening(self, index: int) -> bytes:
+        return self.event(self.CHUNK, [self._choice(index, {"role": "assistant", "content": ""}, None, None)], None)
+
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        *,
+        entries: Sequence[TokenEntry] | None = None,
+        finish_reason: ReportedReason | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        delta = {"content": text} if text or finish_reason is None else {}
+        return self.event(self.CHUNK, [self._choice(index, delta, entries, finish_reason)], usage)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return self.event(self.CHUNK, [], usage)
+
+    def response(self, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
+        return self.body(self.KIND, [self._whole(choice) for choice in choices], usage)
+
+    def _choice(
+        self, index: int, delta: dict[str, str], entries: Sequence[TokenEntry] | None, finish_reason: ReportedReason | None
+    ) -> dict[str, Any]:
+        logprobs = None if entries is None else chat_logprobs(entries, self.tokenizer.table)
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _whole(self, choice: ChoiceResult) -> dict[str, Any]:
+        logprobs = None if choice.entries is None else chat_logprobs(choice.entries, self.tokenizer.table)
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+
+def around_text(form: Format, index: int) -> tuple[bytes, bytes]:
+    """A plain chunk of this choice before and after its text: on the hot path only the text itself is encoded."""
+    head, tail = form.chunk(index, _TEXT).split(orjson.dumps(_TEXT))
+    return head, tail
+
+
+def error_event(body: bytes) -> bytes:
+    """An error after the stream has begun."""
+    return b"data: " + body + b"\n\n"

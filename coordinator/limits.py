@@ -1,0 +1,17 @@
+"""Bounds on what one HTTP client may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Sizes in bytes, times in seconds."""
+
+    max_body_bytes: int = 16 << 20
+    request_timeout_s: float = 600.0
+    max_buffered_bytes: int = 1 << 20
+    """Text that may wait for a client that reads too slowly; beyond it the connection is cut."""
+    max_choices: int = 4096
+    """Prompts times ``n`` of one request."""

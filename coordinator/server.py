@@ -1,0 +1,159 @@
+"""The HTTP server: uvicorn inside the coordinator's event loop, and the ASGI application it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .channel import Receive, Scope, Send
+from .errors import Unavailable
+from .generate import GenerationApi
+from .limits import HttpLimits
+from .metrics import Metrics, SystemSnapshot
+from .request import Dispatcher
+from .routes import OrdinaryRoutes
+from .served_model import ServedModel
+
+MAX_HEADER_BYTES = 64 << 10
+BACKLOG = 4096
+KEEP_ALIVE_S = 75
+POLL_S = 0.02
+
+
+class HttpApp:
+    """ASGI: generation by its own short path, all else through starlette."""
+
+    def __init__(self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, system: Callable[[], SystemSnapshot]) -> None:
+        self.metrics = Metrics(model.name, system)
+        self.generation = GenerationApi(dispatcher, model, limits, self.metrics)
+        self._ordinary = OrdinaryRoutes(dispatcher, model, limits, self.metrics).application()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path")
+        if path == "/v1/chat/completions" or path == "/v1/completions":
+            await self.generation(path, scope, receive, send)
+        else:
+            await self._ordinary(scope, receive, send)
+
+    async def drain(self, grace_s: float) -> None:
+        """Takes no new request for tokens; gives the open ones ``grace_s`` seconds, then ends them with an error."""
+        refusal = Unavailable("The server is shutting down.", retry_after_s=1)
+        self.generation.refusal = refusal
+        deadline = monotonic() + grace_s
+        while self.generation.open and monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        for exchange in list(self.generation.open):
+            exchange.fail(refusal)
+
+
+def create_app(
+    dispatcher: Dispatcher,
+    model: ServedModel,
+    limits: HttpLimits | None = None,
+    system: Callable[[], SystemSnapshot] = SystemSnapshot,
+) -> HttpApp:
+    """The application. ``system`` is asked at each scrape of /metrics."""
+    return HttpApp(dispatcher, model, limits or HttpLimits(), system)
+
+
+class HttpServer:
+    """Runs an application on one listening socket. ``start`` and ``stop`` are called in the loop that is to run it."""
+
+    def __init__(self, app: HttpApp, *, host: str = "127.0.0.1", port: int = 0, sock: socket.socket | None = None) -> None:
+        """Binds at once. Raises OSError with the address and what to do."""
+        self.app = app
+        self._socket = sock or _bind(host, port)
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=5,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    async def start(self) -> None:
+        """Returns once connections are accepted."""
+        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        started = asyncio.create_task(self._server.accepting.wait())
+        await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            await self._task  # raises what went wrong
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Ends open requests as ``HttpApp.drain`` says, then all connections."""
+        assert self._task is not None, "start() comes first"
+        await self.app.drain(grace_s)
+        self._server.should_exit = True
+        await self._task
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process that it runs in."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+
+class _Protocol(HttpToolsProtocol):
+    """Bounds a request's headers, and lets the application cut a connection off."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_header_bytes = 0
+        extensions: dict[str, Any] = {"splitserve.abort": self.transport.abort}
+        self.scope["extensions"] = extensions
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("the request's headers are too large")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}; choose another host or port") from error
+    return sock

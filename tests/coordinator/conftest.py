@@ -1,0 +1,74 @@
+"""A tiny model and a real server on loopback, in front of a dispatcher that answers from a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from support.http_fakes import ANSWER, CHAT_TEMPLATE, MAX_MODEL_LEN, FakeDispatcher, byte_level_tokenizer
+
+from splitserve.coordinator.limits import HttpLimits
+from splitserve.coordinator.request import GenerationRequest
+from splitserve.coordinator.served_model import ServedModel
+from splitserve.coordinator.server import HttpServer, create_app
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": MAX_MODEL_LEN, "vocab_size": 512}))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 1}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(model_folder: Path) -> ServedModel:
+    return ServedModel.load(model_folder, "tiny")
+
+
+@pytest.fixture
+def dispatcher(model: ServedModel) -> FakeDispatcher:
+    """Answers ANSWER; sampled requests start it at a place that depends on the seed."""
+    ids = model.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids
+
+    def script(request: GenerationRequest) -> list[int]:
+        turn = 0 if request.sampling.temperature == 0 else request.sampling.seed % len(ids)
+        return ids[turn:] + ids[:turn]
+
+    return FakeDispatcher(script)
+
+
+@pytest.fixture
+def limits() -> HttpLimits:
+    return HttpLimits(max_body_bytes=1 << 20, request_timeout_s=30)
+
+
+@pytest.fixture
+async def server(dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLimits) -> AsyncIterator[HttpServer]:
+    server = HttpServer(create_app(dispatcher, model, limits, dispatcher.system))
+    await server.start()
+    yield server
+    await server.stop(grace_s=0)
+    assert not dispatcher.running
+    assert server.app.metrics.num_open == 0
+
+
+@pytest.fixture
+async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(server: HttpServer) -> AsyncIterator[AsyncOpenAI]:
+    plain = httpx.AsyncClient(verify=False, timeout=20)  # reading certificates takes longer than a test
+    url = f"http://127.0.0.1:{server.port}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=plain) as client:
+        yield client

@@ -1,0 +1,154 @@
+"""Tiny tokenizers, and a dispatcher that answers from a script, for tests of the HTTP side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from splitserve.coordinator.metrics import SystemSnapshot, WorkerSnapshot
+from splitserve.coordinator.request import Ended, GenerationRequest, Stages
+from splitserve.transport.messages import TokenLogprobs
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, again and again, while naïve cats watch.",
+    "Größe, Straße, 日本語のテキスト, 你好世界, emoji 😀🎉 and other things that take several bytes.",
+    "def join(path, *paths): return os.path.join(path, *paths)  # END of the example",
+]
+ANSWER = "Hello 世界 😀, this is the naïve answer: the quick brown fox jumps over the lazy dog.\nEND of it, again."
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MAX_MODEL_LEN = 2048
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """Llama 3's kind, with a post-processor that adds BOS."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    return tokenizer
+
+
+def sentencepiece_tokenizer() -> Tokenizer:
+    """Llama 2's kind: Metaspace by normalizer, byte fallback, a decoder that strips the first space."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
+    for word in ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁hello", "▁world", "th", "he", "▁the", "ï", "世"]:
+        vocab.setdefault(word, len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab, [("t", "h"), ("h", "e")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def wordpiece_tokenizer() -> Tokenizer:
+    """A kind whose tokens' joins depend on their neighbours: no table for it."""
+    words = ["[UNK]", "hello", "world", "##s", "##ing", ",", ".", "play", "'", "do", "not"]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+@dataclass
+class FakeDispatcher:
+    """Answers ``script(request)`` token by token, one token of every sequence each time around the event loop."""
+
+    script: Callable[[GenerationRequest], list[int]]
+    eos: int = 1
+    refuse: Callable[[GenerationRequest], Ended | None] = lambda request: None
+    fail_after: tuple[int, Ended] | None = None  # tokens, then this end
+    workers: bool = True
+    is_ready: bool = True
+    hold: bool = False  # do not start anything
+    step_s: float = 0.0
+    running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    requests: list[GenerationRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.requests.append(request)
+        refusal = self.refuse(request)
+        if refusal is not None:
+            request.sink.end(refusal)
+            return
+        self.running[request.request_id] = asyncio.get_running_loop().create_task(self._generate(request))
+        self.changed.set()
+
+    def cancel(self, request_id: str) -> None:
+        task = self.running.pop(request_id, None)
+        if task is None:
+            return
+        self.cancelled.append(request_id)
+        self.changed.set()
+        task.cancel()
+        request = next(r for r in self.requests if r.request_id == request_id)
+        request.sink.end(Ended(stages=STAGES, num_cached_tokens=3, num_dispatches=1))
+
+    async def _generate(self, request: GenerationRequest) -> None:
+        sampling, sink = request.sampling, request.sink
+        if request.prompt_logprobs is not None:
+            sink.push_prompt_logprobs([logprobs(i, request.prompt_logprobs) for i in request.prompt_token_ids[1:]])
+        tokens = self.script(request)
+        finish = "stop"
+        tokens = [*tokens, self.eos] if not sampling.ignore_eos else tokens * (1 + sampling.max_tokens // max(1, len(tokens)))
+        if len(tokens) > sampling.max_tokens:
+            tokens, finish = tokens[: sampling.max_tokens], "length"
+        for number, token in enumerate(tokens):
+            await asyncio.sleep(self.step_s)
+            while self.hold:
+                await asyncio.sleep(0.01)
+            if self.fail_after is not None and number == self.fail_after[0]:
+                self._end(request, self.fail_after[1])
+                return
+            sink.push(token, logprobs(token, sampling.logprobs) if sampling.logprobs is not None else None)
+            if number < len(tokens) - 1:
+                sink.flush()
+        self._end(request, Ended(finish_reason=finish, num_cached_tokens=3, num_output_tokens=len(tokens), num_dispatches=1, stages=STAGES))
+
+    def _end(self, request: GenerationRequest, ended: Ended) -> None:
+        del self.running[request.request_id]
+        self.changed.set()
+        request.sink.flush()
+        request.sink.end(ended)
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def has_workers(self) -> bool:
+        return self.workers
+
+    def snapshot(self) -> dict[str, object]:
+        return {"workers": [{"worker_id": "prefill-0", "role": "prefill"}]}
+
+    def system(self) -> SystemSnapshot:
+        worker = WorkerSnapshot("decode-0", "decode", 100, 50, 20, 30, 0, 2, 1, 17, 5, {"handoff_bytes": 12345.0, "preemptions": 2.0})
+        return SystemSnapshot(num_waiting=4, num_running=len(self.running), workers=[worker], counters={"recoveries": 1.0})
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+STAGES = Stages(queue=0.001, prefill=0.02, handoff=0.003, decode=0.4)
+
+
+def logprobs(token: int, count: int) -> TokenLogprobs:
+    """Made up from the token; an infinitely unlikely one among them."""
+    top = tuple((token + i) % 256 + 6 for i in range(count))
+    values = tuple(-0.1 * (i + 1) for i in range(count - 1)) + ((float("-inf"),) if count else ())
+    return TokenLogprobs(logprob=-0.1 - token / 1000, top_ids=top, top_logprobs=values)
