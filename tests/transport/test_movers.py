@@ -1,0 +1,407 @@
+"""Movers move the right bytes to the right blocks, and nothing that is wrong ever reaches the pool."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitserve.transport.errors import AddressError, MoverError
+from splitserve.transport.host import advertised_address, host_identity
+from splitserve.transport.liveness import ProcessIdentity
+from splitserve.transport.messages import Met
+from splitserve.transport.movers.checksum import block_checksum, checksums
+from splitserve.transport.movers.interface import Arrival, Pool, PutSource, PutTarget
+from splitserve.transport.movers.opening import open_source
+from splitserve.transport.movers.parcel import ParcelHeader, blocks_per_parcel, pack_header, split_data_address, unpack_header
+from splitserve.transport.movers.shm import SharedPool, ShmSource, ShmTarget
+from splitserve.transport.movers.zmq_source import ZmqSource
+from splitserve.transport.movers.zmq_target import ZmqTarget
+
+DEADLINE_S = 10.0
+NUM_BLOCKS, BLOCK_BYTES = 64, 70_000  # 29 blocks a parcel
+SECRET = b"0123456789abcdef"
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def filled_pool(num_blocks: int = NUM_BLOCKS) -> Pool:
+    """Random bytes: no two blocks are alike."""
+    return np.random.default_rng(0).integers(0, 256, (num_blocks, BLOCK_BYTES), dtype=np.uint8)
+
+
+def empty_pool() -> Pool:
+    return np.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+
+
+def shm_pair(stack: ExitStack, source_pool: Pool) -> tuple[ShmTarget, PutSource, Pool]:
+    shared = SharedPool.create(NUM_BLOCKS * BLOCK_BYTES)
+    stack.callback(shared.close)
+    pool: Pool = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
+    target = ShmTarget(shared)
+    source = open_source(Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=NUM_BLOCKS, shm_name=target.shm_name), source_pool)
+    stack.callback(source.close)
+    return target, source, pool
+
+
+def zmq_target(stack: ExitStack) -> tuple[ZmqTarget, Pool]:
+    pool = empty_pool()
+    target = ZmqTarget("tcp://127.0.0.1:*", pool)
+    stack.callback(target.close_all)
+    return target, pool
+
+
+def zmq_pair(stack: ExitStack, source_pool: Pool) -> tuple[ZmqTarget, PutSource, Pool]:
+    target, pool = zmq_target(stack)
+    met = Met(worker_id="d0", incarnation=1, mover="zmq", num_blocks=NUM_BLOCKS, data_address=target.data_address("127.0.0.1"))
+    source = open_source(met, source_pool)
+    stack.callback(source.close)
+    return target, source, pool
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.001)
+
+
+def arrivals(target: PutTarget, count: int, source: PutSource | None = None) -> list[Arrival]:
+    """What arrives until ``count`` blocks have."""
+    arrived: list[Arrival] = []
+
+    def enough() -> bool:
+        if source is not None:
+            source.poll()
+        arrived.extend(target.poll(4))
+        return len(arrived) >= count
+
+    until(enough)
+    return arrived
+
+
+@pytest.mark.parametrize("pair", [shm_pair, zmq_pair], ids=["shm", "zmq"])
+@pytest.mark.parametrize("order", ["side by side", "scattered"])
+def test_right_bytes_reach_the_right_blocks(
+    stack: ExitStack, pair: Callable[[ExitStack, Pool], tuple[PutTarget, PutSource, Pool]], order: str
+) -> None:
+    source_pool = filled_pool()
+    target, source, pool = pair(stack, source_pool)
+    rng = np.random.default_rng(1)
+    own = list(range(10, 50)) if order == "side by side" else rng.permutation(NUM_BLOCKS)[:40].tolist()
+    peers = list(range(5, 45)) if order == "side by side" else rng.permutation(NUM_BLOCKS)[:40].tolist()
+    positions = list(range(7, 47))
+    target.open(9, SECRET, dict(zip(positions, peers, strict=True)))
+    source.put(9, SECRET, list(zip(positions, own, peers, strict=True)))
+    left: list[Arrival] = []
+    arrived: list[Arrival] = []
+    until(lambda: left.extend(source.poll()) or arrived.extend(target.poll(1)) or len(left) == 40)
+    until(lambda: arrived.extend(target.poll(1)) or target.one_sided or len(arrived) == 40)
+    assert sorted(left) == [(9, position) for position in positions]
+    assert sorted(arrived) == ([] if target.one_sided else sorted(left))
+    assert source.pending() == 0
+    expected = empty_pool()
+    expected[peers] = source_pool[own]
+    assert np.array_equal(pool, expected)
+    assert checksums(pool, peers) == checksums(source_pool, own)
+
+
+def test_a_corrupt_byte_changes_the_checksum() -> None:
+    block = filled_pool(1)[0]
+    before = block_checksum(block)
+    block[BLOCK_BYTES // 2] ^= 1
+    assert block_checksum(block) != before
+
+
+# --- shm -----------------------------------------------------------------------------------------
+
+OWNER = """
+import sys
+from splitserve.transport.movers.shm import SharedPool
+pool = SharedPool.create(int(sys.argv[1]))
+print(pool.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def start_owner(stack: ExitStack, num_bytes: int) -> tuple[subprocess.Popen[str], str]:
+    """A process that owns a shared pool, and the pool's name."""
+    process = stack.enter_context(
+        subprocess.Popen([sys.executable, "-c", OWNER, str(num_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    )
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_putting_into_a_dead_process_is_an_error(stack: ExitStack) -> None:
+    process, name = start_owner(stack, NUM_BLOCKS * BLOCK_BYTES)
+    source = ShmSource(name, NUM_BLOCKS, filled_pool())
+    stack.callback(source.close)
+    source.put(1, SECRET, [(0, 3, 4)])
+    process.send_signal(signal.SIGKILL)
+    process.wait(DEADLINE_S)
+    with pytest.raises(MoverError, match="has ended"):
+        source.put(1, SECRET, [(0, 3, 4)])
+
+
+def test_a_killed_owner_leaves_no_memory_behind(stack: ExitStack) -> None:
+    process, name = start_owner(stack, NUM_BLOCKS * BLOCK_BYTES)
+    process.kill()
+    process.wait(DEADLINE_S)
+    with pytest.raises(MoverError, match="cannot map"):
+        ShmSource(name, NUM_BLOCKS, filled_pool())
+
+
+def test_a_pool_cannot_be_shrunk_under_its_writers(stack: ExitStack) -> None:
+    shared = SharedPool.create(1 << 20)
+    stack.callback(shared.close)
+    _, pid, descriptor, _ = shared.name.split(":")
+    with open(f"/proc/{pid}/fd/{descriptor}", "r+b") as file, pytest.raises(PermissionError):
+        os.ftruncate(file.fileno(), 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "memfd", "memfd:x:1:2", "/dev/shm/x", f"memfd:{os.getpid()}:0:1", f"memfd:{os.getpid()}:99999:1", "memfd:-1:0:0", "memfd:0:0:0"],
+)
+def test_names_of_something_else_are_refused(name: str) -> None:
+    with pytest.raises(MoverError, match=r"shared memory|cannot map"):
+        ShmSource(name, NUM_BLOCKS, filled_pool())
+
+
+def test_another_file_of_a_process_is_not_taken_for_a_pool(tmp_path: Path) -> None:
+    with open(tmp_path / "file", "w+b") as file:
+        file.truncate(NUM_BLOCKS * BLOCK_BYTES)
+        name = f"memfd:{os.getpid()}:{file.fileno()}:{os.fstat(file.fileno()).st_ino}"
+        with pytest.raises(MoverError, match="cannot map"):
+            ShmSource(name, NUM_BLOCKS, filled_pool())
+
+
+def test_a_pool_smaller_than_it_claims_is_refused(stack: ExitStack) -> None:
+    shared = SharedPool.create(NUM_BLOCKS * BLOCK_BYTES)
+    stack.callback(shared.close)
+    with pytest.raises(MoverError, match="are needed"):
+        ShmSource(shared.name, NUM_BLOCKS + 1, filled_pool())
+
+
+@pytest.mark.parametrize("item", [(0, 0, NUM_BLOCKS), (0, NUM_BLOCKS, 0), (0, 0, -1), (0, -1, 0)])
+def test_blocks_that_do_not_exist_are_an_error(stack: ExitStack, item: tuple[int, int, int]) -> None:
+    _, source, pool = shm_pair(stack, filled_pool())
+    with pytest.raises(MoverError, match="pools of"):
+        source.put(1, SECRET, [item])
+    assert not pool.any()
+
+
+def test_more_memory_than_there_is_is_an_error_that_tells_what_to_do() -> None:
+    with pytest.raises(MoverError, match="fewer KV blocks"):
+        SharedPool.create(1 << 60)
+
+
+# --- zmq -----------------------------------------------------------------------------------------
+
+
+def raw_peer(stack: ExitStack, target: ZmqTarget, password: str | None = None) -> zmq.Socket[bytes]:
+    """One that sends whatever it likes, by default with the right password; "" gives none."""
+    address, right = split_data_address(target.data_address("127.0.0.1"))
+    context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
+    peer = stack.enter_context(context.socket(zmq.PUSH))
+    peer.linger = 0
+    if password != "":
+        peer.plain_username, peer.plain_password = b"put", (password or right).encode()
+    peer.connect(address)
+    return peer
+
+
+def parcel(
+    lease: int = 9, secret: bytes = SECRET, offset: int = 0, length: int = BLOCK_BYTES, positions: tuple[int, ...] = (0,)
+) -> list[bytes]:
+    return [pack_header(ParcelHeader(lease, secret, offset, length, positions)), bytes([7]) * BLOCK_BYTES * len(positions)]
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        (parcel(lease=8), "lease"),
+        (parcel(secret=b"another secret !"), "secret"),
+        (parcel(positions=(2,)), "position"),
+        (parcel(positions=(0, 0)), "position"),
+        (parcel(length=BLOCK_BYTES - 1), "length"),
+        (parcel(offset=1), "length"),
+        ([parcel()[0], bytes(BLOCK_BYTES - 1)], "length"),
+        ([parcel()[0], b""], "length"),
+        ([parcel()[0]], "malformed"),
+        ([*parcel(), b"more"], "malformed"),
+        ([b""], "malformed"),
+        ([b"XXXX" + parcel()[0][4:], parcel()[1]], "malformed"),
+        ([parcel()[0][:-4], parcel()[1]], "malformed"),
+        ([parcel()[0] + bytes(4 * NUM_BLOCKS), parcel()[1]], "malformed"),
+    ],
+)
+def test_a_bad_parcel_is_dropped_and_counted_and_touches_nothing(stack: ExitStack, frames: list[bytes], reason: str) -> None:
+    target, pool = zmq_target(stack)
+    target.open(9, SECRET, {0: 3, 1: 4})
+    peer = raw_peer(stack, target)
+    peer.send_multipart(frames)
+    peer.send_multipart(parcel(positions=(1,)))
+    assert arrivals(target, 1) == [(9, 1)]
+    assert dict(target.dropped) == {reason: 1}
+    assert pool[4].all()
+    assert not np.delete(pool, 4, axis=0).any()
+
+
+def test_a_stranger_without_the_password_gets_nothing_through(stack: ExitStack) -> None:
+    target, pool = zmq_target(stack)
+    target.open(9, SECRET, {0: 3, 1: 4})
+    for password in ("", "wrong"):
+        raw_peer(stack, target, password).send_multipart(parcel())
+    raw_peer(stack, target).send_multipart(parcel(positions=(1,)))
+    assert arrivals(target, 1) == [(9, 1)]
+    assert not pool[3].any()
+    assert not target.dropped
+
+
+def test_an_oversized_frame_ends_the_connection_and_nothing_else(stack: ExitStack) -> None:
+    target, _ = zmq_target(stack)
+    target.open(9, SECRET, {0: 3})
+    raw_peer(stack, target).send(bytes(blocks_per_parcel(BLOCK_BYTES) * BLOCK_BYTES + 5000))
+    raw_peer(stack, target).send_multipart(parcel())
+    assert arrivals(target, 1) == [(9, 0)]
+
+
+def test_closing_a_lease_stops_its_puts(stack: ExitStack) -> None:
+    source_pool = filled_pool()
+    target, source, pool = zmq_pair(stack, source_pool)
+    target.open(1, SECRET, {0: 3})
+    target.open(2, SECRET, {0: 4})
+    target.close(1)
+    source.put(1, SECRET, [(0, 10, 3)])
+    source.put(2, SECRET, [(0, 11, 4)])
+    assert arrivals(target, 1, source) == [(2, 0)]
+    assert not pool[3].any()
+    assert isinstance(target, ZmqTarget)
+    assert target.dropped == {"lease": 1}
+
+
+def test_a_block_is_written_again_only_when_asked_for(stack: ExitStack) -> None:
+    source_pool = filled_pool()
+    target, source, pool = zmq_pair(stack, source_pool)
+    target.open(1, SECRET, {0: 3, 1: 4})
+    source.put(1, SECRET, [(0, 10, 3)])
+    assert arrivals(target, 1, source) == [(1, 0)]
+    source.put(1, SECRET, [(0, 11, 3)])
+    source.put(1, SECRET, [(1, 12, 4)])
+    assert arrivals(target, 1, source) == [(1, 1)]
+    assert np.array_equal(pool[3], source_pool[10])
+    target.expect_again(1, [0])
+    source.put(1, SECRET, [(0, 11, 3)])
+    assert arrivals(target, 1, source) == [(1, 0)]
+    assert np.array_equal(pool[3], source_pool[11])
+
+
+def test_a_receiver_that_is_gone_blocks_nobody() -> None:
+    """Nothing completes, nothing hangs; ``cancel`` and ``close`` work."""
+    target, _ = zmq_target(ExitStack())
+    data_address = target.data_address("127.0.0.1")
+    target.close_all()
+    source = ZmqSource(data_address, filled_pool())
+    start = time.monotonic()
+    items = [(position, position, position) for position in range(NUM_BLOCKS)]
+    for lease in range(40):
+        source.put(lease, SECRET, items)
+    assert source.poll() == []
+    assert source.pending() == 40 * NUM_BLOCKS
+    source.cancel(39)
+    assert source.pending() == 39 * NUM_BLOCKS
+    source.close()
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_slow_receiver_bounds_what_is_under_way(stack: ExitStack) -> None:
+    """Blocks beyond the queues wait at the sender as numbers; all arrive once the receiver takes them in."""
+    source_pool = filled_pool()
+    target, source, _ = zmq_pair(stack, source_pool)
+    rounds = 100
+    for lease in range(rounds):
+        target.open(lease, SECRET, {position: position for position in range(NUM_BLOCKS)})
+        source.put(lease, SECRET, [(position, position, position) for position in range(NUM_BLOCKS)])
+    assert source.pending() > 0
+    arrived = arrivals(target, rounds * NUM_BLOCKS, source)
+    assert len(set(arrived)) == rounds * NUM_BLOCKS
+    until(lambda: source.poll() or source.pending() == 0)
+
+
+def test_bad_addresses_are_errors_with_a_sentence(stack: ExitStack) -> None:
+    with pytest.raises(AddressError, match="cannot listen on nonsense"):
+        ZmqTarget("nonsense", empty_pool())
+    with pytest.raises(MoverError, match="expected tcp://host:port"):
+        ZmqSource("nonsense", empty_pool())
+    with pytest.raises(MoverError, match="asks for the mover 'rdma'"):
+        open_source(Met(worker_id="d0", incarnation=1, mover="rdma"), empty_pool())
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=120))
+def test_no_bytes_break_the_header(data: bytes) -> None:
+    for candidate in (data, parcel()[0][:8] + data, parcel()[0] + data):
+        header = unpack_header(candidate, 8)
+        if header is not None:
+            assert pack_header(header) == candidate
+            assert 1 <= len(header.positions) <= 8
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.binary(max_size=90), min_size=1, max_size=3), max_size=10))
+def test_no_frames_break_the_target(messages: list[list[bytes]]) -> None:
+    with ExitStack() as stack:
+        target, _ = zmq_target(stack)
+        target.open(9, SECRET, {0: 3})
+        peer = raw_peer(stack, target)
+        for frames in messages:
+            peer.send_multipart(frames)
+        peer.send_multipart(parcel())
+        assert arrivals(target, 1) == [(9, 0)]
+        assert sum(target.dropped.values()) == len(messages)
+
+
+# --- host and processes --------------------------------------------------------------------------
+
+
+def test_this_host_is_itself_and_addresses_are_rewritten() -> None:
+    assert host_identity() == host_identity()
+    assert len(host_identity()) < 256
+    assert advertised_address("tcp://0.0.0.0:51", "node-7") == "tcp://node-7:51"
+    assert advertised_address("tcp://[::]:51", "fd00::1") == "tcp://[fd00::1]:51"
+
+
+def test_a_process_is_alive_until_it_ends(stack: ExitStack) -> None:
+    process, _ = start_owner(stack, 4096)
+    identity = ProcessIdentity.of(process.pid)
+    assert identity is not None
+    assert identity.alive()
+    assert not ProcessIdentity(process.pid, identity.start_time - 1).alive(), "another process of the same id"
+    process.send_signal(signal.SIGSTOP)
+    assert identity.alive()
+    process.kill()
+    until(lambda: not identity.alive())  # a zombie: we have not waited for it yet
+    process.wait(DEADLINE_S)
+    assert not identity.alive()
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, 0)
+        pytest.skip("the process id was given to another process at once")
+    assert ProcessIdentity.of(process.pid) is None

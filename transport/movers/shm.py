@@ -1,0 +1,159 @@
+"""The ``shm`` mover: the decode worker's pool lies in memory that prefill workers of the same host map; a put is a memcpy.
+
+The memory is a memfd: it has no name in any file system, so it is not limited by the size of /dev/shm and is gone with the
+last process that maps it, however that process ended. Peers of the same user open it through /proc. Its size is sealed, so
+that nobody can shrink it under a writer (which would then die of SIGBUS).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import select
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..errors import MoverError
+from .interface import Arrival, Item, Pool
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SharedPool:
+    """Memory for a KV pool that peers on this host can map. ``buffer`` is writable, zeroed and really there."""
+
+    def __init__(self, descriptor: int, mapping: mmap.mmap):
+        self._descriptor = descriptor
+        self._mapping = mapping
+        self.buffer = memoryview(mapping)
+        self.name = f"memfd:{os.getpid()}:{descriptor}:{os.fstat(descriptor).st_ino}"
+
+    @classmethod
+    def create(cls, num_bytes: int) -> SharedPool:
+        """Raises MoverError where there is not that much memory."""
+        descriptor = os.memfd_create("splitserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+            mapping = mmap.mmap(descriptor, num_bytes)
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # where the kernel gives them for shared memory
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            os.close(descriptor)
+            reason = os.strerror(error.errno or errno.ENOMEM)
+            raise MoverError(
+                f"cannot share {num_bytes / 2**30:.2f} GiB of memory for the KV pool ({reason}); "
+                "choose fewer KV blocks, or the zmq mover, which needs no shared memory"
+            ) from None
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return cls(descriptor, mapping)
+
+    def close(self) -> None:
+        """No new peer can map it. Who has mapped it, as ``buffer``'s users have, keeps it."""
+        os.close(self._descriptor)
+
+
+class ShmTarget:
+    """The receiving side has nothing to do: the writer writes, and Handoff tells that it has."""
+
+    one_sided = True
+    socket = None
+
+    def __init__(self, pool: SharedPool):
+        self.shm_name = pool.name
+
+    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
+        """Nothing to prepare: the grant itself tells the writer where to write."""
+
+    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
+        """Nothing to prepare."""
+
+    def close(self, lease: int) -> None:
+        """Cannot stop the writer; see ``PutTarget.one_sided``."""
+
+    def poll(self, limit: int) -> list[Arrival]:
+        return []
+
+    def close_all(self) -> None:
+        """The pool's memory is its owner's."""
+
+
+class ShmSource:
+    """The sending side: the peer's pool, mapped."""
+
+    def __init__(self, shm_name: str, num_blocks: int, pool: Pool):
+        """Raises MoverError where the peer's pool cannot be mapped or does not hold ``num_blocks`` blocks like ours."""
+        self._pool = pool
+        self._process, self._mapping = _map(shm_name, num_blocks * pool.shape[1])
+        self._ended = select.poll()
+        self._ended.register(self._process, select.POLLIN)
+        self._target: Pool = np.frombuffer(self._mapping, dtype=np.uint8)[: num_blocks * pool.shape[1]].reshape(num_blocks, -1)
+        self._done: list[Arrival] = []
+
+    def put(self, lease: int, secret: bytes, items: Sequence[Item]) -> None:
+        """One memcpy for each run of blocks that lie side by side in both pools."""
+        if self._ended.poll(0):
+            raise MoverError("the decode worker's process has ended")
+        start = 0
+        for end in range(1, len(items) + 1):
+            if end == len(items) or items[end][1:] != (items[end - 1][1] + 1, items[end - 1][2] + 1):
+                self._copy(items[start][1], items[start][2], end - start)
+                start = end
+        self._done += [(lease, position) for position, _, _ in items]
+
+    def _copy(self, source: int, target: int, count: int) -> None:
+        if not (0 <= source <= len(self._pool) - count and 0 <= target <= len(self._target) - count):
+            raise MoverError(f"put of block {source} into block {target}: pools of {len(self._pool)} and {len(self._target)} blocks")
+        np.copyto(self._target[target : target + count], self._pool[source : source + count])
+
+    def poll(self) -> list[Arrival]:
+        done, self._done = self._done, []
+        return done
+
+    def pending(self) -> int:
+        return 0
+
+    def cancel(self, lease: int) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        """Unmaps the peer's pool."""
+        del self._target
+        self._mapping.close()
+        os.close(self._process)
+
+
+def _map(shm_name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
+    """(descriptor of the owning process, its memory). The inode tells that it is the memory meant, not a later one's."""
+    try:
+        kind, *numbers = shm_name.split(":")
+        pid, descriptor, inode = (int(number) for number in numbers)
+        if kind != "memfd":
+            raise ValueError
+    except ValueError:
+        raise MoverError(f"{shm_name!r} names no shared memory") from None
+    process = -1
+    try:
+        process = os.pidfd_open(pid)  # before the check below: so it stays the process checked
+        return process, _map_file(f"/proc/{pid}/fd/{descriptor}", inode, num_bytes)
+    except (OSError, MoverError) as error:
+        if process >= 0:
+            os.close(process)
+        raise MoverError(f"cannot map the decode worker's KV pool ({shm_name}): {error}") from None
+
+
+def _map_file(path: str, inode: int, num_bytes: int) -> mmap.mmap:
+    if os.stat(path).st_ino != inode:
+        raise MoverError("that memory is gone")
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        status = os.fstat(file)
+        if status.st_ino != inode or fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise MoverError("that is not a KV pool")
+        if status.st_size < num_bytes:
+            raise MoverError(f"it holds {status.st_size} bytes, {num_bytes} are needed")
+        return mmap.mmap(file, status.st_size)
+    finally:
+        os.close(file)
