@@ -11,7 +11,6 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -99,7 +98,7 @@ def _gpu_names() -> list[str]:
 
 
 def check_kernels(_: DoctorSettings) -> Iterator[Finding]:
-    if any((Path(__file__).resolve().parent.parent / "kernels" / "cpu").glob("*.so")):
+    if importlib.util.find_spec("splitserve.kernels._cpu"):
         yield Finding("ok", "C++ kernels for CPUs are built")
     else:
         compiler = shutil.which("c++") or shutil.which("g++")

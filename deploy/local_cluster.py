@@ -48,8 +48,8 @@ async def _run(plan: Plan) -> int:
     say(f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and {plan.up.decode} decode workers ...")
     status = await supervisor.run(_work(plan))
     if supervisor.failure:
-        if interactive:
-            sys.stderr.writelines(f"  {line}\n" for child in supervisor.children for line in child.last_lines)
+        if interactive and supervisor.failed:
+            sys.stderr.writelines(f"  {line}\n" for line in supervisor.failed.last_lines)
         say(f"stopped: {supervisor.failure}")
     elif not interactive:
         say("stopped")

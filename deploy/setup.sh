@@ -69,10 +69,9 @@ fingerprint() {
     (
         cd "$ROOT" || exit
         "$VENV/bin/python" --version
-        has_gpu && echo gpu
+        if has_gpu; then echo gpu; fi
         command -v c++ || command -v g++ || echo "no compiler"
-        find pyproject.toml setup.py deploy/setup.sh deploy/constraints.txt kernels/cpu \
-            -type f ! -name '*.so' ! -name '*.py[co]' -exec cksum {} + 2>/dev/null | sort
+        cksum pyproject.toml setup.py deploy/setup.sh deploy/constraints.txt kernels/cpu/*.cpp kernels/cpu/*.h
     ) | cksum
 }
 
@@ -108,7 +107,7 @@ pip_install() {
 }
 
 report_kernels() {
-    if ! compgen -G "$ROOT/kernels/cpu/*.so" >/dev/null; then
+    if ! "$VENV/bin/python" -c 'import splitserve.kernels._cpu' 2>/dev/null; then
         say "the C++ kernels were not built: plain torch computes instead, more slowly. Install a C++ compiler (Debian, Ubuntu: apt-get install g++) and run this again."
     fi
 }

@@ -32,6 +32,7 @@ class Supervisor:
     ) -> None:
         self.children = [ChildProcess(command, log) for command in commands]
         self.failure = ""
+        self.failed: ChildProcess | None = None
         self._is_ready = is_ready
         self._log = log
         self._grace_s = grace_s
@@ -87,6 +88,7 @@ class Supervisor:
             delay = policy.delay_after_exit(time.monotonic(), ever_ready=self._ever_ready)
             if delay is None:
                 said = next((line for line in reversed(child.last_lines) if line.strip()), "it said nothing")
+                self.failed = child
                 self.failure = f"{name} could not start ({_ending(status)}): {said}"
                 self._stopping.set()
                 return
