@@ -73,7 +73,9 @@ class Lifecycle:
         self._fenced: dict[WorkerId, float] = {}
         self._unserved_since: float | None = None
         self._actions: list[Action] = []
+        self.reasons_lost: dict[WorkerId, str] = {}
         self.num_redispatched = 0
+        self.num_workers_lost = 0
 
     # --- from the HTTP side ----------------------------------------------------------------------
 
@@ -84,6 +86,10 @@ class Lifecycle:
     @property
     def num_flights(self) -> int:
         return len(self._flights)
+
+    def counters(self) -> dict[str, float]:
+        """Cumulative since the start."""
+        return {"redispatches": self.num_redispatched, "workers_lost": self.num_workers_lost}
 
     def submit(self, request: GenerationRequest, now: float) -> list[Action]:
         """Takes a request in, or ends it at once."""
@@ -148,6 +154,8 @@ class Lifecycle:
     # --- workers come and go ---------------------------------------------------------------------
 
     def _hello(self, worker_id: WorkerId, hello: Hello, now: float) -> None:
+        if worker_id != (hello.worker_id, hello.incarnation):
+            return  # the socket says another name than the message
         for replaced in self.pools.add(hello, now):
             self._lose(replaced, "restarted", now)
         welcome = Welcome(coordinator=self.incarnation, heartbeat_s=self.limits.heartbeat_s)
@@ -163,6 +171,8 @@ class Lifecycle:
 
     def _lose(self, worker: Worker, reason: str, now: float) -> None:
         self.pools.remove(worker)
+        self.num_workers_lost += 1
+        self.reasons_lost = {**dict(list(self.reasons_lost.items())[-63:]), worker.id: reason}
         for dispatch in sorted(worker.dispatches):
             flight = self._by_dispatch[dispatch]
             if flight.stage == "decode" and worker is flight.prefill:
@@ -244,7 +254,6 @@ class Lifecycle:
         if unknown:
             self._disown(worker, unknown)
         if ended:
-            self.proven = True
             self._pump(now)
 
     def _unusual_row(
@@ -294,6 +303,7 @@ class Lifecycle:
     # --- ending ----------------------------------------------------------------------------------
 
     def _finish(self, flight: Flight, reason: FinishReason, now: float) -> None:
+        self.proven = self.proven or flight.stage == "decode"
         self._unassign(flight)
         self._end(flight, Ended(finish_reason=reason), now)
 

@@ -43,6 +43,14 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
+class CancelPuts:
+    """Whatever puts of this lease have not left need not leave; said before Release."""
+
+    peer: PeerId
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
 class SendHandoff:
     """Say Handoff with the checksums of these own blocks, in this order."""
 
@@ -70,7 +78,7 @@ class Undelivered:
     message: str
 
 
-SenderAction = Connect | OpenMover | ToPeer | Put | SendHandoff | Delivered | Undelivered
+SenderAction = Connect | OpenMover | ToPeer | Put | CancelPuts | SendHandoff | Delivered | Undelivered
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,14 @@ class OpenLease:
     lease: int
     secret: bytes
     targets: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectAgain:
+    """Accept one more put for these positions: what came was corrupt."""
+
+    lease: int
+    positions: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +133,4 @@ class Supersede:
     key: Key
 
 
-ReceiverAction = ToPeer | OpenLease | CloseLease | Verify | Join | Supersede
+ReceiverAction = ToPeer | OpenLease | ExpectAgain | CloseLease | Verify | Join | Supersede

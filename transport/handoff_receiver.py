@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from .actions import CloseLease, Join, OpenLease, ReceiverAction, Supersede, ToPeer, Verify
+from .actions import CloseLease, ExpectAgain, Join, OpenLease, ReceiverAction, Supersede, ToPeer, Verify
 from .handoff import ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId
 from .messages import (
     Ack,
@@ -199,6 +199,7 @@ class HandoffReceiver:
             return
         incoming.retried, incoming.handoff = True, None
         incoming.arrived.difference_update(bad_positions)
+        self._actions.append(ExpectAgain(lease, bad_positions))
         coordinator, dispatch = incoming.key
         nack = Nack(coordinator=coordinator, dispatch=dispatch, lease=lease, positions=u32(bad_positions))
         self._actions.append(ToPeer(incoming.peer, nack))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .actions import Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, ToPeer, Undelivered
+from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, ToPeer, Undelivered
 from .handoff import HandoffTimes, Key, PeerId
 from .messages import (
     Ack,
@@ -265,4 +265,6 @@ class HandoffSender:
     def _release(self, out: Outgoing) -> None:
         if self._met(out) is not None:
             lease = out.grant.lease if out.grant else 0
+            if lease:
+                self._actions.append(CancelPuts(out.peer, lease))
             self._actions.append(ToPeer(out.peer, Release(lease=lease, coordinator=out.key[0], dispatch=out.key[1])))

@@ -1,0 +1,203 @@
+"""The lifecycle's shell: the control socket that workers connect to, the clock, and the sinks that tokens go to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from ..transport.channels import RouterChannel
+from ..transport.coordinator_link import identity_of, worker_of
+from ..transport.event_loop import Attachment, attach
+from ..transport.keys import ClusterKey
+from ..transport.messages import FROM_WORKER, Message
+from .flight import Action, End, Push, PushPromptLogprobs, Send
+from .lifecycle import Lifecycle
+from .metrics import SystemSnapshot, WorkerSnapshot
+from .pools import Worker
+from .request import GenerationRequest, Sink
+
+TICK_S = 0.05
+_log = logging.getLogger(__name__)
+
+
+class SocketDispatcher:
+    """Carries out what the lifecycle decides. Lives on one event loop; ``start`` and ``stop`` are called there."""
+
+    def __init__(self, lifecycle: Lifecycle, control_address: str, key: ClusterKey | None) -> None:
+        """Binds at once. Raises AddressError."""
+        self._core = lifecycle
+        self._channel = RouterChannel.bind(control_address, key, FROM_WORKER)
+        self.address = self._channel.address
+        self._attachment: Attachment | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._known: dict[tuple[str, int], str] = {}
+
+    def start(self) -> None:
+        """Begins to listen to the workers."""
+        loop = asyncio.get_running_loop()
+        self._attachment = attach(loop, self._channel, self._receive)
+        self._tick()
+
+    def stop(self) -> None:
+        """Lets go of the socket. Workers notice, and reconnect when there is a coordinator again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._attachment is not None:
+            self._attachment.close()
+        self._channel.close()
+
+    # --- for the HTTP side (``Dispatcher``) ------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> None:
+        self._carry_out(self._core.submit(request, time.monotonic()))
+
+    def cancel(self, request_id: str) -> None:
+        self._carry_out(self._core.cancel(request_id, time.monotonic()))
+
+    def ready(self) -> bool:
+        return self._core.proven and self._core.pools.serving()
+
+    def has_workers(self) -> bool:
+        return self._core.pools.serving()
+
+    def snapshot(self) -> dict[str, object]:
+        """For /debug/state."""
+        now = time.monotonic()
+        return {
+            "coordinator": {"incarnation": self._core.incarnation, "control_address": self.address, "ready": self.ready()},
+            "requests": {"queued": self._core.num_queued, "running": self._core.num_flights - self._core.num_queued},
+            "counters": self._core.counters(),
+            "channel": asdict(self._channel.counters),
+            "workers": [_describe(worker, now) for worker in self._core.pools.workers.values()],
+        }
+
+    def system(self) -> SystemSnapshot:
+        """For /metrics."""
+        return SystemSnapshot(
+            num_waiting=self._core.num_queued,
+            num_running=self._core.num_flights - self._core.num_queued,
+            workers=[_measure(worker) for worker in self._core.pools.workers.values()],
+            counters=self._core.counters(),
+        )
+
+    # --- the workers -----------------------------------------------------------------------------
+
+    def _receive(self, messages: list[tuple[bytes, Message]]) -> None:
+        now = time.monotonic()
+        for identity, message in messages:
+            worker = worker_of(identity)
+            if worker is not None:
+                self._carry_out(self._core.receive(worker, message, now))
+
+    def _tick(self) -> None:
+        self._carry_out(self._core.tick(time.monotonic()))
+        self._tell_changes()
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        touched: dict[Sink, None] = {}
+        for action in actions:
+            if type(action) is Push:
+                sink = action.request.sink
+                sink.push(action.token, action.logprobs)
+                touched[sink] = None
+            elif type(action) is Send:
+                self._channel.send(identity_of(*action.worker), action.message)
+            elif type(action) is PushPromptLogprobs:
+                action.request.sink.push_prompt_logprobs(action.logprobs)
+            elif type(action) is End:
+                touched.pop(action.request.sink, None)
+                action.request.sink.end(action.ended)
+        for sink in touched:
+            sink.flush()
+
+    def _tell_changes(self) -> None:
+        """One log line for each worker that came or went."""
+        now: dict[tuple[str, int], str] = {worker.id: worker.role for worker in self._core.pools.workers.values()}
+        for worker_id, role in now.items():
+            if worker_id not in self._known:
+                _log.info("%s worker %s is here", role, worker_id[0])
+        for worker_id, role in self._known.items():
+            if worker_id not in now:
+                reason = self._core.reasons_lost.get(worker_id, "lost")
+                _log.warning("%s worker %s is gone: %s", role, worker_id[0], reason)
+        self._known = dict(now)
+
+
+class ProbeSink:
+    """Takes a probe's tokens and wakes who waits for its end."""
+
+    def __init__(self) -> None:
+        self.done = asyncio.Event()
+
+    def push(self, token_id: int, logprobs: object) -> None: ...
+    def push_prompt_logprobs(self, logprobs: object) -> None: ...
+    def flush(self) -> None: ...
+
+    def end(self, ended: object) -> None:
+        self.done.set()
+
+
+async def prove(dispatcher: SocketDispatcher, make: Callable[[int, Sink], GenerationRequest], every_s: float = 0.25) -> None:
+    """Sends small requests down the whole path until one has passed it: only then is the system ready. Runs until it is."""
+    number = 0
+    while not dispatcher.ready():
+        if dispatcher.has_workers():
+            number += 1
+            sink = ProbeSink()
+            dispatcher.submit(make(number, sink))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(sink.done.wait(), 10.0)
+            dispatcher.cancel(f"probe-{number}")
+        await asyncio.sleep(every_s)
+    _log.info("ready: a request has gone prefill, handoff and decode")
+
+
+def _describe(worker: Worker, now: float) -> dict[str, object]:
+    hello, load = worker.hello, worker.load
+    return {
+        "worker_id": hello.worker_id,
+        "role": hello.role,
+        "pid": hello.pid,
+        "host": hello.host.partition("/")[0],
+        "incarnation": hello.incarnation,
+        "model": hello.model.model_dump(),
+        "silent_s": round(now - worker.heard, 3),
+        "blocks": {
+            "total": hello.num_blocks,
+            "free": load.blocks_free if load else hello.num_blocks,
+            "cached": load.blocks_cached if load else 0,
+            "used": load.blocks_used if load else 0,
+            "leased": load.blocks_leased if load else 0,
+        },
+        "running": load.num_running if load else 0,
+        "waiting": load.num_waiting if load else 0,
+        "accepting": load.accepting if load else True,
+        "steps": load.steps if load else 0,
+        "counters": load.counters if load else {},
+        "cached_hashes": len(worker.cached),
+        "dispatches": sorted(worker.dispatches),
+        "held": sorted(worker.held),
+    }
+
+
+def _measure(worker: Worker) -> WorkerSnapshot:
+    hello, load = worker.hello, worker.load
+    return WorkerSnapshot(
+        worker_id=hello.worker_id,
+        role=hello.role,
+        blocks_total=hello.num_blocks,
+        blocks_free=load.blocks_free if load else hello.num_blocks,
+        blocks_cached=load.blocks_cached if load else 0,
+        blocks_used=load.blocks_used if load else 0,
+        blocks_leased=load.blocks_leased if load else 0,
+        num_running=load.num_running if load else 0,
+        num_waiting=load.num_waiting if load else 0,
+        num_waiting_tokens=load.num_waiting_tokens if load else 0,
+        steps=load.steps if load else 0,
+        counters=load.counters if load else {},
+    )

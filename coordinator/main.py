@@ -1,0 +1,68 @@
+"""The coordinator's process: the lifecycle behind a control socket and an HTTP server, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+
+import uvloop
+
+from ..transport.keys import load_key
+from ..transport.messages import Sampling
+from .dispatcher import SocketDispatcher, prove
+from .lifecycle import Lifecycle, LifecycleLimits
+from .limits import HttpLimits
+from .request import GenerationRequest, Sink
+from .served_model import ServedModel
+from .server import HttpServer, create_app
+from .settings import CoordinatorSettings
+
+PROBE_TOKENS = 4
+_log = logging.getLogger(__name__)
+
+
+def run(settings: CoordinatorSettings) -> None:
+    """The process: until SIGTERM or Ctrl-C."""
+    uvloop.run(serve(settings))
+
+
+async def serve(settings: CoordinatorSettings) -> None:
+    """Serves until a signal. Raises TransportError, OSError or ValueError where it cannot start."""
+    key = None if settings.insecure or settings.key_file is None else load_key(settings.key_file)
+    model = ServedModel.load(settings.model, settings.model_name, max_model_len=settings.max_model_len)
+    lifecycle = Lifecycle(time.time_ns(), settings.routing, limits_of(settings))
+    dispatcher = SocketDispatcher(lifecycle, settings.control_address, key)
+    limits = HttpLimits(max_body_bytes=int(settings.max_body_mib * 2**20), request_timeout_s=settings.request_timeout_s)
+    server = HttpServer(create_app(dispatcher, model, limits, dispatcher.system), host=settings.host, port=settings.port)
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    dispatcher.start()
+    await server.start()
+    _log.info("HTTP on http://%s:%d, workers connect to %s", settings.host, server.port, dispatcher.address)
+    proving = asyncio.create_task(prove(dispatcher, _probe))
+    await stopping.wait()
+    proving.cancel()
+    await server.stop()
+    dispatcher.stop()
+
+
+def limits_of(settings: CoordinatorSettings) -> LifecycleLimits:
+    """The lifecycle's bounds, as configured."""
+    return LifecycleLimits(
+        max_queue=settings.max_queue,
+        max_attempts=settings.max_attempts,
+        dead_after_s=settings.dead_after_s,
+        progress_timeout_s=settings.progress_timeout_s,
+        heartbeat_s=settings.heartbeat_s,
+        lost_after_s=max(1.0, 4 * settings.heartbeat_s),
+    )
+
+
+def _probe(number: int, sink: Sink) -> GenerationRequest:
+    """A request that passes prefill, handoff and decode, whatever the model says."""
+    now = time.monotonic()
+    sampling = Sampling(max_tokens=2, min_tokens=2, temperature=0.0, ignore_eos=True)
+    return GenerationRequest(f"probe-{number}", [0] * PROBE_TOKENS, sampling, sink, now, now + 10.0, salt=b"probe")

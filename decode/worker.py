@@ -1,0 +1,270 @@
+"""The decode worker's process: one loop around the pure core.
+
+wait for sockets, the step thread or the clock
+receive   what coordinator and prefill workers said, KV blocks that arrived   -> core
+collect   the step that has run                                               -> core
+launch    the core's next step                                                -> step thread
+carry out what the core wants done: messages, leases, checks of blocks
+report    heartbeat and cache events
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+
+import zmq
+
+from ..engine.block_manager import BlockManager
+from ..engine.step_thread import StepThread
+from ..engine.worker_model import WorkerModel
+from ..transport.actions import CloseLease, ExpectAgain, OpenLease, ToCoordinator, ToPeer, Verify
+from ..transport.channels import RouterChannel
+from ..transport.coordinator_link import CoordinatorLink, worker_of
+from ..transport.handoff import HandoffTimes, PeerId
+from ..transport.handoff_receiver import HandoffReceiver, MoverEndpoints
+from ..transport.host import advertised_address, host_identity
+from ..transport.keys import ClusterKey, load_key
+from ..transport.liveness import ProcessIdentity
+from ..transport.messages import FROM_PREFILL, SECRET_BYTES, Hello, Meet, ModelIdentity
+from ..transport.movers.checksum import block_checksum
+from ..transport.movers.interface import PutTarget
+from ..transport.movers.shm import SharedPool, ShmTarget
+from ..transport.movers.zmq_target import ZmqTarget
+from ..transport.wakeup import Wakeup
+from .core import DecodeAction, DecodeCore
+from .scheduler import DecodeScheduler, DecodeStep
+from .settings import DecodeSettings
+
+TICK_S = 0.05
+RECEIVE_LIMIT = 256
+_log = logging.getLogger(__name__)
+
+
+class DecodeWorker:
+    """One decode worker. ``run`` returns after ``stop``."""
+
+    def __init__(self, settings: DecodeSettings, model: WorkerModel, key: ClusterKey | None, shared: SharedPool | None = None) -> None:
+        """``shared``: the pool's memory, where other processes of this host may map it."""
+        self._settings, self._model, self._shared = settings, model, shared
+        self._identity = ModelIdentity.model_validate(model.identity)
+        self._wakeup = Wakeup()
+        self._stopping = False
+        self._ticked = self._reported = 0.0
+        self._identities: dict[PeerId, bytes] = {}
+        self._processes: dict[PeerId, ProcessIdentity | None] = {}
+        self._peers = RouterChannel.bind(settings.listen, key, FROM_PREFILL)
+        self._targets: list[PutTarget] = []
+        endpoints = self._open_movers()
+        self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns)
+        blocks = BlockManager(len(model.pool))
+        size = self._identity.block_size
+        scheduler = DecodeScheduler(blocks, size, settings.max_num_seqs, model.max_model_len, model.eos_token_ids)
+        worker = (settings.worker_id, self._link.incarnation)
+        receiver = HandoffReceiver(
+            worker,
+            self._identity,
+            blocks,
+            endpoints,
+            lambda: self._core.room(),
+            lambda: secrets.token_bytes(SECRET_BYTES),
+            HandoffTimes(lease=settings.lease_s),
+        )
+        self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint)
+        self._steps: StepThread[DecodeStep] = StepThread(model.runner, self._wakeup.set)
+        self._poller = self._make_poller()
+
+    def stop(self) -> None:
+        """From a signal handler or another thread: leave the loop."""
+        self._stopping = True
+        self._wakeup.set()
+
+    def run(self) -> None:
+        """The loop."""
+        try:
+            while not self._stopping:
+                self._poller.poll(int(TICK_S * 1000))
+                self._wakeup.clear()
+                now = time.monotonic()
+                self._receive(now)
+                self._collect(now)
+                self._launch(now)
+                self._carry_out(now)
+                self._report(now)
+        finally:
+            self._close()
+
+    # --- the loop's verbs ------------------------------------------------------------------------
+
+    def _receive(self, now: float) -> None:
+        for message in self._link.receive(now):
+            self._core.from_coordinator(message)
+        for identity, message in self._peers.receive(RECEIVE_LIMIT):
+            peer = worker_of(identity)
+            if peer is not None:
+                self._identities[peer] = identity
+                if isinstance(message, Meet) and message.host == host_identity():
+                    self._processes[peer] = ProcessIdentity.of(message.pid)
+                self._core.from_peer(peer, message, now)
+        for target in self._targets:
+            for lease, position in target.poll(RECEIVE_LIMIT):
+                self._core.receiver.arrived(lease, position)
+        if now - self._ticked >= TICK_S:
+            self._ticked = now
+            self._core.tick(now)
+            self._link.tick(now)
+
+    def _collect(self, now: float) -> None:
+        finished = self._steps.collect()
+        if finished is None:
+            return
+        if finished.output is not None:
+            self._core.complete(finished.step, finished.output, now)
+        else:
+            _log.error("a decode step failed; its requests go back to the coordinator", exc_info=finished.error)
+            self._core.fail_step(finished.step, f"decode failed: {finished.error}")
+
+    def _launch(self, now: float) -> None:
+        if not self._steps.busy and (step := self._core.schedule(now)) is not None:
+            self._steps.submit(step)
+
+    def _carry_out(self, now: float) -> None:
+        while actions := self._core.take(now):  # a check of blocks may bring new ones
+            for action in actions:
+                self._do(action, now)
+
+    def _report(self, now: float) -> None:
+        if now - self._reported < self._link.heartbeat_s:
+            return
+        self._reported = now
+        self._bury_dead_writers()
+        if self._link.coordinator is None:
+            return
+        self._link.send(self._core.load())
+        if (events := self._core.block_events()) is not None:
+            self._link.send(events)
+
+    # --- what the core wants done ----------------------------------------------------------------
+
+    def _do(self, action: DecodeAction, now: float) -> None:
+        if isinstance(action, ToCoordinator):
+            self._link.send(action.message)
+        elif isinstance(action, ToPeer):
+            if action.peer in self._identities:
+                self._peers.send(self._identities[action.peer], action.message)
+        elif isinstance(action, Verify):
+            self._verify(action, now)
+        elif isinstance(action, OpenLease):
+            for target in self._targets:
+                target.open(action.lease, action.secret, action.targets)
+        elif isinstance(action, ExpectAgain):
+            for target in self._targets:
+                target.expect_again(action.lease, action.positions)
+        elif isinstance(action, CloseLease):
+            for target in self._targets:
+                target.close(action.lease)
+
+    def _verify(self, action: Verify, now: float) -> None:
+        rows = zip(action.positions, action.blocks, action.checksums, strict=True)
+        bad = [position for position, block, checksum in rows if block_checksum(self._model.pool[block]) != checksum]
+        if bad:
+            _log.warning("%d of %d KV blocks arrived corrupt", len(bad), len(action.blocks))
+        self._core.receiver.verified(action.lease, bad, now)
+
+    def _bury_dead_writers(self) -> None:
+        """A prefill process of this host that has ended writes no more: what it had leased is free."""
+        for peer, process in list(self._processes.items()):
+            if process is None or not process.alive():
+                del self._processes[peer]
+                self._identities.pop(peer, None)
+                self._core.receiver.writer_gone(peer)
+
+    # --- movers, incarnations --------------------------------------------------------------------
+
+    def _open_movers(self) -> MoverEndpoints:
+        settings, model = self._settings, self._model
+        movers, shm_name, data_address = [], "", ""
+        if settings.mover in ("auto", "shm") and self._shared is not None:
+            shm = ShmTarget(self._shared)
+            self._targets.append(shm)
+            movers.append("shm")
+            shm_name = shm.shm_name
+        if settings.mover in ("auto", "zmq"):
+            target = ZmqTarget(settings.data_listen, model.pool)
+            self._targets.append(target)
+            movers.append("zmq")
+            data_address = target.data_address(advertised_host(settings))
+        return MoverEndpoints(tuple(movers), host_identity(), shm_name, data_address)
+
+    def _make_poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._wakeup.fd, zmq.POLLIN)
+        poller.register(self._link.socket, zmq.POLLIN)
+        poller.register(self._peers.socket, zmq.POLLIN)
+        for target in self._targets:
+            if target.socket is not None:
+                poller.register(target.socket, zmq.POLLIN)
+        return poller
+
+    def hello(self, incarnation: int) -> Hello:
+        """How this worker introduces itself to the coordinator."""
+        settings, model = self._settings, self._model
+        return Hello(
+            worker_id=settings.worker_id,
+            incarnation=incarnation,
+            role="decode",
+            host=host_identity(),
+            pid=os.getpid(),
+            model=self._identity,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            num_blocks=len(model.pool),
+            max_num_seqs=settings.max_num_seqs,
+            max_batch_tokens=settings.max_num_seqs,
+            peer_address=advertised_address(self._peers.address, advertised_host(settings)),
+        )
+
+    def welcomed(self, coordinator: int) -> None:
+        """See ``LinkedWorker``."""
+        self._core.drop_others(coordinator)
+        if (events := self._core.block_events(everything=True)) is not None:
+            self._link.send(events)
+
+    def fenced(self, incarnation: int) -> None:
+        """See ``LinkedWorker``."""
+        self._core.rename(incarnation)
+        self._poller = self._make_poller()
+
+    def _close(self) -> None:
+        self._steps.stop()
+        for target in self._targets:
+            target.close_all()
+        self._peers.close()
+        self._link.close()
+        self._wakeup.close()
+
+
+def advertised_host(settings: DecodeSettings) -> str:
+    """The host that prefill workers connect to."""
+    listened = settings.listen.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return settings.advertise_host or (socket.gethostname() if listened in ("0.0.0.0", "*", "::") else listened)
+
+
+def run(settings: DecodeSettings) -> None:
+    """The process: until SIGTERM or Ctrl-C."""
+    key = None if settings.insecure or settings.key_file is None else load_key(settings.key_file)
+    shared: list[SharedPool] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        shared.append(SharedPool.create(num_bytes))
+        return shared[0].buffer
+
+    model = WorkerModel.load(settings, allocate if settings.mover in ("auto", "shm") else None)
+    worker = DecodeWorker(settings, model, key, shared[0] if shared else None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.stop())
+    worker.run()

@@ -1,0 +1,259 @@
+"""The prefill worker's process: one loop around the pure core.
+
+wait for sockets, the step thread or the clock
+receive   what coordinator and decode workers said     -> core
+collect   the step that has run                        -> core
+launch    the core's next step                         -> step thread
+carry out what the core wants done: messages, KV puts
+report    heartbeat and cache events
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import zmq
+
+from ..engine.block_manager import BlockManager
+from ..engine.step_thread import StepThread
+from ..engine.worker_model import WorkerModel
+from ..transport.actions import CancelPuts, Connect, OpenMover, Put, SendHandoff, ToCoordinator, ToPeer
+from ..transport.channels import DealerChannel
+from ..transport.coordinator_link import CoordinatorLink, identity_of
+from ..transport.errors import TransportError
+from ..transport.handoff import PeerId
+from ..transport.host import host_identity
+from ..transport.keys import ClusterKey, load_key
+from ..transport.messages import FROM_DECODE, Handoff, Hello, Meet, ModelIdentity, u64
+from ..transport.movers.checksum import checksums
+from ..transport.movers.interface import PutSource
+from ..transport.movers.opening import open_source
+from ..transport.wakeup import Wakeup
+from .core import PrefillAction, PrefillCore
+from .scheduler import PrefillScheduler, PrefillStep
+from .settings import PrefillSettings
+
+TICK_S = 0.05
+RECEIVE_LIMIT = 256
+_log = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    """One prefill worker. ``run`` returns after ``stop``."""
+
+    def __init__(self, settings: PrefillSettings, model: WorkerModel, key: ClusterKey | None) -> None:
+        self._settings, self._model, self._key = settings, model, key
+        self._identity = ModelIdentity.model_validate(model.identity)
+        self._wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        self._channels: dict[PeerId, DealerChannel] = {}
+        self._sources: dict[PeerId, PutSource] = {}
+        self._stopping = False
+        self._ticked = self._reported = 0.0
+        self._put_seconds = self._put_bytes = 0.0
+        self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns)
+        scheduler = PrefillScheduler(
+            BlockManager(len(model.pool)),
+            self._identity.block_size,
+            self._identity.fingerprint,
+            settings.max_batch_tokens,
+            settings.max_num_seqs,
+        )
+        self._core = PrefillCore(self._meet(self._link.incarnation), scheduler, model.eos_token_ids, model.max_model_len)
+        self._steps: StepThread[PrefillStep] = StepThread(model.runner, self._wakeup.set)
+        self._poller.register(self._wakeup.fd, zmq.POLLIN)
+        self._poller.register(self._link.socket, zmq.POLLIN)
+
+    def stop(self) -> None:
+        """From a signal handler or another thread: leave the loop."""
+        self._stopping = True
+        self._wakeup.set()
+
+    def run(self) -> None:
+        """The loop."""
+        try:
+            while not self._stopping:
+                self._wait()
+                now = time.monotonic()
+                self._receive(now)
+                self._collect(now)
+                self._launch(now)
+                self._carry_out()
+                self._report(now)
+        finally:
+            self._close()
+
+    # --- the loop's verbs ------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        sending = any(source.pending() for source in self._sources.values())
+        self._poller.poll(1 if sending else int(TICK_S * 1000))
+        self._wakeup.clear()
+
+    def _receive(self, now: float) -> None:
+        for message in self._link.receive(now):
+            self._core.from_coordinator(message, now)
+        for peer, channel in list(self._channels.items()):
+            for message in channel.receive(RECEIVE_LIMIT):
+                self._core.from_peer(peer, message, now)
+        for source in self._sources.values():
+            source.poll()
+        if now - self._ticked >= TICK_S:
+            self._ticked = now
+            self._core.tick(now)
+            self._link.tick(now)
+
+    def _collect(self, now: float) -> None:
+        finished = self._steps.collect()
+        if finished is None:
+            return
+        if finished.output is not None:
+            self._core.complete(finished.step, finished.output, now)
+        else:
+            _log.error("a prefill step failed; its requests go back to the coordinator", exc_info=finished.error)
+            self._core.fail_step(finished.step, f"prefill failed: {finished.error}")
+
+    def _launch(self, now: float) -> None:
+        if not self._steps.busy and (step := self._core.schedule(now)) is not None:
+            self._steps.submit(step)
+
+    def _carry_out(self) -> None:
+        for action in self._core.take():
+            self._do(action)
+
+    def _report(self, now: float) -> None:
+        if self._link.coordinator is None or now - self._reported < self._link.heartbeat_s:
+            return
+        self._reported = now
+        load = self._core.load()
+        counters = {**load.counters, "handoff_bytes": self._put_bytes, "handoff_seconds": self._put_seconds}
+        self._link.send(load.model_copy(update={"counters": counters}))
+        if (events := self._core.block_events()) is not None:
+            self._link.send(events)
+
+    # --- what the core wants done ----------------------------------------------------------------
+
+    def _do(self, action: PrefillAction) -> None:
+        if isinstance(action, ToCoordinator):
+            self._link.send(action.message)
+        elif isinstance(action, ToPeer):
+            if action.peer in self._channels:
+                self._channels[action.peer].send(action.message)
+        elif isinstance(action, Put):
+            self._put(action)
+        elif isinstance(action, SendHandoff):
+            self._send_handoff(action)
+        elif isinstance(action, CancelPuts):
+            if action.peer in self._sources:
+                self._sources[action.peer].cancel(action.lease)
+        elif isinstance(action, Connect):
+            self._connect(action)
+        elif isinstance(action, OpenMover):
+            self._with_mover(action.peer, lambda: self._open_mover(action))
+
+    def _connect(self, action: Connect) -> None:
+        peer = (action.peer.worker_id, action.peer.incarnation)
+        for earlier in [p for p in self._channels if p[0] == peer[0] and p != peer]:
+            self._forget(earlier)
+            self._core.sender.peer_lost(earlier, "it has restarted")
+        identity = identity_of(self._settings.worker_id, self._link.incarnation, peer[1])
+        channel = DealerChannel.connect(action.peer.address, identity, self._key, FROM_DECODE)
+        self._channels[peer] = channel
+        self._poller.register(channel.socket, zmq.POLLIN)
+
+    def _open_mover(self, action: OpenMover) -> None:
+        self._sources[action.peer] = open_source(action.met, self._model.pool)
+        _log.info("hands KV blocks to %s by %s", action.peer[0], action.met.mover)
+
+    def _put(self, action: Put) -> None:
+        start = time.perf_counter()
+        self._with_mover(action.peer, lambda: self._sources[action.peer].put(action.lease, action.secret, action.items))
+        self._put_seconds += time.perf_counter() - start
+        self._put_bytes += len(action.items) * self._identity.block_bytes
+
+    def _send_handoff(self, action: SendHandoff) -> None:
+        if action.peer in self._channels:
+            sums = u64(checksums(self._model.pool, action.source_blocks))
+            handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
+            self._channels[action.peer].send(handoff)
+
+    def _with_mover(self, peer: PeerId, use: Callable[[], None]) -> None:
+        """A mover that fails ends the handoffs to that peer; the coordinator tries them again."""
+        try:
+            if peer in self._channels:
+                use()
+        except (TransportError, KeyError) as error:
+            _log.warning("cannot hand KV blocks to %s: %s", peer[0], error)
+            self._forget(peer)
+            self._core.sender.peer_lost(peer, f"the KV mover failed: {error}")
+
+    def _forget(self, peer: PeerId) -> None:
+        if (source := self._sources.pop(peer, None)) is not None:
+            source.close()
+        if (channel := self._channels.pop(peer, None)) is not None:
+            self._poller.unregister(channel.socket)
+            channel.close()
+
+    # --- incarnations ----------------------------------------------------------------------------
+
+    def hello(self, incarnation: int) -> Hello:
+        """How this worker introduces itself to the coordinator."""
+        settings, model = self._settings, self._model
+        return Hello(
+            worker_id=settings.worker_id,
+            incarnation=incarnation,
+            role="prefill",
+            host=host_identity(),
+            pid=os.getpid(),
+            model=self._identity,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            num_blocks=len(model.pool),
+            max_num_seqs=settings.max_num_seqs,
+            max_batch_tokens=settings.max_batch_tokens,
+        )
+
+    def welcomed(self, coordinator: int) -> None:
+        """See ``LinkedWorker``."""
+        self._core.drop_others(coordinator)
+        if (events := self._core.block_events(everything=True)) is not None:
+            self._link.send(events)
+
+    def fenced(self, incarnation: int) -> None:
+        """See ``LinkedWorker``. What the old incarnation still owes its peers is said before its channels close."""
+        self._core.drop_others(-1)
+        self._carry_out()
+        for peer in list(self._channels):
+            self._forget(peer)
+        self._core.rename(self._meet(incarnation))
+        self._poller = zmq.Poller()
+        self._poller.register(self._wakeup.fd, zmq.POLLIN)
+        self._poller.register(self._link.socket, zmq.POLLIN)
+
+    def _meet(self, incarnation: int) -> Meet:
+        movers = ("shm", "zmq") if self._settings.mover == "auto" else (self._settings.mover,)
+        worker_id = self._settings.worker_id
+        return Meet(
+            worker_id=worker_id, incarnation=incarnation, host=host_identity(), pid=os.getpid(), model=self._identity, movers=movers
+        )
+
+    def _close(self) -> None:
+        self._steps.stop()
+        for peer in list(self._channels):
+            self._forget(peer)
+        self._link.close()
+        self._wakeup.close()
+
+
+def run(settings: PrefillSettings) -> None:
+    """The process: until SIGTERM or Ctrl-C."""
+    key = None if settings.insecure or settings.key_file is None else load_key(settings.key_file)
+    model = WorkerModel.load(settings)
+    worker = PrefillWorker(settings, model, key)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.stop())
+    worker.run()

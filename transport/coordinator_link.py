@@ -1,0 +1,105 @@
+"""A worker's line to the coordinator: says hello until it is welcome, and again under a new incarnation when it is fenced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from .channels import DealerChannel
+from .keys import ClusterKey
+from .messages import FROM_COORDINATOR, Fenced, Hello, Message, Welcome
+
+HELLO_EVERY_S = 1.0
+RECEIVE_LIMIT = 256
+_log = logging.getLogger(__name__)
+
+
+class LinkedWorker(Protocol):
+    """What the link asks of the worker behind it."""
+
+    def hello(self, incarnation: int) -> Hello:
+        """How the worker introduces itself."""
+
+    def welcomed(self, coordinator: int) -> None:
+        """This coordinator incarnation is the only one whose work counts from now on."""
+
+    def fenced(self, incarnation: int) -> None:
+        """All work is void; the worker goes on under a new incarnation."""
+
+
+def identity_of(worker_id: str, incarnation: int, *more: int) -> bytes:
+    """A socket identity that names a worker's incarnation."""
+    return "\0".join([worker_id, *(f"{n:x}" for n in (incarnation, *more))]).encode()
+
+
+def worker_of(identity: bytes) -> tuple[str, int] | None:
+    """The worker id and incarnation in a socket identity; None where it names none."""
+    try:
+        worker_id, incarnation, *_ = identity.decode().split("\0")
+        return worker_id, int(incarnation, 16)
+    except ValueError:
+        return None
+
+
+class CoordinatorLink:
+    """One DEALER socket, made anew with each incarnation. ``clock`` gives a new incarnation's number (it must grow)."""
+
+    def __init__(self, address: str, key: ClusterKey | None, worker_id: str, worker: LinkedWorker, clock: Callable[[], int]) -> None:
+        self._address, self._key, self._worker_id, self._worker, self._clock = address, key, worker_id, worker, clock
+        self.incarnation = clock()
+        self.coordinator: int | None = None  # the coordinator's incarnation, once it has welcomed us
+        self.heartbeat_s = 0.25
+        self._said_hello = float("-inf")
+        self._channel = self._connect()
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """For polling; changes with the incarnation."""
+        return self._channel.socket
+
+    def send(self, message: Message) -> bool:
+        """Queues a message; False where it had to be dropped."""
+        return self._channel.send(message)
+
+    def receive(self, now: float) -> list[Message]:
+        """What the coordinator has said, but for what concerns the link itself."""
+        messages = []
+        for message in self._channel.receive(RECEIVE_LIMIT):
+            if isinstance(message, Welcome):
+                self._welcome(message)
+            elif isinstance(message, Fenced):
+                self._fence(message)
+                return []
+            else:
+                messages.append(message)
+        return messages
+
+    def tick(self, now: float) -> None:
+        """Says hello again where it was not answered."""
+        if self.coordinator is None and now - self._said_hello >= HELLO_EVERY_S:
+            self._said_hello = now
+            self.send(self._worker.hello(self.incarnation))
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _connect(self) -> DealerChannel:
+        identity = identity_of(self._worker_id, self.incarnation)
+        return DealerChannel.connect(self._address, identity, self._key, FROM_COORDINATOR)
+
+    def _welcome(self, message: Welcome) -> None:
+        if self.coordinator != message.coordinator:
+            _log.info("connected to the coordinator at %s", self._address)
+        self.coordinator, self.heartbeat_s = message.coordinator, message.heartbeat_s
+        self._worker.welcomed(message.coordinator)
+
+    def _fence(self, message: Fenced) -> None:
+        _log.warning("fenced by the coordinator (%s): dropping all work, starting over as a new incarnation", message.reason)
+        self._channel.close()
+        self.incarnation = self._clock()
+        self.coordinator, self._said_hello = None, float("-inf")
+        self._channel = self._connect()
+        self._worker.fenced(self.incarnation)
