@@ -21,7 +21,7 @@ die() {
 prepare() {
     local purpose="$1" stamp
     make_venv
-    stamp="$(fingerprint)"
+    stamp="$(fingerprint)" || die "this clone is not complete: the file named above is missing. Clone the repository again."
     if [[ "$(cat "$VENV/.prepared-$purpose" "$VENV/.prepared-test" 2>/dev/null)" == *"$stamp"* ]]; then
         return
     fi
@@ -102,7 +102,7 @@ install_package() {
 }
 
 pip_install() {
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$ROOT/deploy/constraints.txt" "$@" ||
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --constraint "$ROOT/deploy/constraints.txt" "$@" ||
         die "pip could not install ${*: -1} (its message is above). Is the package index reachable? Behind a proxy set HTTPS_PROXY, for a mirror PIP_INDEX_URL; then run this again."
 }
 
