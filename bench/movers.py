@@ -1,0 +1,192 @@
+"""How fast KV blocks move between two processes, against what one core's memcpy does in the same run.
+
+    python -m splitserve.bench.movers [--gib 1] [--rounds 5] [--json bench/results/movers.json]
+
+The sender has one core, the receiver the other. Pools are large and gone through in order, so that nothing is in a cache.
+``scattered`` moves blocks between random places. Each round measures memcpy and both movers one after the other; the ratio
+is taken within the round, and the median over the rounds is reported: load on the machine then hits both sides alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from ..transport.messages import Met
+from ..transport.movers.checksum import checksums
+from ..transport.movers.interface import Item, Pool
+from ..transport.movers.opening import open_source
+from ..transport.movers.shm import SharedPool, ShmTarget
+from ..transport.movers.zmq_target import ZmqTarget
+
+CASES = (
+    (2 << 20, "side by side"),
+    (200 << 10, "side by side"),
+    (200 << 10, "scattered"),
+    (64 << 10, "side by side"),
+    (64 << 10, "scattered"),
+)
+CHUNK_BYTES = 64 << 20  # handed to ``put`` at a time
+SECRET = bytes(16)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """GB/s (1e9 bytes); ``ratio`` is to memcpy of the same case in the same round, median."""
+
+    what: str
+    block_bytes: int
+    order: str
+    gb_per_s: float
+    ratio: float
+    ratio_min: float
+    ratio_max: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=1.0, help="size of each pool")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    figures = [figure for case in CASES for figure in measure_case(*case, options.gib, options.rounds)]
+    print_figures(figures)
+    if options.json is not None:
+        record = {
+            "command": f"python -m splitserve.bench.movers --gib {options.gib} --rounds {options.rounds}",
+            "load_average": os.getloadavg(),
+        }
+        options.json.write_text(json.dumps({**record, "figures": [asdict(figure) for figure in figures]}, indent=1) + "\n")
+
+
+def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[Figure]:
+    """The figures of one block size and order, from a fresh pair of processes."""
+    cores = sorted(os.sched_getaffinity(0))
+    num_blocks = int(gib * 2**30) // block_bytes
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    arguments = (theirs, num_blocks, block_bytes, order, cores[-1])
+    sender = multiprocessing.get_context("spawn").Process(target=send_blocks, args=arguments)
+    sender.start()
+    os.sched_setaffinity(0, cores[:1])  # before any thread of ZeroMQ's is made: they inherit it
+    shared = SharedPool.create(num_blocks * block_bytes)
+    pool: Pool = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(num_blocks, block_bytes)
+    shm, tcp = ShmTarget(shared), ZmqTarget("tcp://127.0.0.1:*", pool)
+    met = Met(worker_id="d0", incarnation=1, num_blocks=num_blocks, shm_name=shm.shm_name, data_address=tcp.data_address("127.0.0.1"))
+    ours.send(met)
+    ours.recv()  # ready
+    seconds: dict[str, list[float]] = {"memcpy": [], "shm": [], "zmq": [], "checksum": []}
+    for _ in range(rounds):
+        seconds["memcpy"].append(_ask(ours, "memcpy"))
+        seconds["shm"].append(_ask(ours, "shm"))
+        pool[:] = 0
+        tcp.open(1, SECRET, {block: block for block in range(num_blocks)})
+        ours.send("zmq")
+        seconds["zmq"].append(_receive_all(tcp, num_blocks))
+        ours.recv()
+        seconds["checksum"].append(_timed(lambda: checksums(pool, range(num_blocks))))
+    ours.send("verify")
+    assert ours.recv() == checksums(pool, range(0, num_blocks, 7)), "blocks arrived corrupt"
+    ours.send("end")
+    sender.join()
+    tcp.close_all()
+    shared.close()
+    os.sched_setaffinity(0, cores)
+    return [_figure(what, block_bytes, order, num_blocks * block_bytes, seconds) for what in seconds]
+
+
+def _figure(what: str, block_bytes: int, order: str, num_bytes: int, seconds: dict[str, list[float]]) -> Figure:
+    ratios = [base / ours for base, ours in zip(seconds["memcpy"], seconds[what], strict=True)]
+    rate = num_bytes / statistics.median(seconds[what]) / 1e9
+    return Figure(what, block_bytes, order, rate, statistics.median(ratios), min(ratios), max(ratios))
+
+
+def _ask(connection: Connection, what: str) -> float:
+    connection.send(what)
+    seconds: float = connection.recv()
+    return seconds
+
+
+def _receive_all(target: ZmqTarget, num_blocks: int) -> float:
+    """Seconds from the first parcel to the last."""
+    poller = zmq.Poller()
+    poller.register(target.socket, zmq.POLLIN)
+    poller.poll()
+    start, arrived = time.perf_counter(), 0
+    while arrived < num_blocks:
+        poller.poll()
+        arrived += len(target.poll(8))
+    return time.perf_counter() - start
+
+
+def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order: str, core: int) -> None:
+    """The sending process: does what it is told over ``connection``."""
+    os.sched_setaffinity(0, {core})
+    met: Met = connection.recv()
+    rng = np.random.default_rng(0)
+    pool: Pool = np.frombuffer(rng.bytes(num_blocks * block_bytes), dtype=np.uint8).reshape(num_blocks, block_bytes)
+    copy = np.ones_like(pool)
+    sources = list(range(num_blocks)) if order == "side by side" else rng.permutation(num_blocks).tolist()
+    size = max(1, CHUNK_BYTES // block_bytes)
+    chunks = [[(i, sources[i], i) for i in range(start, min(num_blocks, start + size))] for start in range(0, num_blocks, size)]
+    ways: dict[str, Callable[[], None]] = {
+        "memcpy": lambda: _copy_all(pool, copy, sources),
+        "shm": _putting(met.model_copy(update={"mover": "shm"}), pool, chunks),
+        "zmq": _putting(met.model_copy(update={"mover": "zmq"}), pool, chunks),
+    }
+    ways["shm"]()  # maps every page once
+    connection.send("ready")
+    while (what := connection.recv()) != "end":
+        connection.send(checksums(pool, sources[::7]) if what == "verify" else _timed(ways[what]))
+
+
+def _copy_all(pool: Pool, copy: Pool, sources: list[int]) -> None:
+    for target, source in enumerate(sources):
+        np.copyto(copy[target], pool[source])
+
+
+def _putting(met: Met, pool: Pool, chunks: list[list[Item]]) -> Callable[[], None]:
+    source = open_source(met, pool)
+
+    def put_all() -> None:
+        for items in chunks:
+            source.put(1, SECRET, items)
+            while source.pending() * pool.shape[1] > CHUNK_BYTES // 2:
+                source.poll()
+                time.sleep(0.0005)
+        while source.pending():
+            source.poll()
+            time.sleep(0.0005)
+        source.poll()
+
+    return put_all
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def print_figures(figures: list[Figure]) -> None:
+    table = Table("what", "block KiB", "order", "GB/s", "of memcpy", "min - max", title="KV blocks between two processes")
+    for figure in figures:
+        span = f"{figure.ratio_min:.2f} - {figure.ratio_max:.2f}"
+        table.add_row(figure.what, str(figure.block_bytes >> 10), figure.order, f"{figure.gb_per_s:.2f}", f"{figure.ratio:.2f}", span)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
