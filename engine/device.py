@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.select import cpu_multiplies_bfloat16
 from .errors import ModelConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,8 +33,3 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "float16" and device.type == "cpu":
         raise ModelConfigError("dtype float16 is not supported on CPUs; use bfloat16 or float32")
     return DTYPES[name]
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.huge_pages import advise_huge_pages
 from .config import ModelConfig
 from .errors import OutOfMemoryError
-from .huge_pages import advise_huge_pages
 
 PoolAllocator = Callable[[int], memoryview]
 """Given a number of bytes, a writable buffer of at least that size: e.g. shared memory that other processes map."""

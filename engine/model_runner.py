@@ -58,7 +58,7 @@ class ModelRunner:
         self.dtype = select_dtype(engine.dtype, self.device)
         self.max_model_len = _max_model_len(engine.max_model_len, self.config)
         self.fingerprint = model_fingerprint(engine.model_path)
-        kernels = select_kernels(self.device)
+        kernels = select_kernels(self.device, engine.num_threads)
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self._model = DecoderModel(self.config, LayerLoader(checkpoint, kernels, self.dtype, self.device), self.max_model_len)
         self._sampler = Sampler(kernels, self.config.eos_token_ids)

@@ -1,0 +1,50 @@
+"""Signatures of the C++ module; kernels.h tells what each argument is. Addresses and sizes are integers."""
+
+def pack_linear(weight: int, packed: int, n: int, k: int, dtype: int, /) -> None: ...
+def linear(x: int, packed: int, bias: int, y: int, m: int, n: int, k: int, dtype: int, /) -> None: ...
+def attention(
+    q: int,
+    q_stride: int,
+    pool: int,
+    out: int,
+    query_start_loc: int,
+    seq_lens: int,
+    block_tables: int,
+    num_seqs: int,
+    table_stride: int,
+    num_layers: int,
+    layer: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int,
+    scale: float,
+    dtype: int,
+    /,
+) -> None: ...
+def rope_and_store(
+    qkv: int,
+    pool: int,
+    cos_sin: int,
+    positions: int,
+    slots: int,
+    q_norm: int,
+    k_norm: int,
+    num_tokens: int,
+    num_layers: int,
+    layer: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    dtype: int,
+    /,
+) -> None: ...
+def add_rms_norm(x: int, residual: int, weight: int, y: int, rows: int, n: int, eps: float, dtype: int, /) -> None: ...
+def silu_mul(gate_up: int, y: int, rows: int, n: int, dtype: int, /) -> None: ...
+def gumbel_argmax(logits: int, keys: int, chosen: int, rows: int, vocab_size: int, /) -> None: ...
+def set_num_threads(threads: int, /) -> None: ...
+def instruction_sets() -> list[str]: ...
+def use_instruction_set(name: str, /) -> int: ...

@@ -1,0 +1,235 @@
+// Paged attention: out = softmax(scale q k^T) v over a sequence's blocks, read where they lie; nothing is gathered.
+// Online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022): running maximum m, sum l and accumulator.
+//   one query:    4 d FLOPs a key, head and query; bytes: each key and value once for the heads that share it. Memory-bound.
+//   many queries: tiles of KEYS keys are copied out once (transposed for q k^T) and serve all rows of a query tile. Compute-bound.
+// Keys are taken in runs that begin at multiples of the run's length in the sequence, so a row's result does not depend on chunking.
+
+constexpr int64_t KEYS = 64;        // keys in a tile of the many-query path
+constexpr int64_t DECODE_KEYS = 64; // and of the one-query path
+
+template <class T>
+struct KeyValues {  // where one sequence's keys and values of one layer lie
+  const T* pool;
+  const int32_t* table;
+  int64_t block_size, token_stride, layer_offset, block_stride, value_offset;
+
+  KeyValues(const AttentionArgs& g, int64_t seq)
+      : pool(static_cast<const T*>(g.pool)), table(g.block_tables + seq * g.table_stride), block_size(g.block_size),
+        token_stride(g.num_kv_heads * g.head_dim), layer_offset(g.layer * 2 * block_size * token_stride),
+        block_stride(g.num_layers * 2 * block_size * token_stride), value_offset(block_size * token_stride) {}
+  const T* key(int64_t position) const {
+    return pool + table[position / block_size] * block_stride + layer_offset + position % block_size * token_stride;
+  }
+};
+
+// Sums of the lanes of eight vectors.
+static inline void sum8(const vf* x, float* out) {
+#if VECTOR_BYTES >= 32
+  __m256 h[8];
+  for (int i = 0; i < 8; ++i) {
+#if VECTOR_BYTES == 64
+    h[i] = _mm256_add_ps(_mm512_castps512_ps256((__m512)x[i]), _mm512_extractf32x8_ps((__m512)x[i], 1));
+#else
+    h[i] = (__m256)x[i];
+#endif
+  }
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(h[0], h[1]), _mm256_hadd_ps(h[2], h[3]));
+  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(h[4], h[5]), _mm256_hadd_ps(h[6], h[7]));
+  _mm256_storeu_ps(out, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+#else
+  for (int i = 0; i < 8; ++i) out[i] = sum(x[i]);
+#endif
+}
+
+// scores[0..count) = q . key(first + i); rows of keys at rows[i]. Reads rows[0] in place of those past the end.
+static inline void dot_rows(const float* q, const float* const* rows, int64_t count, int64_t head_dim, float* scores) {
+  for (int64_t t = 0; t < count; t += 8) {
+    vf acc[8] = {};
+    const float* row[8];
+    for (int i = 0; i < 8; ++i) row[i] = rows[t + i < count ? t + i : 0];
+    for (int64_t d = 0; d < head_dim; d += W) {
+      const vf qv = load(q + d);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) acc[i] += qv * load(row[i] + d);
+    }
+    sum8(acc, scores + t);
+  }
+}
+
+// acc[g] = acc[g] * scale[g] + sum_t p[g][t] values(t), one head group; values are rows ldv apart.
+template <int G>
+static inline void add_values(const float* p, int64_t ldp, const float* v, int64_t ldv, int64_t count, int64_t head_dim, const float* scale,
+                              float* acc) {
+  constexpr int NV = G <= 3 ? 4 : 2;
+  int64_t d = 0;
+  for (; d + NV * W <= head_dim; d += NV * W) multiply_tile<G, NV, true>(p, ldp, 1, v + d, ldv, count, scale, acc + d, head_dim);
+  for (; d < head_dim; d += W) multiply_tile<G, 1, true>(p, ldp, 1, v + d, ldv, count, scale, acc + d, head_dim);
+}
+
+static inline void add_values_of(int64_t group, const float* p, int64_t ldp, const float* v, int64_t ldv, int64_t count, int64_t head_dim,
+                                 const float* scale, float* acc) {
+  for (; group >= 4; group -= 4, p += 4 * ldp, scale += 4, acc += 4 * head_dim)
+    add_values<4>(p, ldp, v, ldv, count, head_dim, scale, acc);
+  if (group == 3) add_values<3>(p, ldp, v, ldv, count, head_dim, scale, acc);
+  if (group == 2) add_values<2>(p, ldp, v, ldv, count, head_dim, scale, acc);
+  if (group == 1) add_values<1>(p, ldp, v, ldv, count, head_dim, scale, acc);
+}
+
+// The running softmax of one row: p becomes exp(scores - new maximum), padded with 0 to a multiple of W.
+static inline float update_row(float& row_m, float& row_l, float* scores, int64_t count) {
+  const int64_t padded = (count + W - 1) / W * W;
+  for (int64_t t = count; t < padded; ++t) scores[t] = -INFINITY;
+  vf top = splat(-INFINITY);
+  for (int64_t t = 0; t < padded; t += W) top = vmax(load(scores + t), top);
+  const float m = largest(vmax(top, splat(row_m)));
+  if (m == -INFINITY) {  // nothing visible so far
+    for (int64_t t = 0; t < padded; t += W) store(scores + t, vf{});
+    return 1.0f;
+  }
+  vf total = {};
+  for (int64_t t = 0; t < padded; t += W) {
+    const vf p = vexp(load(scores + t) - m);
+    store(scores + t, p);
+    total += p;
+  }
+  const float rescale = row_m == m ? 1.0f : row_m == -INFINITY ? 0.0f : vexp(splat(row_m - m))[0];
+  row_l = row_l * rescale + sum(total);
+  row_m = m;
+  return rescale;
+}
+
+template <class T>
+static inline void write_rows(const float* acc, const float* l, int64_t count, int64_t head_dim, T* out) {
+  for (int64_t g = 0; g < count; ++g)
+    for (int64_t d = 0; d < head_dim; d += W) store(out + g * head_dim + d, load(acc + g * head_dim + d) * (1.0f / l[g]));
+}
+
+static inline void widen_row(const float* from, float* to, int64_t n, float scale) {
+  for (int64_t d = 0; d < n; d += W) store(to + d, load(from + d) * scale);
+}
+static inline void widen_row(const bf16* from, float* to, int64_t n, float scale) {
+  for (int64_t d = 0; d < n; d += W) store(to + d, load(from + d) * scale);
+}
+
+struct Scratch {  // kept by its thread from call to call
+  Floats q, acc, scores, keys, values, m, l, rescale;
+};
+
+// One query token, all key-value heads of the item: a run of blocks is read front to back, as it lies in memory.
+template <class T>
+static void attend_one(const AttentionArgs& g, const AttentionItem& item, Scratch& s) {
+  const KeyValues<T> kv(g, item.seq);
+  const int64_t D = g.head_dim, group = g.num_heads / g.num_kv_heads, heads = item.num_heads * group;
+  const int64_t length = g.seq_lens[item.seq], row0 = g.query_start_loc[item.seq];
+  float *queries = s.q.reserve(heads * D), *acc = s.acc.filled(heads * D, 0.0f), *scores = s.scores.reserve(group * DECODE_KEYS);
+  float *m = s.m.filled(heads, -INFINITY), *l = s.l.filled(heads, 0.0f), *rescale = s.rescale.reserve(group);
+  float *wide_keys = s.keys.reserve(DECODE_KEYS * D), *wide_values = s.values.reserve(DECODE_KEYS * D);
+  const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
+  for (int64_t i = 0; i < heads; ++i) widen_row(q + i * D, queries + i * D, D, g.scale);
+  for (int64_t t = larger(0, length - g.window), stop; t < length; t = stop) {
+    const int64_t block_end = (t / g.block_size + 1) * g.block_size, run_end = (t / DECODE_KEYS + 1) * DECODE_KEYS;
+    stop = smaller(length, smaller(block_end, run_end));
+    const int64_t count = stop - t;
+    const T* key = kv.key(t) + item.head * D;
+    for (int64_t h = 0; h < item.num_heads; ++h, key += D) {
+      const float* rows[DECODE_KEYS];
+      const float* values = reinterpret_cast<const float*>(key + kv.value_offset);
+      int64_t value_stride = kv.token_stride;
+      for (int64_t i = 0; i < count; ++i) rows[i] = reinterpret_cast<const float*>(key + i * kv.token_stride);
+      if (sizeof(T) != 4) {
+        for (int64_t i = 0; i < count; ++i) {
+          widen_row(key + i * kv.token_stride, wide_keys + i * D, D, 1.0f);
+          widen_row(key + kv.value_offset + i * kv.token_stride, wide_values + i * D, D, 1.0f);
+          rows[i] = wide_keys + i * D;
+        }
+        values = wide_values;
+        value_stride = D;
+      }
+      for (int64_t i = 0; i < group; ++i) {
+        const int64_t row = h * group + i;
+        dot_rows(queries + row * D, rows, count, D, scores + i * DECODE_KEYS);
+        rescale[i] = update_row(m[row], l[row], scores + i * DECODE_KEYS, count);
+      }
+      add_values_of(group, scores, DECODE_KEYS, values, value_stride, count, D, rescale, acc + h * group * D);
+    }
+  }
+  write_rows(acc, l, heads, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D);
+}
+
+// scores[rows][KEYS] = q keys, keys transposed [head_dim][KEYS].
+static inline void score_strip(int rows, const float* q, int64_t head_dim, const float* keys, float* scores) {
+  constexpr int NV = 2;
+  for (int64_t t = 0; t < KEYS; t += NV * W) switch (rows) {
+#define ROWS(R) case R: multiply_tile<R, NV, false>(q, head_dim, 1, keys + t, KEYS, head_dim, nullptr, scores + t, KEYS); break;
+    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#undef ROWS
+  }
+}
+static inline void value_strip(int rows, const float* p, const float* v, int64_t head_dim, const float* scale, float* acc) {
+  int64_t d = 0;
+#define ROWS(R, NV) case R: multiply_tile<R, NV, true>(p, KEYS, 1, v + d, head_dim, KEYS, scale, acc + d, head_dim); break;
+  for (; d + 2 * W <= head_dim; d += 2 * W) switch (rows) { ROWS(1, 2) ROWS(2, 2) ROWS(3, 2) ROWS(4, 2) ROWS(5, 2) ROWS(6, 2) }
+  for (; d < head_dim; d += W) switch (rows) { ROWS(1, 1) ROWS(2, 1) ROWS(3, 1) ROWS(4, 1) ROWS(5, 1) ROWS(6, 1) }
+#undef ROWS
+}
+
+// Copies KEYS keys (transposed) and values from position t on; 0 where the sequence has ended.
+template <class T>
+static void load_tile(const KeyValues<T>& kv, int64_t head_offset, int64_t t, int64_t length, int64_t D, float* keys, float* values) {
+  for (int64_t i = 0; i < KEYS; ++i) {
+    if (t + i >= length) {
+      for (int64_t d = 0; d < D; ++d) keys[d * KEYS + i] = values[i * D + d] = 0.0f;
+      continue;
+    }
+    const T* key = kv.key(t + i) + head_offset;
+    for (int64_t d = 0; d < D; ++d) keys[d * KEYS + i] = widen(key[d]);
+    widen_row(key + kv.value_offset, values + i * D, D, 1.0f);
+  }
+}
+
+// Many query tokens, one key-value head: rows are (token, query head of the group).
+template <class T>
+static void attend_many(const AttentionArgs& g, const AttentionItem& item, Scratch& s) {
+  constexpr int STRIP = 6;
+  const KeyValues<T> kv(g, item.seq);
+  const int64_t D = g.head_dim, group = g.num_heads / g.num_kv_heads, rows = item.num_queries * group;
+  const int64_t row0 = int64_t(g.query_start_loc[item.seq]) + item.query, length = g.seq_lens[item.seq];
+  const int64_t first = length - (g.query_start_loc[item.seq + 1] - g.query_start_loc[item.seq]) + item.query;  // position of row 0
+  float *queries = s.q.reserve(rows * D), *acc = s.acc.filled(rows * D, 0.0f), *scores = s.scores.reserve(STRIP * KEYS);
+  float *m = s.m.filled(rows, -INFINITY), *l = s.l.filled(rows, 0.0f);
+  float *keys = s.keys.reserve(KEYS * D), *values = s.values.reserve(KEYS * D);
+  const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
+  for (int64_t r = 0; r < rows; ++r) widen_row(q + r / group * g.q_stride + r % group * D, queries + r * D, D, g.scale);
+  const int64_t end = first + item.num_queries, begin = larger(0, first + 1 - g.window) / KEYS * KEYS;
+  for (int64_t t = begin; t < end; t += KEYS) {
+    load_tile(kv, item.head * D, t, length, D, keys, values);
+    for (int64_t r = 0; r < rows; r += STRIP) {
+      const int64_t strip = smaller(STRIP, rows - r);
+      if (first + (r + strip - 1) / group < t) continue;                  // all of it lies before this tile
+      if (first + r / group - g.window >= t + KEYS - 1) continue;         // or has moved past it
+      score_strip(int(strip), queries + r * D, D, keys, scores);
+      float rescale[STRIP];
+      for (int64_t i = 0; i < strip; ++i) {
+        float* row = scores + i * KEYS;
+        const int64_t position = first + (r + i) / group;
+        for (int64_t j = larger(0, position + 1 - t); j < KEYS; ++j) row[j] = -INFINITY;
+        for (int64_t j = smaller(KEYS, position + 1 - g.window - t) - 1; j >= 0; --j) row[j] = -INFINITY;
+        rescale[i] = update_row(m[r + i], l[r + i], row, KEYS);
+      }
+      value_strip(int(strip), scores, values, D, rescale, acc + r * D);
+    }
+  }
+  T* out = static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D;
+  for (int64_t i = 0; i < item.num_queries; ++i)
+    write_rows(acc + i * group * D, l + i * group, group, D, out + i * g.num_heads * D);
+}
+
+static void attention(const AttentionArgs& g, const AttentionItem* items, int64_t first, int64_t last) {
+  static thread_local Scratch scratch;
+  for (int64_t i = first; i < last; ++i) {
+    const int32_t* start = g.query_start_loc + items[i].seq;
+    const bool one = start[1] - start[0] == 1;
+    if (g.dtype == kFloat32) one ? attend_one<float>(g, items[i], scratch) : attend_many<float>(g, items[i], scratch);
+    else one ? attend_one<bf16>(g, items[i], scratch) : attend_many<bf16>(g, items[i], scratch);
+  }
+}

@@ -1,0 +1,129 @@
+// The small kernels between the matrix products: each reads its inputs once and writes its output once. Sums are float32.
+
+template <class T>
+static void norm_row(const T* x, const T* weight, T* y, int64_t n, float eps) {
+  vf squares = {};
+  int64_t i = 0;
+  for (; i + W <= n; i += W) { const vf v = load(x + i); squares += v * v; }
+  float total = sum(squares);
+  for (; i < n; ++i) total += widen(x[i]) * widen(x[i]);
+  const float scale = 1.0f / std::sqrt(total / float(n) + eps);
+  for (i = 0; i + W <= n; i += W) store(y + i, load(x + i) * scale * load(weight + i));
+  for (; i < n; ++i) narrow(y + i, widen(x[i]) * scale * widen(weight[i]));
+}
+
+template <class T>
+static void add_row(const T* x, T* residual, int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(residual + i, load(residual + i) + load(x + i));
+  for (; i < n; ++i) narrow(residual + i, widen(residual[i]) + widen(x[i]));
+}
+
+template <class T>
+static void add_rms_norm_of(const NormArgs& g, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row) {
+    T* residual = static_cast<T*>(g.residual) + row * g.n;
+    if (g.x) add_row(static_cast<const T*>(g.x) + row * g.n, residual, g.n);
+    norm_row(residual, static_cast<const T*>(g.weight), static_cast<T*>(g.y) + row * g.n, g.n, g.eps);
+  }
+}
+
+static void add_rms_norm(const NormArgs& g, int64_t first, int64_t last) {
+  if (g.dtype == kFloat32) add_rms_norm_of<float>(g, first, last);
+  else add_rms_norm_of<bf16>(g, first, last);
+}
+
+// y = gate / (1 + exp(-gate)) * up
+template <class T>
+static void silu_mul_of(const T* gate_up, T* y, int64_t n, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row) {
+    const T *gate = gate_up + row * 2 * n, *up = gate + n;
+    T* out = y + row * n;
+    int64_t i = 0;
+    for (; i + W <= n; i += W) { const vf x = load(gate + i); store(out + i, x / (vexp(-x) + 1.0f) * load(up + i)); }
+    for (; i < n; ++i) { const float x = widen(gate[i]); narrow(out + i, x / (std::exp(-x) + 1.0f) * widen(up[i])); }
+  }
+}
+
+static void silu_mul(const void* gate_up, void* y, int64_t n, Dtype dtype, int64_t first, int64_t last) {
+  if (dtype == kFloat32) silu_mul_of(static_cast<const float*>(gate_up), static_cast<float*>(y), n, first, last);
+  else silu_mul_of(static_cast<const bf16*>(gate_up), static_cast<bf16*>(y), n, first, last);
+}
+
+// (x[i], x[i + d/2]) turned by angle i; cosines at table, sines at table + d/2.
+template <class T>
+static void rotate(T* x, const float* table, int64_t d) {
+  const int64_t half = d / 2;
+  int64_t i = 0;
+  for (; i + W <= half; i += W) {
+    const vf a = load(x + i), b = load(x + half + i), c = load(table + i), s = load(table + half + i);
+    store(x + i, a * c - b * s);
+    store(x + half + i, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    const float a = widen(x[i]), b = widen(x[half + i]), c = table[i], s = table[half + i];
+    narrow(x + i, a * c - b * s);
+    narrow(x + half + i, b * c + a * s);
+  }
+}
+
+template <class T>
+static void rope_and_store_of(const RopeArgs& g, int64_t first, int64_t last) {
+  const int64_t D = g.head_dim, kv_size = g.num_kv_heads * D, q_size = g.num_heads * D, layer_size = 2 * g.block_size * kv_size;
+  for (int64_t token = first; token < last; ++token) {
+    T *q = static_cast<T*>(g.qkv) + token * (q_size + 2 * kv_size), *k = q + q_size;
+    const float* table = g.cos_sin + g.positions[token] * D;
+    for (int64_t h = 0; h < g.num_heads + g.num_kv_heads; ++h) {
+      T* head = q + h * D;
+      const T* weight = static_cast<const T*>(h < g.num_heads ? g.q_norm : g.k_norm);
+      if (weight) norm_row(head, weight, head, D, g.eps);
+      rotate(head, table, D);
+    }
+    const int64_t block = g.slots[token] / g.block_size, offset = g.slots[token] % g.block_size;
+    T* slot = static_cast<T*>(g.pool) + (block * g.num_layers + g.layer) * layer_size + offset * kv_size;
+    std::memcpy(slot, k, size_t(kv_size) * sizeof(T));
+    std::memcpy(slot + g.block_size * kv_size, k + kv_size, size_t(kv_size) * sizeof(T));
+  }
+}
+
+static void rope_and_store(const RopeArgs& g, int64_t first, int64_t last) {
+  if (g.dtype == kFloat32) rope_and_store_of<float>(g, first, last);
+  else rope_and_store_of<bf16>(g, first, last);
+}
+
+// argmax of logits + Gumbel noise; the formula is in gumbel_noise.py. No noise exceeds 23, so vectors that are further than that below
+// the best so far are passed over.
+static inline vu mix32(vu x) {
+  x ^= x >> 16; x *= 0x85EBCA6Bu; x ^= x >> 13; x *= 0xC2B2AE35u;
+  return x ^ (x >> 16);
+}
+
+static inline vf gumbel(vu h) {
+  const vf wide = __builtin_convertvector(h >> 16, vf) * 65536.0f + __builtin_convertvector(h & 0xffffu, vf);  // float(h)
+  const vf v = vmin((wide + 0.5f) * 0x1p-32f, splat(1.0f - 0x1p-24f));
+  const vf u = 1.0f - v;  // log1p(-v) = log(u) * v / (1 - u): exact where 1 - v rounds (Kahan)
+  const vf lost = 1.0f - u, log1p = select(lost == 0.0f, -v, vlog(u) * (v / lost));
+  return -vlog(-log1p);
+}
+
+static void gumbel_argmax(const float* logits, const int64_t* keys, int64_t* chosen, int64_t vocab_size, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row) {
+    const float* x = logits + row * vocab_size;
+    const uint32_t k0 = uint32_t(keys[2 * row]), k1 = uint32_t(keys[2 * row + 1]);
+    float best = -INFINITY;
+    int64_t best_id = 0;
+    vu lane = {};
+    for (int64_t i = 0; i < W; ++i) lane[i] = uint32_t(i);
+    for (int64_t start = 0; start < vocab_size; start += W) {
+      vf logit = splat(-INFINITY);
+      if (start + W <= vocab_size) logit = load(x + start);
+      else for (int64_t i = start; i < vocab_size; ++i) logit[i - start] = x[i];
+      if (largest(logit) + 23.0f <= best) continue;
+      const vu token = lane + uint32_t(start);
+      const vf total = logit + gumbel(mix32(mix32(token * 0x9E3779B1u + k0) ^ k1));
+      for (int64_t i = 0; i < W; ++i)
+        if (total[i] > best) { best = total[i]; best_id = start + i; }
+    }
+    chosen[row] = best_id;
+  }
+}

@@ -1,0 +1,31 @@
+// The kernels for AVX-512 (F, BW, DQ, VL).
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")
+#endif
+#define VECTOR_BYTES 64
+
+namespace splitserve {
+namespace {
+#include "simd.h"
+#include "linear.h"
+#include "attention.h"
+#include "elementwise.h"
+}  // namespace
+
+const Kernels kAvx512Kernels = {"avx512",  W,         PANEL,          ROW_TILE,     pack_linear,  linear,
+                                attention,  rope_and_store, add_rms_norm, silu_mul, gumbel_argmax};
+}  // namespace splitserve
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,20 @@
+// The kernels for the baseline of whatever the compiler builds for (SSE2, NEON).
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.h"
+
+#define VECTOR_BYTES 16
+
+namespace splitserve {
+namespace {
+#include "simd.h"
+#include "linear.h"
+#include "attention.h"
+#include "elementwise.h"
+}  // namespace
+
+const Kernels kGenericKernels = {"generic",  W,         PANEL,          ROW_TILE,     pack_linear,  linear,
+                                attention,  rope_and_store, add_rms_norm, silu_mul, gumbel_argmax};
+}  // namespace splitserve

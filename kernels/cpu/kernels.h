@@ -1,0 +1,82 @@
+// The table of native CPU kernels. Each instruction set's source file fills one (isa_*.cpp); module.cpp picks one when it is imported.
+//
+// Pointers are raw and untyped where the element type is chosen at run time (Dtype). Rows are contiguous. Work that can be shared
+// among threads is cut into items by the caller: a kernel runs items [first, last) and writes nothing that another item reads.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace splitserve {
+
+enum Dtype : int { kFloat32 = 0, kBFloat16 = 1 };
+
+struct LinearArgs {          // y[m][n] = sum_k x[m][k] w[n][k] + bias[n]
+  const void* x;             // [m, k]
+  const void* packed;        // [ceil(n / panel)][k][panel], see pack_linear
+  const void* bias;          // [n] or null
+  void* y;                   // [m, n]
+  int64_t m, n, k;
+  Dtype dtype;               // of all of them
+};
+
+struct AttentionArgs {       // out = softmax(scale q k^T) v, causal; keys and values are read where they lie in the pool
+  const void* q;             // [num_tokens, num_heads, head_dim], tokens q_stride apart
+  const void* pool;          // [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]
+  void* out;                 // [num_tokens, num_heads, head_dim]
+  const int32_t* query_start_loc;  // [num_seqs + 1]
+  const int32_t* seq_lens;         // [num_seqs]
+  const int32_t* block_tables;     // [num_seqs, table_stride]
+  int64_t q_stride, num_seqs, table_stride, num_layers, layer, block_size, num_heads, num_kv_heads, head_dim;
+  int64_t window;            // a token sees the window tokens that end with itself; INT32_MAX: all
+  float scale;
+  Dtype dtype;
+};
+
+struct AttentionItem {       // query tokens [query, query + num_queries) of a sequence, key-value heads [head, head + num_heads)
+  int32_t seq, query, num_queries, head, num_heads;
+};
+
+struct RopeArgs {            // q and k are normalised (where asked) and rotated in place in qkv; k and v are copied to their slots
+  void* qkv;                 // [num_tokens, num_heads + 2 num_kv_heads, head_dim]
+  void* pool;
+  const float* cos_sin;      // [max_model_len, head_dim]: cosines, then sines
+  const int32_t* positions;  // [num_tokens]
+  const int64_t* slots;      // [num_tokens]
+  const void* q_norm;        // [head_dim] or null
+  const void* k_norm;
+  int64_t num_layers, layer, block_size, num_heads, num_kv_heads, head_dim;
+  float eps;
+  Dtype dtype;
+};
+
+struct NormArgs {            // residual += x (where x is given); y = residual / sqrt(mean(residual^2) + eps) * weight
+  const void* x;             // [m, n] or null
+  void* residual;            // [m, n]
+  const void* weight;        // [n]
+  void* y;                   // [m, n]
+  int64_t n;
+  float eps;
+  Dtype dtype;
+};
+
+struct Kernels {
+  const char* name;
+  int64_t vector_width;      // float32 lanes
+  int64_t panel;             // columns of a packed panel
+  int64_t row_tile;          // rows that share one pass over a panel
+  void (*pack_linear)(const void* weight, void* packed, int64_t n, int64_t k, Dtype dtype);
+  void (*linear)(const LinearArgs&, int64_t first_panel, int64_t last_panel);
+  void (*attention)(const AttentionArgs&, const AttentionItem* items, int64_t first, int64_t last);
+  void (*rope_and_store)(const RopeArgs&, int64_t first_token, int64_t last_token);
+  void (*add_rms_norm)(const NormArgs&, int64_t first_row, int64_t last_row);
+  void (*silu_mul)(const void* gate_up, void* y, int64_t n, Dtype dtype, int64_t first_row, int64_t last_row);
+  void (*gumbel_argmax)(const float* logits, const int64_t* keys, int64_t* chosen, int64_t vocab_size, int64_t first_row, int64_t last_row);
+};
+
+extern const Kernels kGenericKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+}  // namespace splitserve

@@ -1,0 +1,133 @@
+// Vectors of float32 in the width of the instruction set at hand, in the compiler's vector extension: one source, three widths.
+// Included once by each isa_*.cpp, inside its own namespace, after the target pragma. VECTOR_BYTES is 16, 32 or 64.
+
+constexpr int64_t W = VECTOR_BYTES / 4;  // lanes
+
+// No template of the standard library may be instantiated here: the linker keeps one copy of it for all instruction sets.
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+struct Floats {  // a buffer that only grows
+  float* data = nullptr;
+  size_t capacity = 0;
+  Floats() = default;
+  Floats(const Floats&) = delete;
+  ~Floats() { std::free(data); }
+  float* reserve(int64_t count) {
+    if (size_t(count) > capacity) {
+      std::free(data);
+      data = static_cast<float*>(std::aligned_alloc(64, (size_t(count) * sizeof(float) + 63) / 64 * 64));
+      if (!data) std::abort();
+      capacity = size_t(count);
+    }
+    return data;
+  }
+  float* filled(int64_t count, float value) {
+    reserve(count);
+    for (int64_t i = 0; i < count; ++i) data[i] = value;
+    return data;
+  }
+};
+
+typedef float vf __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef float vf_any __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef uint16_t vh_any __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+
+struct bf16 { uint16_t bits; };
+
+static inline vf splat(float x) { return x - vf{}; }
+static inline vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
+static inline void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
+
+static inline vf load(const bf16* p) {
+  return (vf)(__builtin_convertvector((vh)*reinterpret_cast<const vh_any*>(p), vu) << 16);
+}
+static inline void store(bf16* p, vf x) {  // to nearest, ties to even; NaN stays NaN
+  const vu u = (vu)x, rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const vu nan = (vu)(x != x);
+  *reinterpret_cast<vh_any*>(p) = __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), vh);
+}
+
+static inline float widen(float x) { return x; }
+static inline float widen(bf16 x) { const uint32_t u = uint32_t(x.bits) << 16; float f; std::memcpy(&f, &u, 4); return f; }
+static inline void narrow(float* p, float x) { *p = x; }
+static inline void narrow(bf16* p, float x) {
+  uint32_t u; std::memcpy(&u, &x, 4);
+  p->bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+static inline vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
+static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
+
+static inline float sum(vf x) { float total = 0; for (int64_t i = 0; i < W; ++i) total += x[i]; return total; }
+static inline float largest(vf x) { float m = x[0]; for (int64_t i = 1; i < W; ++i) m = x[i] > m ? x[i] : m; return m; }
+
+// e^x to 1 ulp or so: x = n ln 2 + r, a polynomial for e^r, n added to the exponent. Below -87 it is 0.
+static inline vf vexp(vf x) {
+  const vi tiny = x < -87.0f;
+  x = vmin(x, splat(88.0f));
+  const vf shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are n
+  const vf n = shifted - 12582912.0f;
+  const vf r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const vf scaled = (vf)((vi)p + ((vi)shifted << 23));
+  return select(tiny, vf{}, scaled);
+}
+
+// ln x for positive normal x, to 1 ulp or so (the polynomial of Cephes' logf).
+static inline vf vlog(vf x) {
+  vi bits = (vi)x;
+  const vi big = ((bits & 0x007fffff) > 0x3504f3);  // mantissa above sqrt 2: take it halved
+  const vi exponent = ((bits >> 23) & 0xff) - 127 - big;
+  bits = (bits & 0x007fffff) | (0x3f800000 + (big << 23));  // big is -1 where true
+  const vf f = (vf)bits - 1.0f, e = __builtin_convertvector(exponent, vf), z = f * f;
+  vf p = f * 7.0376836292e-2f - 1.1514610310e-1f;
+  p = p * f + 1.1676998740e-1f;
+  p = p * f - 1.2420140846e-1f;
+  p = p * f + 1.4249322787e-1f;
+  p = p * f - 1.6668057665e-1f;
+  p = p * f + 2.0000714765e-1f;
+  p = p * f - 2.4999993993e-1f;
+  p = p * f + 3.3333331174e-1f;
+  const vf y = p * f * z + e * -2.12194440e-4f - 0.5f * z;
+  return f + y + e * 0.693359375f;
+}
+
+// C tile [MR][NV vectors] = scale[i] * C + A B: A[i][k] at a[i * row + k * column], B's row k at b + k * ldb, C rows ldc apart.
+// Each output is one chain of fused multiply-adds in the order of k, whatever MR: its value does not depend on its neighbours.
+template <int MR, int NV, bool kLoad, class B>
+static inline __attribute__((always_inline)) void multiply_tile(const float* a, int64_t row, int64_t column, const B* b, int64_t ldb,
+                                                                 int64_t k_count, const float* scale, float* c, int64_t ldc) {
+  vf acc[MR][NV];
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) {
+      if (kLoad) acc[i][j] = load(c + i * ldc + j * W) * (scale ? scale[i] : 1.0f);
+      else acc[i][j] = vf{};
+    }
+  for (int64_t k = 0; k < k_count; ++k) {
+    vf bv[NV];
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) bv[j] = load(b + k * ldb + j * W);
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i) {
+      const vf av = splat(a[i * row + k * column]);
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) acc[i][j] += av * bv[j];
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) store(c + i * ldc + j * W, acc[i][j]);
+}
