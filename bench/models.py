@@ -1,0 +1,83 @@
+"""Seeded random checkpoints of a given shape, for benchmarks: no download, the same bytes everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+LLAMA_125M = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+
+
+def make_random_llama(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **shape: Any) -> None:
+    """Writes a Llama checkpoint with a tokenizer to the folder ``path``; ``shape`` overrides fields of ``LLAMA_125M``."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **LLAMA_125M,
+        **shape,
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.ones(size, dtype=dtype) if len(size) == 1 else (torch.randn(size, generator=generator) * size[-1] ** -0.5).to(dtype)
+        for name, size in _tensor_shapes(config).items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(path, int(config["vocab_size"]))
+
+
+def _tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (q, hidden),
+            f"{layer}.self_attn.k_proj.weight": (kv, hidden),
+            f"{layer}.self_attn.v_proj.weight": (kv, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, q),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (ffn, hidden),
+            f"{layer}.mlp.up_proj.weight": (ffn, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, ffn),
+        }
+    return shapes
+
+
+def _write_tokenizer(path: Path, vocab_size: int) -> None:
+    """A byte a token after <unk>, <s>, </s>; the other ids are words ``<n>`` that no text holds but that decode to something visible."""
+    symbols = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    symbols += [f"<{i}>" for i in range(len(symbols), vocab_size)]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols[:vocab_size])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
