@@ -178,7 +178,7 @@ def account(usage: dict[str, Any], finish_reason: str = "") -> str:
     if stages.get("decode_s") and num_tokens > 1:
         parts.append(f"{(num_tokens - 1) / stages['decode_s']:.0f} tokens/s")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    parts.append(f"{num_tokens} tokens, {cached} of {usage.get('prompt_tokens', 0)} prompt tokens cached")
+    parts.append(f"{cached} of {usage.get('prompt_tokens', 0)} prompt tokens cached")
     if finish_reason == "length":
         parts.append("cut at the length limit")
     return " · ".join(parts)

@@ -26,7 +26,7 @@ async def test_one_answer_is_streamed_and_accounted_for(capsys: pytest.CaptureFi
 
 def test_the_account_names_every_stage() -> None:
     line = account(USAGE, "length")
-    assert line.startswith("queue 1.0 ms · prefill 20 ms · KV handoff 3.0 ms · decode 1.50 s · 2 tokens/s · 4 tokens")
+    assert line.startswith("queue 1.0 ms · prefill 20 ms · KV handoff 3.0 ms · decode 1.50 s · 2 tokens/s · 8 of 12 prompt tokens cached")
     assert line.endswith("cut at the length limit")
 
 
