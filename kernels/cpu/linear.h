@@ -5,6 +5,7 @@
 constexpr int kPanelVectors = 2;
 constexpr int64_t PANEL = kPanelVectors * W;
 constexpr int ROW_TILE = VECTOR_BYTES == 64 ? 12 : 6;  // accumulators fill the register file
+constexpr int64_t FETCH_AHEAD = 64 * PANEL;
 constexpr int64_t K_BLOCK = 384;
 constexpr int64_t ROW_BLOCK = 40 * ROW_TILE;
 
@@ -21,9 +22,10 @@ static void pack_linear(const void* weight, void* packed, int64_t n, int64_t k, 
 }
 
 template <bool kLoad, class B>
-static void multiply_rows(int rows, const float* a, int64_t row, int64_t column, const B* b, int64_t k, float* c, int64_t ldc) {
+static void multiply_rows(int rows, const float* a, int64_t row, int64_t column, const B* b, int64_t k, float* c, int64_t ldc,
+                          int64_t ahead) {
   switch (rows) {
-#define ROWS(R) case R: return multiply_tile<R, kPanelVectors, kLoad>(a, row, column, b, PANEL, k, nullptr, c, ldc);
+#define ROWS(R) case R: return multiply_tile<R, kPanelVectors, kLoad, true>(a, row, column, b, PANEL, k, nullptr, c, ldc, ahead);
     ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #if VECTOR_BYTES == 64
     ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
@@ -45,7 +47,7 @@ static void linear_few_rows(const LinearArgs& g, const float* x, int64_t first, 
   const T* bias = static_cast<const T*>(g.bias);
   float c[ROW_TILE * PANEL];
   for (int64_t p = first; p < last; ++p) {
-    multiply_rows<false>(int(g.m), x, g.k, 1, packed + p * g.k * PANEL, g.k, c, PANEL);
+    multiply_rows<false>(int(g.m), x, g.k, 1, packed + p * g.k * PANEL, g.k, c, PANEL, FETCH_AHEAD);
     const int64_t columns = smaller(PANEL, g.n - p * PANEL);
     finish_rows(c, g.m, bias ? bias + p * PANEL : nullptr, static_cast<T*>(g.y) + p * PANEL, g.n, columns);
   }
@@ -87,6 +89,7 @@ static void linear_many_rows(const LinearArgs& g, int64_t first, int64_t last) {
       for (int64_t p = first; p < last; ++p) {
         const T* panel = packed + (p * g.k + k0) * PANEL;
         const float* b = reinterpret_cast<const float*>(panel);
+        const int64_t next = sizeof(T) == 4 ? g.k * PANEL : 0;  // the next panel's piece comes while this one is multiplied
         if (sizeof(T) != 4) {  // widen once, use for every tile of rows
           for (int64_t i = 0; i < k * PANEL; i += W) store(piece + i, load(panel + i));
           b = piece;
@@ -95,8 +98,8 @@ static void linear_many_rows(const LinearArgs& g, int64_t first, int64_t last) {
         for (int64_t t = 0; t < tiles.count; ++t) {
           const int64_t start = tiles.start(t), height = tiles.start(t + 1) - start;
           const float* a = rows + start * k;
-          if (k0 == 0) multiply_rows<false>(int(height), a, 1, height, b, k, c + start * PANEL, PANEL);
-          else multiply_rows<true>(int(height), a, 1, height, b, k, c + start * PANEL, PANEL);
+          if (k0 == 0) multiply_rows<false>(int(height), a, 1, height, b, k, c + start * PANEL, PANEL, next);
+          else multiply_rows<true>(int(height), a, 1, height, b, k, c + start * PANEL, PANEL, next);
         }
       }
     }
