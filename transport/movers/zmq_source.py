@@ -14,6 +14,7 @@ from typing import TypeAlias
 import zmq
 
 from ..errors import MoverError
+from .allocator import keep_large_buffers
 from .interface import Arrival, Item, Pool
 from .parcel import HIGH_WATER_MARK, USER_NAME, ParcelHeader, blocks_per_parcel, pack_header, split_data_address
 
@@ -40,6 +41,7 @@ class ZmqSource:
         self._pool = pool
         self._waiting: deque[_Parcel] = deque()
         self._leaving: deque[tuple[_Parcel, zmq.MessageTracker | None]] = deque()
+        keep_large_buffers()
         self._context: Context = zmq.Context()
         self.socket = self._connected(data_address)
 

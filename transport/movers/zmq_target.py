@@ -20,6 +20,7 @@ import zmq
 from ..authenticator import Authenticator
 from ..errors import AddressError
 from ..host import advertised_address
+from .allocator import keep_large_buffers
 from .interface import Arrival, Pool
 from .parcel import HIGH_WATER_MARK, ParcelHeader, blocks_per_parcel, join_data_address, unpack_header
 
@@ -51,6 +52,7 @@ class ZmqTarget:
         self.num_blocks_received = 0
         self.dropped: Counter[str] = Counter()
         self._password = secrets.token_hex(16)
+        keep_large_buffers()
         self._context: Context = zmq.Context()
         self._authenticator = Authenticator(self._context)
         self.socket = self._listening(address)
