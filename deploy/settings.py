@@ -37,7 +37,7 @@ class ChatSettings(BaseModel):
     max_tokens: int | None = Field(
         default=None, ge=1, le=1 << 20, description="Longest answer in tokens. Default: what the context leaves."
     )
-    temperature: float = Field(default=0.7, ge=0, le=100, description="Sampling temperature; 0 always takes the likeliest token.")
+    temperature: float = Field(default=0, ge=0, le=100, description="Sampling temperature; 0 always takes the likeliest token.")
 
 
 class DoctorSettings(BaseModel):
