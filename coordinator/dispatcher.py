@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -68,7 +69,12 @@ class SocketDispatcher:
         """For /debug/state."""
         now = time.monotonic()
         return {
-            "coordinator": {"incarnation": self._core.incarnation, "control_address": self.address, "ready": self.ready()},
+            "coordinator": {
+                "pid": os.getpid(),
+                "incarnation": self._core.incarnation,
+                "control_address": self.address,
+                "ready": self.ready(),
+            },
             "requests": {"queued": self._core.num_queued, "running": self._core.num_flights - self._core.num_queued},
             "counters": self._core.counters(),
             "channel": asdict(self._channel.counters),

@@ -94,6 +94,7 @@ class DecodeWorker:
                 self._collect(now)
                 self._launch(now)
                 self._carry_out(now)
+                self._launch(now)  # what was just verified joins at once
                 self._report(now)
         finally:
             self._close()

@@ -83,6 +83,7 @@ class PrefillWorker:
                 self._collect(now)
                 self._launch(now)
                 self._carry_out()
+                self._launch(now)  # blocks that were just freed are used at once
                 self._report(now)
         finally:
             self._close()

@@ -1,0 +1,43 @@
+"""Where and with what a figure was measured."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGES = ("torch", "pyzmq", "uvicorn", "uvloop", "pydantic", "tokenizers", "numpy")
+
+
+def environment() -> dict[str, object]:
+    """Date, processor, versions, commit and command line: what a recorded result needs to be read later."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "commit": _commit(),
+        "command": " ".join(["python -m", _module(), *sys.argv[1:]]),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo").read_text()
+    name = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), platform.machine())
+    flags = set(next((line.partition(":")[2] for line in info.splitlines() if line.startswith("flags")), "").split())
+    return f"{name} ({', '.join(f for f in ('avx2', 'avx512f', 'avx512_bf16', 'amx_bf16') if f in flags)})"
+
+
+def _commit() -> str:
+    folder = Path(__file__).resolve().parent
+    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _module() -> str:
+    return f"splitserve.bench.{Path(sys.argv[0]).stem}"

@@ -1,0 +1,58 @@
+"""Worker processes around a model that takes no time: what is left is the system itself."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.context import SpawnProcess
+from typing import Literal
+
+import numpy as np
+
+from ..engine.batch import Batch, StepOutput
+from ..engine.worker_model import WorkerModel
+
+TOKEN = 65
+
+
+class NullRunner:
+    """Answers every batch at once with the same token."""
+
+    def execute(self, batch: Batch) -> StepOutput:
+        return StepOutput(np.full(batch.num_seqs, TOKEN, np.int32))
+
+
+def null_model(num_blocks: int, max_model_len: int, block_bytes: int = 64) -> WorkerModel:
+    """A model without weights whose KV blocks are ``block_bytes`` long."""
+    return WorkerModel(
+        runner=NullRunner(),
+        pool=np.zeros((num_blocks, block_bytes), np.uint8),
+        identity={"fingerprint": "null", "dtype": "uint8", "block_size": 16, "layout": "null", "block_bytes": block_bytes},
+        eos_token_ids=frozenset(),
+        max_model_len=max_model_len,
+        vocab_size=128,
+    )
+
+
+def start_null_worker(role: Literal["prefill", "decode"], coordinator: str, core: int, num_blocks: int, max_model_len: int) -> SpawnProcess:
+    """A worker of this role on this core, until it is terminated."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=_run, args=(role, coordinator, core, num_blocks, max_model_len), daemon=True
+    )
+    process.start()
+    return process
+
+
+def _run(role: str, coordinator: str, core: int, num_blocks: int, max_model_len: int) -> None:
+    from ..decode.settings import DecodeSettings
+    from ..decode.worker import DecodeWorker
+    from ..prefill.settings import PrefillSettings
+    from ..prefill.worker import PrefillWorker
+
+    os.sched_setaffinity(0, {core})
+    model = null_model(num_blocks, max_model_len)
+    common = {"model": ".", "coordinator": coordinator, "insecure": True, "mover": "zmq", "name": f"{role}-null"}
+    if role == "prefill":
+        PrefillWorker(PrefillSettings.model_validate({**common, "max_batch_tokens": 8192}), model, None).run()
+    else:
+        DecodeWorker(DecodeSettings.model_validate(common), model, None).run()

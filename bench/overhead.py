@@ -1,0 +1,175 @@
+"""What the system costs around the model, with a model runner that takes no time.
+
+    python -m splitserve.bench.overhead            # a minute; prints a table
+    python -m splitserve.bench.overhead --json bench/results/overhead.json
+
+1. Decode steps a second at a batch of 64 through the decode worker's loop: its core, its step thread, its sockets. The coordinator is a
+   stub on the other core that only drains them.
+2. Time to first token of single requests through the real coordinator, prefill worker and handoff: all of it is overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ..deploy.settings import DEMO_MODEL, DEMO_MODEL_NAME
+from ..deploy.up import free_port
+from ..transport.channels import RouterChannel
+from ..transport.messages import FROM_WORKER, Hello, Load, Peer, Prefill, RequestSpec, Sampling, StepTokens, Welcome, u32
+from .environment import environment
+from .null_workers import start_null_worker
+
+BATCH = 64
+WARM_S, WINDOW_S, WINDOWS = 2.0, 1.0, 5
+
+
+def decode_loop() -> dict[str, Any]:
+    """Steps a second of the decode worker's loop, in windows of a second."""
+    os.sched_setaffinity(0, {0})
+    channel = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER)
+    workers = [
+        start_null_worker("prefill", channel.address, 0, 80_000, 20_000),
+        start_null_worker("decode", channel.address, 1, 80_000, 20_000),
+    ]
+    try:
+        return _drive(channel)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+        channel.close()
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+def _drive(channel: RouterChannel) -> dict[str, Any]:
+    hellos: dict[str, tuple[bytes, Hello]] = {}
+    steps: list[float] = []
+    tokens = mark = begun = 0.0
+    deadline = time.monotonic() + 60
+    while len(steps) < WINDOWS and time.monotonic() < deadline:
+        channel.socket.poll(10)
+        for identity, message in channel.receive(256):
+            if isinstance(message, Hello):
+                hellos[message.role] = (identity, message)
+                channel.send(identity, Welcome(coordinator=1, heartbeat_s=0.25))
+                if len(hellos) == 2:
+                    _submit(channel, *hellos["prefill"], hellos["decode"][1])
+            elif isinstance(message, StepTokens):
+                rows = len(message.dispatches) // 4
+                begun = begun or (time.monotonic() if rows == BATCH else 0.0)
+                tokens += rows
+            elif isinstance(message, Load):
+                pass
+        now = time.monotonic()
+        if begun and now - begun >= WARM_S and now - mark >= WINDOW_S:
+            if mark:
+                steps.append(tokens / BATCH / (now - mark))
+            tokens, mark = 0.0, now
+    return {"batch": BATCH, "steps_per_s": statistics.median(steps), "min": min(steps), "max": max(steps)}
+
+
+def _submit(channel: RouterChannel, identity: bytes, prefill: Hello, decode: Hello) -> None:
+    peer = Peer(worker_id=decode.worker_id, incarnation=decode.incarnation, address=decode.peer_address)
+    for dispatch in range(BATCH):
+        spec = RequestSpec(
+            request_id=f"r{dispatch}",
+            epoch=0,
+            dispatch=dispatch,
+            coordinator=1,
+            token_ids=u32([dispatch + 1] * 32),
+            num_prompt_tokens=32,
+            sampling=Sampling(max_tokens=19_000, temperature=0.0),
+            deadline_s=600.0,
+        )
+        channel.send(identity, Prefill(spec=spec, decode=peer))
+
+
+def time_to_first_token(requests: int = 300) -> dict[str, Any]:
+    """Milliseconds from sending a request to its first streamed token, one request at a time, and to the last of four."""
+    with _null_cluster() as url, httpx.Client(base_url=url, timeout=10) as client:
+        firsts, lasts, stages = [], [], []
+        for i in range(requests + 20):
+            body = {
+                "model": DEMO_MODEL_NAME,
+                "prompt": [i % 60 + 1] * 256,
+                "max_tokens": 4,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            start = time.perf_counter()
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                chunks = answer.iter_bytes()
+                text = next(chunks)
+                first = time.perf_counter() - start
+                text += b"".join(chunks)
+            if i >= 20:
+                firsts.append(first)
+                lasts.append(time.perf_counter() - start)
+                stages.append(_stages(text))
+    medians = {name: statistics.median(s[name] for s in stages) * 1e3 for name in stages[0]}
+    return {
+        "requests": requests,
+        "prompt_tokens": 256,
+        "ttft_ms": {"p50": statistics.median(firsts) * 1e3, "p90": sorted(firsts)[int(0.9 * requests)] * 1e3},
+        "e2e_ms": {"p50": statistics.median(lasts) * 1e3},
+        "stages_p50_ms": medians,
+    }
+
+
+def _stages(text: bytes) -> dict[str, float]:
+    usage = next(json.loads(line[6:])["usage"] for line in text.splitlines() if b'"splitserve"' in line)
+    return {name: usage["splitserve"][name] for name in ("queue_s", "prefill_s", "handoff_s", "decode_s")}
+
+
+@contextmanager
+def _null_cluster() -> Iterator[str]:
+    port, control = free_port("127.0.0.1"), free_port("127.0.0.1")
+    command = [sys.executable, "-m", "splitserve.deploy.cli", "coordinator", "--model", str(DEMO_MODEL), "--insecure"]
+    arguments = ["--served-model-name", DEMO_MODEL_NAME, "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"]
+    processes: list[Any] = [subprocess.Popen([*command, *arguments, "--log-level", "warning"])]
+    processes.append(start_null_worker("prefill", f"tcp://127.0.0.1:{control}", 0, 20_000, 2_000))
+    processes.append(start_null_worker("decode", f"tcp://127.0.0.1:{control}", 1, 20_000, 2_000))
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 60
+        while not _ready(url):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the cluster of null workers did not become ready")
+            time.sleep(0.1)
+        yield url
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    results = {"environment": environment(), "decode_loop": decode_loop(), "single_request": time_to_first_token()}
+    print(json.dumps(results, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Continuous batching: rows, growth, preemption, and the columns that are reported."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitserve.decode.scheduler import DecodeScheduler, DecodeStep
+from splitserve.engine.batch import SamplingParams, SamplingState, StepOutput
+from splitserve.engine.block_manager import BlockManager
+
+BLOCK = 4
+EOS = 0
+
+
+def make(num_blocks: int = 64, max_num_seqs: int = 8) -> DecodeScheduler:
+    return DecodeScheduler(BlockManager(num_blocks), BLOCK, max_num_seqs, 64, frozenset([EOS]))
+
+
+def join(scheduler: DecodeScheduler, dispatch: int, num_prompt: int, max_tokens: int = 20, **more: object) -> bool:
+    blocks = scheduler.blocks.allocate(-(-num_prompt // BLOCK))
+    if blocks is None:
+        return False
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)  # type: ignore[arg-type]
+    state = SamplingState(params, list(range(1, num_prompt + 1)), [9])
+    scheduler.join((1, dispatch), f"r{dispatch}", state, blocks, b"root", 100.0)
+    return True
+
+
+def output(step: DecodeStep, token: int = 5) -> StepOutput:
+    return StepOutput(np.full(step.batch.num_seqs, token, np.int32))
+
+
+def check(step: DecodeStep) -> None:
+    """Each row is its sequence's newest token at its own place."""
+    batch = step.batch
+    for row, sequence in enumerate(step.sequences):
+        assert batch.token_ids[row] == sequence.state.output_token_ids[-1]
+        assert batch.positions[row] == sequence.state.position - 1
+        assert batch.seq_lens[row] == sequence.state.position
+        position = int(batch.positions[row])
+        assert batch.slot_mapping[row] == sequence.blocks[position // BLOCK] * BLOCK + position % BLOCK
+        assert step.dispatches[row] == sequence.key[1]
+        assert step.indices[row] == len(sequence.state.output_token_ids)
+    slots = batch.slot_mapping.tolist()
+    assert len(set(slots)) == len(slots)
+
+
+def test_a_sequence_ends_at_max_tokens_and_frees_its_blocks() -> None:
+    scheduler = make()
+    join(scheduler, 1, 6, max_tokens=4)
+    reasons = []
+    while (step := scheduler.schedule()) is not None:
+        check(step)
+        reasons += scheduler.complete(step, output(step)).finished.values()
+    assert reasons == ["length"]
+    assert scheduler.blocks.num_used == 0
+
+
+def test_eos_stops_but_not_before_min_tokens_nor_when_ignored() -> None:
+    scheduler = make()
+    join(scheduler, 1, 4)
+    join(scheduler, 2, 4, min_tokens=3)
+    join(scheduler, 3, 4, ignore_eos=True)
+    ended = []
+    for _ in range(3):
+        step = scheduler.schedule()
+        assert step is not None
+        result = scheduler.complete(step, output(step, EOS))
+        ended.append([step.sequences[row].key[1] for row in result.finished])
+    assert ended == [[1], [], [2]]
+
+
+def test_the_youngest_makes_room() -> None:
+    scheduler = make(num_blocks=4)
+    join(scheduler, 1, 8)
+    join(scheduler, 2, 8)
+    step = scheduler.schedule()
+    assert step is not None
+    assert [s.key[1] for s in step.sequences] == [1]
+    assert [s.key[1] for s in scheduler.preempted] == [2]
+
+
+def test_full_blocks_of_answers_can_be_found_again() -> None:
+    scheduler = make()
+    join(scheduler, 1, 4, max_tokens=9)
+    while (step := scheduler.schedule()) is not None:
+        scheduler.complete(step, output(step))
+    assert scheduler.blocks.num_cached == 2  # answer tokens 0-3 and 4-7; the last one's KV was never computed
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(1, 20), st.integers(2, 20)), min_size=1, max_size=20),
+    num_blocks=st.integers(7, 30),
+    drops=st.dictionaries(st.integers(0, 60), st.integers(0, 19), max_size=6),
+)
+def test_any_mix_of_joins_drops_and_preemptions(arrivals: list[tuple[int, int]], num_blocks: int, drops: dict[int, int]) -> None:
+    scheduler = make(num_blocks, max_num_seqs=5)
+    queue = list(enumerate(arrivals))
+    gone: list[int] = []
+    for turn in range(400):
+        if queue and scheduler.num_running < 5 and join(scheduler, queue[0][0], *queue[0][1]):
+            queue.pop(0)
+        step = scheduler.schedule()
+        gone += [s.key[1] for s in scheduler.preempted]
+        scheduler.preempted.clear()
+        if step is None:
+            continue
+        check(step)
+        if turn in drops and scheduler.drop((1, drops[turn])):
+            gone.append(drops[turn])
+        result = scheduler.complete(step, output(step))
+        gone += [step.sequences[row].key[1] for row in result.finished]
+    assert sorted(gone) == list(range(len(arrivals)))  # each left exactly once
+    assert scheduler.num_running == 0
+    assert scheduler.blocks.num_used == 0

@@ -1,0 +1,136 @@
+"""A real cluster for tests: `splitserve up` in its own process, talked to over HTTP, hurt by signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+MODEL_NAME = "tiny"
+START_S = 90.0
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def wait_for(what: str, condition: Callable[[], bool], timeout_s: float) -> None:
+    """Polls for an event, with a deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.02)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+class Cluster:
+    """What tests see of a running cluster."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url, self.process, self.log = url, process, log
+        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=90)
+
+    def ready(self) -> bool:
+        return _is_ready(self.url)
+
+    def state(self) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(f"{self.url}/debug/state", timeout=5).json()
+        return answer
+
+    def workers(self, role: str) -> list[dict[str, Any]]:
+        return [w for w in self.state()["workers"] if w["role"] == role]
+
+    def busy_worker(self, role: str) -> dict[str, Any]:
+        """The worker of this role that holds most requests."""
+        return max(self.workers(role), key=lambda w: len(w["dispatches"]))
+
+    def at_rest(self) -> bool:
+        """No request anywhere, and every block free or cached on every worker."""
+        state = self.state()
+        idle = state["requests"] == {"queued": 0, "running": 0}
+        return idle and all(
+            w["blocks"]["used"] == 0 and w["blocks"]["free"] + w["blocks"]["cached"] == w["blocks"]["total"] and not w["held"]
+            for w in state["workers"]
+        )
+
+    def wait_at_rest(self, timeout_s: float = 15.0) -> None:
+        wait_for("all blocks free or cached, no request anywhere", self.at_rest, timeout_s)
+
+    def wait_whole(self, num_prefill: int, num_decode: int, timeout_s: float = 60.0) -> None:
+        """Until all workers are (back) here and alive."""
+
+        def whole() -> bool:
+            return len(self.workers("prefill")) == num_prefill and len(self.workers("decode")) == num_decode
+
+        wait_for(f"{num_prefill} prefill and {num_decode} decode workers", whole, timeout_s)
+
+    def complete(self, prompt: str | list[int], max_tokens: int = 32, **more: Any) -> str:
+        """An unstreamed completion's text; exact length unless told otherwise."""
+        extra = {"ignore_eos": True, **more.pop("extra_body", {})}
+        answer = self.client.completions.create(
+            model=MODEL_NAME, prompt=prompt, max_tokens=max_tokens, temperature=more.pop("temperature", 0), extra_body=extra, **more
+        )
+        return answer.choices[0].text
+
+    def stream(self, prompt: str | list[int], max_tokens: int = 32, **more: Any) -> Iterator[str]:
+        """A streamed completion's pieces; the last chunk must carry a finish reason."""
+        extra = {"ignore_eos": True, **more.pop("extra_body", {})}
+        stream = self.client.completions.create(
+            model=MODEL_NAME,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=more.pop("temperature", 0),
+            stream=True,
+            extra_body=extra,
+            **more,
+        )
+        reasons = []
+        with stream:
+            for chunk in stream:
+                for choice in chunk.choices:
+                    yield choice.text
+                    reasons += [choice.finish_reason] if choice.finish_reason else []
+        assert reasons == ["length"], f"one terminal event, by length: {reasons}"
+
+
+@contextmanager
+def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
+    """`splitserve up` with these arguments, until the block ends; then it must stop cleanly."""
+    port = free_port()
+    log = folder / "up.log"
+    command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL_NAME]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as sink:
+        process = subprocess.Popen([*command, "--port", str(port), *arguments], stdout=sink, stderr=subprocess.STDOUT, env=environment)
+    cluster = Cluster(f"http://127.0.0.1:{port}", process, log)
+    try:
+        wait_for(f"the cluster is ready (log: {log})", lambda: cluster.ready() or process.poll() is not None, START_S)
+        assert process.poll() is None, log.read_text()[-4000:]
+        yield cluster
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, log.read_text()[-4000:]
+    finally:
+        cluster.client.close()
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)

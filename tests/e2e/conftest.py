@@ -1,0 +1,27 @@
+"""Clusters that several tests share: starting one takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2e.cluster import Cluster, running
+from support.models import make_checkpoint
+from transformers import PreTrainedModel
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """A small seeded random checkpoint with room for long prompts, and transformers' own model of it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = make_checkpoint(folder, "llama2", seed=3, max_position_embeddings=4096)
+    return folder, model
+
+
+@pytest.fixture(scope="session")
+def cluster(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two prefill and two decode workers."""
+    arguments = ("--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1")
+    with running(tiny[0], tmp_path_factory.mktemp("cluster"), *arguments) as cluster:
+        yield cluster

@@ -1,0 +1,123 @@
+"""Processes die, freeze and restart in mid-stream: no stream loses, doubles or changes a token, no block leaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import pytest
+from e2e.cluster import MODEL_NAME, Cluster, wait_for
+
+NUM_STREAMS = 8
+NUM_TOKENS = 900
+PROMPTS = [f"stream {i} " + "abc" * (5 * i) for i in range(NUM_STREAMS)]
+
+
+class Streams:
+    """Several streams under way, each counting its pieces."""
+
+    def __init__(self, cluster: Cluster, prompts: list[str], num_tokens: int, **more: float) -> None:
+        self.counts = [0] * len(prompts)
+        self.first = threading.Event()
+        self._pool = ThreadPoolExecutor(len(prompts))
+
+        def read(i: int) -> str:
+            pieces = []
+            for piece in cluster.stream(prompts[i], num_tokens, **more):
+                pieces.append(piece)
+                self.counts[i] += 1
+            return "".join(pieces)
+
+        self._futures: list[Future[str]] = [self._pool.submit(read, i) for i in range(len(prompts))]
+
+    def wait_under_way(self, num_pieces: int = 10) -> None:
+        wait_for("all streams are under way", lambda: min(self.counts) >= num_pieces, 60)
+
+    def texts(self) -> list[str]:
+        texts = [future.result(timeout=90) for future in self._futures]
+        self._pool.shutdown()
+        return texts
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster) -> list[str]:
+    """The fault-free answers."""
+    return Streams(cluster, PROMPTS, NUM_TOKENS).texts()
+
+
+@pytest.fixture(autouse=True)
+def whole_before_and_after(cluster: Cluster) -> None:
+    cluster.wait_whole(2, 2)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_kill_in_mid_stream(cluster: Cluster, expected: list[str], role: str) -> None:
+    streams = Streams(cluster, PROMPTS, NUM_TOKENS)
+    streams.wait_under_way()
+    victim = cluster.busy_worker(role)
+    os.kill(victim["pid"], signal.SIGKILL)
+    killed = time.monotonic()
+    wait_for("the loss is noticed", lambda: victim["pid"] not in [w["pid"] for w in cluster.workers(role)], 5)
+    assert time.monotonic() - killed < 2.5  # detection within 2 s, and a poll
+    assert streams.texts() == expected
+    cluster.wait_whole(2, 2)
+    cluster.wait_at_rest()
+
+
+def test_kill_the_prefill_worker_in_mid_prompt(cluster: Cluster) -> None:
+    prompt = [(i * 13 + i // 7) % 250 for i in range(3500)]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(cluster.complete, prompt, 24)
+        wait_for("the prompt is dispatched", lambda: any(w["dispatches"] for w in cluster.workers("prefill")), 10)
+        os.kill(cluster.busy_worker("prefill")["pid"], signal.SIGKILL)
+        killed_answer = answer.result(timeout=60)
+    cluster.wait_whole(2, 2)
+    assert killed_answer == cluster.complete(prompt, 24)
+    cluster.wait_at_rest()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_freeze_in_mid_stream_then_thaw(cluster: Cluster, expected: list[str], role: str) -> None:
+    streams = Streams(cluster, PROMPTS, NUM_TOKENS)
+    streams.wait_under_way()
+    victim = cluster.busy_worker(role)
+    os.kill(victim["pid"], signal.SIGSTOP)
+    try:
+        assert streams.texts() == expected
+    finally:
+        os.kill(victim["pid"], signal.SIGCONT)
+    cluster.wait_whole(2, 2)  # thawed, fenced, and back under a new incarnation
+    back = next(w for w in cluster.workers(role) if w["pid"] == victim["pid"])
+    assert back["incarnation"] > victim["incarnation"]
+    cluster.wait_at_rest()
+
+
+def test_sampled_streams_survive_too(cluster: Cluster) -> None:
+    sampled = {"temperature": 1.0, "seed": 11}
+    undisturbed = Streams(cluster, PROMPTS[:4], 600, **sampled).texts()
+    streams = Streams(cluster, PROMPTS[:4], 600, **sampled)
+    streams.wait_under_way()
+    os.kill(cluster.busy_worker("decode")["pid"], signal.SIGKILL)
+    assert streams.texts() == undisturbed
+    cluster.wait_whole(2, 2)
+    cluster.wait_at_rest()
+
+
+def test_coordinator_restart(cluster: Cluster) -> None:
+    streams = Streams(cluster, PROMPTS[:2], 3000)
+    streams.wait_under_way()
+    before = cluster.state()["coordinator"]["incarnation"]
+    pid = int(httpx.get(f"{cluster.url}/debug/state").json()["coordinator"]["pid"])
+    os.kill(pid, signal.SIGKILL)
+    for future in streams._futures:
+        assert future.exception(timeout=30) is not None  # the client sees a broken connection
+    wait_for("the coordinator is back", cluster.ready, 60)
+    assert cluster.state()["coordinator"]["incarnation"] > before
+    cluster.wait_whole(2, 2)
+    cluster.wait_at_rest()  # what the old coordinator's requests held is free
+    answer = cluster.client.completions.create(model=MODEL_NAME, prompt="again", max_tokens=4)
+    assert answer.choices[0].finish_reason in ("length", "stop")

@@ -1,0 +1,162 @@
+"""Real processes, the openai client, real tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from e2e.cluster import MODEL_NAME, Cluster, free_port, running, wait_for
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+Tiny = tuple[Path, PreTrainedModel]
+
+
+NUM_BYTES = 256
+"""Tokens from here on are special: they are no part of a completion's text."""
+
+
+def reference(cluster: Cluster, tiny: Tiny, prompt: list[int], max_tokens: int) -> str:
+    """What transformers says, greedily, as text."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = tiny[1].generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+        )
+    tokens = [t for t in out[0, len(prompt) :].tolist() if t < NUM_BYTES]
+    text: str = httpx.post(f"{cluster.url}/detokenize", json={"model": MODEL_NAME, "tokens": tokens}).json()["prompt"]
+    return text
+
+
+def test_tokens_are_those_of_transformers(cluster: Cluster, tiny: Tiny) -> None:
+    prompt = [10 + (i * 7) % 200 for i in range(50)]
+    expected = reference(cluster, tiny, prompt, 40)
+    assert cluster.complete(prompt, 40, extra_body={"min_tokens": 40}) == expected
+    assert "".join(cluster.stream(prompt, 40, extra_body={"min_tokens": 40})) == expected
+
+
+def test_a_long_prompt_over_many_chunks(cluster: Cluster, tiny: Tiny) -> None:
+    prompt = [(i * i) % 250 for i in range(1700)]  # four chunks of 512
+    expected = reference(cluster, tiny, prompt, 16)
+    assert cluster.complete(prompt, 16, extra_body={"min_tokens": 16}) == expected
+
+
+def test_a_shared_prefix_is_computed_once(cluster: Cluster) -> None:
+    prefix = [(i * 31) % 240 for i in range(400)]
+    usages = []
+    for tail in (1, 2):
+        answer = cluster.client.completions.create(model=MODEL_NAME, prompt=[*prefix, tail, tail], max_tokens=4, temperature=0)
+        usages.append(answer.usage)
+        time.sleep(0.6)  # two heartbeats: cache events travel with them
+    assert usages[1].prompt_tokens_details.cached_tokens == 400  # 25 whole blocks
+
+
+def test_64_streams_at_once(cluster: Cluster) -> None:
+    prompts = [f"number {i}: " + "x" * (i % 40) for i in range(64)]
+    with ThreadPoolExecutor(64) as pool:
+        streamed = list(pool.map(lambda p: "".join(cluster.stream(p, 48)), prompts))
+    alone = [cluster.complete(prompts[i], 48) for i in (0, 17, 63)]
+    assert [streamed[i] for i in (0, 17, 63)] == alone
+    cluster.wait_at_rest()
+
+
+def test_a_seed_repeats_and_choices_differ(cluster: Cluster) -> None:
+    def sample() -> list[str]:
+        answer = cluster.client.completions.create(model=MODEL_NAME, prompt="abc", max_tokens=24, temperature=1.0, seed=5, n=3)
+        return [choice.text for choice in answer.choices]
+
+    first = sample()
+    assert sample() == first
+    assert len(set(first)) == 3
+
+
+def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
+    for _ in range(5):
+        stream = cluster.stream("leaving early", 3000)
+        next(stream)
+        stream.close()
+    start = time.monotonic()
+    cluster.wait_at_rest(5)
+    assert time.monotonic() - start < 3  # a heartbeat or two of reporting, not the answer's length
+    assert len(cluster.complete("still here", 8)) > 0
+
+
+def test_metrics_tell_of_the_work(cluster: Cluster) -> None:
+    cluster.complete("metrics", 4)
+    time.sleep(1.1)  # a scrape within a second of another gets the same text
+    text = httpx.get(f"{cluster.url}/metrics").text
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_handoff_time_seconds", "kv_blocks"):
+        assert f"splitserve_{name}" in text, name
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = ("prompt", "max_tokens", "temperature", "n", "stop", "logprobs", "logit_bias", "stream", "seed", "top_p", "model")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5))
+def test_nonsense_is_refused_in_openais_words(cluster: Cluster, body: dict[str, object]) -> None:
+    answer = httpx.post(f"{cluster.url}/v1/completions", json={"model": MODEL_NAME, "max_tokens": 2, **body}, timeout=30)
+    if answer.status_code != 200:
+        assert 400 <= answer.status_code < 500, answer.text
+        assert answer.status_code != 422
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(tiny: Tiny, tmp_path: Path) -> None:
+    port, control = free_port(), free_port()
+    common = ["--model", str(tiny[0]), "--insecure"]
+    spawn = [sys.executable, "-m", "splitserve.deploy.cli"]
+    with (tmp_path / "log").open("wb") as log:
+        roles = [
+            ["coordinator", *common, "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"],
+            ["prefill", *common, "--coordinator", f"tcp://127.0.0.1:{control}", "--kv-cache-gib", "0.05"],
+            ["decode", *common, "--coordinator", f"tcp://127.0.0.1:{control}", "--kv-cache-gib", "0.05"],
+        ]
+        processes = [subprocess.Popen([*spawn, *roles[0]], stdout=log, stderr=log)]
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_for("the HTTP server answers", lambda: _answers(url), 60)
+            body = {"model": tiny[0].name, "prompt": "x", "max_tokens": 2}
+            with httpx.Client() as client:
+                client.get(f"{url}/health")  # the connection is there
+                start = time.monotonic()
+                refused = client.post(f"{url}/v1/completions", json=body)
+                assert time.monotonic() - start < 0.1
+            assert refused.status_code == 503
+            assert "retry-after" in refused.headers
+            processes += [subprocess.Popen([*spawn, *role], stdout=log, stderr=log) for role in roles[1:]]
+            wait_for("ready", lambda: httpx.get(f"{url}/ready").status_code == 200, 60)
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+        finally:
+            for process in processes:
+                process.terminate()
+            assert [process.wait(20) for process in processes] == [0] * len(processes)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.parametrize("mover", ["zmq", "shm"])
+def test_either_mover(tiny: Tiny, tmp_path: Path, mover: str) -> None:
+    prompt = [5 + (i * 3) % 100 for i in range(700)]
+    with running(tiny[0], tmp_path, "--mover", mover, "--kv-cache-gib", "0.1") as cluster:
+        expected = reference(cluster, tiny, prompt, 12)
+        assert cluster.complete(prompt, 12, extra_body={"min_tokens": 12}) == expected
+        assert f"by {mover}" in cluster.log.read_text()
+        cluster.wait_at_rest()

@@ -1,0 +1,119 @@
+"""The block manager under any sequence of operations: every block is free, cached or used, and what it says it has is there."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from splitserve.engine.block_manager import BlockManager
+
+NUM_BLOCKS = 12
+
+
+def chain_of(words: list[int]) -> list[bytes]:
+    """Hashes of a sequence's blocks: each names all blocks before it."""
+    return [bytes(words[: i + 1]) for i in range(len(words))]
+
+
+class Sequences(RuleBasedStateMachine):
+    """Sequences take up cached prefixes, fill new blocks, commit them, and let go, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = BlockManager(NUM_BLOCKS)
+        self.held: list[list[int]] = []
+        self.known: set[bytes] = set()  # by the events
+
+    @rule(words=st.lists(st.integers(0, 2), min_size=1, max_size=6), commits=st.integers(0, 6))
+    def start(self, words: list[int], commits: int) -> None:
+        hashes = chain_of(words)
+        hits = self.manager.match_prefix(hashes)
+        idle = self.manager.num_idle_among(hashes[:hits])
+        available = self.manager.num_available
+        cached = self.manager.acquire_prefix(hashes)
+        assert len(cached) == hits
+        assert self.manager.num_available == available - idle
+        fresh = self.manager.allocate(len(hashes) - hits)
+        if fresh is None:
+            assert len(hashes) - hits > available - idle
+            self.manager.release(cached)
+            return
+        blocks = cached + fresh
+        assert len(set(blocks)) == len(blocks)
+        for i in range(hits, min(hits + commits, len(blocks))):
+            self.manager.commit(blocks[i], hashes[i], hashes[i - 1] if i else None)
+        self.held.append(blocks)
+
+    @rule(which=st.integers(0, 100))
+    def let_go(self, which: int) -> None:
+        if self.held:
+            self.manager.release(self.held.pop(which % len(self.held)))
+
+    @rule(which=st.integers(0, 100))
+    def find_corrupt(self, which: int) -> None:
+        if self.held and self.held[which % len(self.held)]:
+            self.manager.discard(self.held[which % len(self.held)][-1])
+
+    @invariant()
+    def every_block_is_somewhere(self) -> None:
+        m = self.manager
+        assert m.num_free + m.num_cached + m.num_used == NUM_BLOCKS
+        assert m.num_used == len({block for blocks in self.held for block in blocks})
+
+    @invariant()
+    def events_tell_the_contents(self) -> None:
+        stored, removed = self.manager.take_events()
+        assert not set(stored) & set(removed)
+        self.known = (self.known | set(stored)) - set(removed)
+        assert self.known == set(self.manager.cached_hashes())
+
+    def teardown(self) -> None:
+        for blocks in self.held:
+            self.manager.release(blocks)
+        assert self.manager.num_used == 0
+
+
+TestSequences = Sequences.TestCase
+TestSequences.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_leaves_go_first_and_the_oldest_of_them() -> None:
+    manager = BlockManager(4)
+    blocks = manager.allocate(3)
+    assert blocks is not None
+    old = chain_of([1, 2, 3])
+    for i, block in enumerate(blocks):
+        manager.commit(block, old[i], old[i - 1] if i else None)
+    manager.release(blocks)
+    manager.allocate(2)  # one free, one evicted
+    assert manager.match_prefix(old) == 2
+    manager.allocate(1)
+    assert manager.match_prefix(old) == 1
+
+
+def test_a_full_pool_says_none_and_changes_nothing() -> None:
+    manager = BlockManager(3)
+    assert manager.allocate(2) is not None
+    assert manager.allocate(2) is None
+    assert manager.num_free == 1
+
+
+def test_a_block_released_twice_is_our_bug() -> None:
+    manager = BlockManager(2)
+    blocks = manager.allocate(1)
+    assert blocks is not None
+    manager.release(blocks)
+    with pytest.raises(AssertionError, match="twice"):
+        manager.release(blocks)
+
+
+def test_a_second_block_of_one_hash_stays_private() -> None:
+    manager = BlockManager(3)
+    blocks = manager.allocate(2)
+    assert blocks is not None
+    manager.commit(blocks[0], b"same", None)
+    manager.commit(blocks[1], b"same", None)
+    manager.release(blocks)
+    assert (manager.num_cached, manager.num_free) == (1, 2)

@@ -1,0 +1,140 @@
+"""Chunks under a budget, in a fair order, over a prefix cache."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitserve.engine.block_manager import BlockManager
+from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
+from splitserve.transport.messages import Peer, RequestSpec, Sampling, u32
+
+BLOCK = 4
+PEER = Peer(worker_id="d", incarnation=1, address="x")
+
+
+def spec(dispatch: int, tokens: list[int], prompt_logprobs: int | None = None) -> RequestSpec:
+    return RequestSpec(
+        request_id=f"r{dispatch}",
+        epoch=0,
+        dispatch=dispatch,
+        coordinator=1,
+        token_ids=u32(tokens),
+        num_prompt_tokens=len(tokens),
+        sampling=Sampling(max_tokens=4),
+        prompt_logprobs=prompt_logprobs,
+        deadline_s=60.0,
+    )
+
+
+def make(num_blocks: int = 64, budget: int = 16, **more: float) -> PrefillScheduler:
+    return PrefillScheduler(BlockManager(num_blocks), BLOCK, "model", budget, max_num_seqs=8, **more)
+
+
+def run(scheduler: PrefillScheduler, now: float) -> list[int] | None:
+    """One step; the dispatches it served, in order."""
+    step = scheduler.schedule(now)
+    if step is None:
+        return None
+    check(step)
+    for chunk in step.chunks:
+        scheduler.complete(chunk)
+    return [chunk.sequence.key[1] for chunk in step.chunks]
+
+
+def check(step: PrefillStep) -> None:
+    """The batch's arrays say what the chunks say."""
+    batch = step.batch
+    assert batch.num_tokens == sum(c.count for c in step.chunks)
+    for row, chunk in enumerate(step.chunks):
+        start, end = batch.query_start_loc[row], batch.query_start_loc[row + 1]
+        assert batch.positions[start:end].tolist() == list(range(chunk.start, chunk.start + chunk.count))
+        for position, slot in zip(batch.positions[start:end], batch.slot_mapping[start:end], strict=True):
+            assert slot == chunk.sequence.blocks[position // BLOCK] * BLOCK + position % BLOCK
+        assert batch.seq_lens[row] == chunk.start + chunk.count
+
+
+def test_a_long_prompt_does_not_hold_up_a_short_one() -> None:
+    scheduler = make()
+    scheduler.add(spec(1, list(range(100))), PEER, 0.0)
+    assert run(scheduler, 0.0) == [1]
+    scheduler.add(spec(2, [7] * 5), PEER, 0.1)
+    assert run(scheduler, 0.1) == [2, 1]
+
+
+def test_short_prompts_do_not_starve_a_long_one() -> None:
+    scheduler = make(num_blocks=400)
+    scheduler.add(spec(0, list(range(200))), PEER, 0.0)
+    served = []
+    for i in range(1, 60):
+        scheduler.add(spec(i, [i] * 16), PEER, float(i))
+        served += run(scheduler, float(i)) or []
+    assert 0 in served[10:]
+    assert 0 not in scheduler.waiting
+    assert 0 not in scheduler.running
+
+
+def test_a_starving_prompt_keeps_blocks_from_younger_ones() -> None:
+    scheduler = make(num_blocks=10)
+    scheduler.add(spec(1, list(range(24))), PEER, 0.0)
+    assert run(scheduler, 0.0) == [1]  # holds 6 of 10 blocks until its handoff is over
+    scheduler.add(spec(2, list(range(100, 132))), PEER, 0.0)  # needs 8
+    for i in (3, 4):
+        scheduler.add(spec(i, [i] * 4), PEER, 5.0)
+    assert run(scheduler, 5.0) == [1]
+    assert set(scheduler.waiting) == {(1, 2), (1, 3), (1, 4)}
+    scheduler.unpin((1, 1))
+    assert (1, 2) not in scheduler.waiting or run(scheduler, 5.1) is not None
+    assert (1, 2) in scheduler.running or (1, 2) in scheduler.pinned
+
+
+def test_a_prompt_whose_prefix_is_being_computed_waits_for_it() -> None:
+    scheduler = make()
+    tokens = list(range(33))
+    scheduler.add(spec(1, tokens), PEER, 0.0)
+    scheduler.add(spec(2, tokens), PEER, 0.0)
+    assert run(scheduler, 0.0) == [1]
+    while (1, 1) not in scheduler.pinned:
+        run(scheduler, 0.1)
+    run(scheduler, 0.2)
+    sequence = scheduler.pinned[(1, 2)]
+    assert sequence.num_cached_tokens == 32
+
+
+def test_prompt_logprobs_need_the_whole_prompt_computed() -> None:
+    scheduler = make()
+    for dispatch, wanted in ((1, None), (2, 0)):
+        scheduler.add(spec(dispatch, list(range(16)), wanted), PEER, 0.0)
+        run(scheduler, 0.0)
+    assert scheduler.pinned[(1, 2)].num_cached_tokens == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=12),
+    budget=st.integers(1, 32),
+    num_blocks=st.integers(10, 40),
+    drops=st.sets(st.integers(0, 11)),
+)
+def test_every_prompt_is_computed_once_or_dropped_and_no_block_stays(
+    prompts: list[list[int]], budget: int, num_blocks: int, drops: set[int]
+) -> None:
+    scheduler = make(num_blocks, budget)
+    for i, tokens in enumerate(prompts):
+        scheduler.add(spec(i, tokens), PEER, 0.0)
+    done: set[int] = set()
+    for turn in range(2000):
+        step = scheduler.schedule(turn * 0.1)
+        if step is None:
+            break
+        check(step)
+        assert step.batch.num_tokens <= budget
+        if turn in drops:
+            scheduler.drop((1, turn % len(prompts)))  # in the middle of a step
+        for chunk in step.chunks:
+            if scheduler.complete(chunk) and chunk.is_last:
+                done.add(chunk.sequence.key[1])
+                scheduler.unpin(chunk.sequence.key)
+    assert not scheduler.held
+    assert scheduler.blocks.num_used == 0
+    assert len(done) >= len(prompts) - len(drops)
