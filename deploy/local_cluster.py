@@ -49,7 +49,7 @@ async def _run(plan: Plan) -> int:
     status = await supervisor.run(_work(plan))
     if supervisor.failure:
         if interactive and supervisor.failed:
-            sys.stderr.writelines(f"  {line}\n" for line in supervisor.failed.last_lines)
+            sys.stderr.writelines(f"  {line}\n" for line in list(supervisor.failed.last_lines)[:-1])
         say(f"stopped: {supervisor.failure}")
     elif not interactive:
         say("stopped")

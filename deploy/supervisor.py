@@ -89,7 +89,7 @@ class Supervisor:
             if delay is None:
                 said = next((line for line in reversed(child.last_lines) if line.strip()), "it said nothing")
                 self.failed = child
-                self.failure = f"{name} could not start ({_ending(status)}): {said}"
+                self.failure = f"{name} could not start ({_ending(status)}): {said.removeprefix('splitserve: ')}"
                 self._stopping.set()
                 return
             self._log(name, f"ended ({_ending(status)}); starts again in {delay:g} s")
