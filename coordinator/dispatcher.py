@@ -78,7 +78,10 @@ class SocketDispatcher:
             "requests": {"queued": self._core.num_queued, "running": self._core.num_flights - self._core.num_queued},
             "counters": self._core.counters(),
             "channel": asdict(self._channel.counters),
-            "workers": [_describe(worker, now) for worker in self._core.pools.workers.values()],
+            "workers": [
+                {**_describe(worker, now), "requests": self._core.request_ids(worker.dispatches)}
+                for worker in self._core.pools.workers.values()
+            ],
         }
 
     def system(self) -> SystemSnapshot:

@@ -91,6 +91,10 @@ class Lifecycle:
         """Cumulative since the start."""
         return {"redispatches": self.num_redispatched, "workers_lost": self.num_workers_lost}
 
+    def request_ids(self, dispatches: Iterable[int]) -> list[str]:
+        """The requests behind these dispatches, for people."""
+        return sorted(self._by_dispatch[d].request.request_id for d in dispatches)
+
     def submit(self, request: GenerationRequest, now: float) -> list[Action]:
         """Takes a request in, or ends it at once."""
         longest = self.pools.max_prompt_tokens()
@@ -136,6 +140,7 @@ class Lifecycle:
             self.pools.book(message)
         elif isinstance(message, FirstToken | Joined | RequestFailed) and message.coordinator == self.incarnation:
             self._progress(worker, message, now)
+            self._pump(now)
         return self._take()
 
     def tick(self, now: float) -> list[Action]:
@@ -223,7 +228,6 @@ class Lifecycle:
             self._finish(flight, "length", now)
         elif message.index == flight.num_received:
             self._push(flight, message.token, message.logprobs, message.finished, now)
-        self._pump(now)
 
     def _joined(self, flight: Flight, message: Joined, now: float) -> None:
         if flight.stage != "decode":

@@ -29,7 +29,7 @@ from ..transport.handoff import PeerId
 from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.messages import FROM_DECODE, Handoff, Hello, Meet, ModelIdentity, u64
-from ..transport.movers.checksum import checksums
+from ..transport.movers.checksum import block_checksum
 from ..transport.movers.interface import PutSource
 from ..transport.movers.opening import open_source
 from ..transport.wakeup import Wakeup
@@ -55,6 +55,7 @@ class PrefillWorker:
         self._stopping = False
         self._ticked = self._reported = 0.0
         self._put_seconds = self._put_bytes = 0.0
+        self._checksums: dict[int, int] = {}  # by own block, from when it was last put: its content stays until it is delivered
         self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns)
         scheduler = PrefillScheduler(
             BlockManager(len(model.pool)),
@@ -173,12 +174,14 @@ class PrefillWorker:
     def _put(self, action: Put) -> None:
         start = time.perf_counter()
         self._with_mover(action.peer, lambda: self._sources[action.peer].put(action.lease, action.secret, action.items))
+        for _, block, _ in action.items:
+            self._checksums[block] = block_checksum(self._model.pool[block])
         self._put_seconds += time.perf_counter() - start
         self._put_bytes += len(action.items) * self._identity.block_bytes
 
     def _send_handoff(self, action: SendHandoff) -> None:
         if action.peer in self._channels:
-            sums = u64(checksums(self._model.pool, action.source_blocks))
+            sums = u64([self._checksums[block] for block in action.source_blocks])
             handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
             self._channels[action.peer].send(handoff)
 

@@ -1,0 +1,270 @@
+"""The lifecycle, message by message. (Under an adversary: tests/simulation.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from splitserve.coordinator.flight import Action, End, Push, PushPromptLogprobs, Send
+from splitserve.coordinator.lifecycle import Lifecycle, LifecycleLimits
+from splitserve.coordinator.request import Ended, GenerationRequest
+from splitserve.transport.messages import (
+    Cancel,
+    Fenced,
+    FirstToken,
+    Hello,
+    Joined,
+    Load,
+    Message,
+    ModelIdentity,
+    Prefill,
+    RequestFailed,
+    Sampling,
+    StepTokens,
+    TokenLogprobs,
+    Welcome,
+    from_u32,
+    u32,
+)
+
+MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=4, layout="l", block_bytes=8)
+
+
+class Sink:
+    def push(self, token_id: int, logprobs: object) -> None: ...
+    def push_prompt_logprobs(self, logprobs: object) -> None: ...
+    def flush(self) -> None: ...
+    def end(self, ended: object) -> None: ...
+
+
+class Bench:
+    """A lifecycle with one prefill and one decode worker, and a clock."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.now = 0.0
+        self.core = Lifecycle(7, "hybrid", LifecycleLimits(**limits))
+        self.hello("p", "prefill")
+        self.hello("d", "decode")
+
+    def hello(self, name: str, role: Any, incarnation: int = 1) -> list[Action]:
+        hello = Hello(
+            worker_id=name,
+            incarnation=incarnation,
+            role=role,
+            host="h",
+            pid=1,
+            model=MODEL,
+            max_model_len=100,
+            vocab_size=10,
+            num_blocks=50,
+            max_num_seqs=4,
+            max_batch_tokens=16,
+            peer_address="tcp://x:1",
+        )
+        return self.core.receive((name, incarnation), hello, self.now)
+
+    def submit(self, name: str = "r", **more: Any) -> list[Action]:
+        fields: dict[str, Any] = {"prompt_token_ids": [1, 2, 3], "sampling": Sampling(max_tokens=5), "arrival": self.now, "deadline": 100.0}
+        return self.core.submit(GenerationRequest(name, sink=Sink(), **{**fields, **more}), self.now)
+
+    def say(self, name: str, message: Message, incarnation: int = 1) -> list[Action]:
+        return self.core.receive((name, incarnation), message, self.now)
+
+    def first(self, dispatch: int, token: int = 5, index: int = 0, **more: Any) -> list[Action]:
+        return self.say("p", FirstToken(coordinator=7, dispatch=dispatch, index=index, token=token, **more))
+
+    def joined(self, dispatch: int, token: int = 5, index: int = 0) -> list[Action]:
+        return self.say("d", Joined(coordinator=7, dispatch=dispatch, index=index, token=token))
+
+    def step(self, dispatch: int, index: int, token: int, finished: Any = None) -> list[Action]:
+        rows = {"dispatches": u32([dispatch]), "indices": u32([index]), "tokens": u32([token])}
+        return self.say("d", StepTokens(coordinator=7, finished={0: finished} if finished else {}, **rows))
+
+    def load(self, name: str, held: list[int], steps: int = 0, busy: bool = False) -> list[Action]:
+        numbers = dict.fromkeys(("blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens"), 0)
+        more = {"blocks_free": 50, "steps": steps, "busy": busy, "accepting": True, "dispatches": u32(held)}
+        return self.say(name, Load(worker_id=name, incarnation=1, **numbers, **more))
+
+
+def tokens(actions: list[Action]) -> list[int]:
+    return [a.token for a in actions if isinstance(a, Push)]
+
+
+def ends(actions: list[Action]) -> list[Ended]:
+    return [a.ended for a in actions if isinstance(a, End)]
+
+
+def sent(actions: list[Action], kind: type[Message]) -> list[Any]:
+    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+
+
+def test_a_request_from_submission_to_its_end() -> None:
+    bench = Bench()
+    (prefill,) = sent(bench.submit(), Prefill)
+    assert from_u32(prefill.spec.token_ids) == [1, 2, 3]
+    assert prefill.decode.worker_id == "d"
+    bench.now = 1.0
+    assert tokens(bench.first(1, queue_s=0.25)) == [5]
+    bench.now = 1.5
+    assert tokens(bench.joined(1)) == []  # the first token, repeated
+    bench.now = 2.0
+    assert tokens(bench.step(1, 1, 6)) == [6]
+    bench.now = 3.5
+    (ended,) = ends(bench.step(1, 2, 7, "stop"))
+    assert ended.finish_reason == "stop"
+    assert (ended.stages.queue, ended.stages.prefill, ended.stages.handoff, ended.stages.decode) == (0.25, 0.75, 0.5, 2.0)
+    assert bench.core.num_flights == 0
+
+
+def test_the_join_may_overtake_the_first_token() -> None:
+    bench = Bench()
+    bench.submit()
+    assert tokens(bench.joined(1)) == [5]
+    assert tokens(bench.step(1, 1, 6)) == [6]
+    assert tokens(bench.first(1)) == []
+
+
+def test_a_doubled_or_late_token_is_dropped_and_a_lost_one_starts_a_new_epoch() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.first(1)
+    bench.joined(1)
+    bench.step(1, 1, 6)
+    assert tokens(bench.step(1, 1, 6)) == []
+    actions = bench.step(1, 3, 8)  # index 2 never came
+    assert tokens(actions) == []
+    (again,) = sent(actions, Prefill)
+    assert (again.spec.epoch, from_u32(again.spec.token_ids), again.spec.num_prompt_tokens) == (1, [1, 2, 3, 5, 6], 3)
+    assert {from_u32(c.dispatches)[0] for c in sent(actions, Cancel)} == {1}
+    assert tokens(bench.step(1, 2, 9)) == []  # the old epoch speaks no more
+    assert tokens(bench.first(again.spec.dispatch, token=7, index=2)) == [7]
+
+
+def test_a_silent_decode_worker_is_dead_and_its_request_goes_on() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.first(1)
+    bench.joined(1)
+    bench.hello("d2", "decode")
+    bench.now = 1.0
+    bench.load("p", [])
+    bench.say("d2", Load.model_validate({**_idle("d2")}))
+    bench.now = 2.0
+    actions = bench.core.tick(bench.now)
+    (again,) = sent(actions, Prefill)
+    assert again.decode.worker_id == "d2"
+    assert [f.reason != "" for f in sent(bench.load("d", [1]), Fenced)] == [True]  # should it come back
+
+
+def _idle(name: str) -> dict[str, Any]:
+    numbers = ("blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens", "steps")
+    return {"worker_id": name, "incarnation": 1, "blocks_free": 50, "busy": False, "accepting": True, **dict.fromkeys(numbers, 0)}
+
+
+def test_a_busy_worker_without_progress_is_dead() -> None:
+    bench = Bench(progress_timeout_s=5.0)
+    bench.submit()
+    for _ in range(12):
+        bench.now += 0.5
+        bench.load("p", [1], steps=3, busy=True)
+        bench.load("d", [1])
+        bench.core.tick(bench.now)
+    assert [w.role for w in bench.core.pools.workers.values()] == ["decode"]
+    assert bench.core.num_queued == 1  # until a prefill worker comes
+
+
+def test_retries_are_bounded_but_preemption_is_no_failure() -> None:
+    bench = Bench(max_attempts=3)
+    bench.submit()
+    last: list[Action] = []
+    for dispatch in range(1, 8):
+        bench.joined(dispatch, index=0)
+        failed = RequestFailed(coordinator=7, dispatch=dispatch, kind="preempted", message="full")
+        last = bench.say("d", failed)
+        assert not ends(last)
+    for dispatch in range(8, 11):
+        last = bench.say("p", RequestFailed(coordinator=7, dispatch=dispatch, kind="internal", message="boom"))
+    (ended,) = ends(last)
+    assert ended.error == "failed"
+    assert "boom" in ended.message
+
+
+def test_notes_are_compared_with_every_heartbeat() -> None:
+    bench = Bench()
+    bench.submit()
+    (orphans,) = sent(bench.load("d", [1, 55]), Cancel)
+    assert from_u32(orphans.dispatches) == [55]
+    bench.now = 1.2
+    bench.load("p", [])  # it does not know of dispatch 1
+    bench.load("d", [])
+    (again,) = sent(bench.core.tick(bench.now), Prefill)
+    assert again.spec.epoch == 1
+
+
+def test_requests_wait_here_while_the_workers_are_full_and_priorities_matter() -> None:
+    bench = Bench()
+    assert len(sent(bench.submit("a", prompt_token_ids=[1] * 40), Prefill)) == 1
+    assert not sent(bench.submit("slow", prompt_token_ids=[1] * 40, priority=5), Prefill)
+    assert not sent(bench.submit("fast", prompt_token_ids=[2] * 40, priority=1), Prefill)
+    (next_one,) = sent(bench.first(1), Prefill)
+    assert next_one.spec.request_id == "fast"
+
+
+def test_refusals() -> None:
+    empty = Lifecycle(7, "hybrid")
+    request = GenerationRequest("r", [1], Sampling(max_tokens=1), Sink(), 0.0, 10.0)
+    assert ends(empty.submit(request, 0.0))[0].error == "unavailable"
+    bench = Bench(max_queue=1)
+    bench.submit("a", prompt_token_ids=[1] * 40)
+    bench.submit("b", prompt_token_ids=[1] * 40)
+    assert ends(bench.submit("c"))[0].error == "overloaded"
+    assert "99" in ends(Bench().submit("d", prompt_token_ids=[1] * 100))[0].message
+
+
+def test_the_deadline_ends_it_everywhere() -> None:
+    bench = Bench()
+    bench.submit(deadline=1.0)
+    bench.now = 1.0
+    actions = bench.core.tick(bench.now)
+    assert [e.error for e in ends(actions)] == ["deadline"]
+    assert len(sent(actions, Cancel)) == 2
+
+
+def test_prompt_logprobs_come_before_any_token() -> None:
+    bench = Bench()
+    bench.submit(prompt_logprobs=0)
+    assert tokens(bench.joined(1)) == []
+    assert tokens(bench.step(1, 1, 6)) == []
+    actions = bench.first(1, prompt_logprobs=(TokenLogprobs(logprob=-1.0), TokenLogprobs(logprob=-2.0)))
+    assert [type(a) for a in actions[:3]] == [PushPromptLogprobs, Push, Push]
+    assert tokens(actions) == [5, 6]
+
+
+def test_a_restarted_worker_replaces_itself() -> None:
+    bench = Bench()
+    bench.submit()
+    actions = bench.hello("p", "prefill", incarnation=2)
+    assert len(sent(actions, Welcome)) == 1
+    assert len(sent(actions, Prefill)) == 1
+    assert bench.say("p", FirstToken(coordinator=7, dispatch=1, index=0, token=5)) != []  # the old incarnation: fenced
+    assert bench.core.num_flights == 1
+
+
+@pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
+def test_cancel_at_any_stage_leaves_nothing(stage: str) -> None:
+    bench = Bench()
+    if stage == "queue":
+        bench.submit("other", prompt_token_ids=[1] * 40)
+        bench.submit("r", prompt_token_ids=[1] * 40)
+    else:
+        bench.submit()
+    if stage == "decode":
+        bench.joined(1)
+    actions = bench.core.cancel("r", bench.now)
+    assert ends(actions) != []
+    assert ends(actions)[0].finish_reason is None
+    assert ends(actions)[0].error is None
+    bench.core.cancel("other", bench.now)
+    assert bench.core.num_flights == bench.core.num_queued == 0
+    assert all(not w.dispatches and not w.pending_tokens and not w.pending_blocks for w in bench.core.pools.workers.values())

@@ -1,0 +1,96 @@
+"""Each policy over snapshots of the workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from splitserve.coordinator.pools import Worker
+from splitserve.coordinator.routing import Need, choose_decode, choose_prefill
+from splitserve.transport.messages import Hello, ModelIdentity
+
+MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=16, layout="l", block_bytes=8)
+HASHES = [bytes([i]) * 16 for i in range(10)]
+
+
+def worker(name: str, role: Any = "prefill", **state: Any) -> Worker:
+    hello = Hello(
+        worker_id=name,
+        incarnation=1,
+        role=role,
+        host="h",
+        pid=1,
+        model=MODEL,
+        max_model_len=1000,
+        vocab_size=10,
+        num_blocks=100,
+        max_num_seqs=10,
+        max_batch_tokens=512,
+    )
+    made = Worker(hello, 0.0)
+    for key, value in state.items():
+        setattr(made, key, value)
+    return made
+
+
+def need(turn: int = 0, session: str = "", num_tokens: int = 160) -> Need:
+    return Need(num_tokens, HASHES, session, turn)
+
+
+def chosen(policy: Any, workers: list[Worker], wanted: Need) -> str:
+    found = choose_prefill(policy, workers, wanted)
+    assert found is not None
+    return found.hello.worker_id
+
+
+def test_nobody_to_choose_from() -> None:
+    assert choose_prefill("hybrid", [], need()) is None
+    assert choose_decode("hybrid", [], need()) is None
+
+
+def test_round_robin_takes_turns() -> None:
+    workers = [worker(n) for n in "abc"]
+    assert [chosen("round_robin", workers, need(t)) for t in range(6)] == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_least_loaded_goes_where_least_waits() -> None:
+    assert chosen("least_loaded", [worker("a", pending_tokens=100), worker("b", pending_tokens=10)], need()) == "b"
+
+
+def test_prefix_goes_where_most_is_cached_whatever_the_load() -> None:
+    workers = [worker("a", cached=set(HASHES[:2])), worker("b", cached=set(HASHES[:7]), pending_tokens=9999)]
+    assert chosen("prefix", workers, need()) == "b"
+
+
+def test_a_cached_block_counts_only_with_all_before_it() -> None:
+    workers = [worker("a", cached=set(HASHES[1:])), worker("b", cached=set(HASHES[:1]))]
+    assert chosen("prefix", workers, need()) == "b"
+
+
+def test_sticky_keeps_a_session_and_moves_only_those_of_a_lost_worker() -> None:
+    workers = [worker(n) for n in "abcd"]
+    before = {s: chosen("sticky", workers, need(session=s)) for s in map(str, range(200))}
+    assert min(Counter(before.values()).values()) > 20
+    after = {s: chosen("sticky", workers[:3], need(session=s)) for s in before}
+    assert all(after[s] == home for s, home in before.items() if home != "d")
+
+
+def test_hybrid_weighs_waiting_work_against_cached_work() -> None:
+    cached, idle = worker("a", cached=set(HASHES[:8])), worker("b")
+    assert chosen("hybrid", [cached, idle], need()) == "a"
+    cached.pending_tokens = 500
+    assert chosen("hybrid", [cached, idle], need()) == "b"
+
+
+def test_hybrid_spreads_equals_and_keeps_sessions_among_equals() -> None:
+    workers = [worker(n) for n in "ab"]
+    assert {chosen("hybrid", workers, need(t)) for t in range(20)} == {"a", "b"}
+    assert len({chosen("hybrid", workers, need(t, session="s")) for t in range(20)}) == 1
+
+
+def test_decode_goes_where_most_room_is_left() -> None:
+    full, empty = worker("a", "decode", dispatches={1, 2, 3, 4, 5}), worker("b", "decode", dispatches={6})
+    found = choose_decode("hybrid", [full, empty], need())
+    assert found is empty
+    cached = worker("c", "decode", dispatches={7}, cached=set(HASHES))
+    assert choose_decode("hybrid", [full, empty, cached], need()) is cached
