@@ -19,6 +19,13 @@ die() {
 }
 
 prepare() {
+    {
+        flock 9 # several roles may be started at once from one clone
+        prepare_alone "$1"
+    } 9<"${BASH_SOURCE[0]}"
+}
+
+prepare_alone() {
     local purpose="$1" stamp
     make_venv
     stamp="$(fingerprint)" || die "this clone is not complete: the file named above is missing. Clone the repository again."
