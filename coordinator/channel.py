@@ -88,14 +88,14 @@ class PushChannel:
             self.close()
             self._cut_off()
 
-    def _drain(self, step: Coroutine[Any, Any, None], waiting: Awaitable[Any] | None) -> None:
+    def _drain(self, step: Coroutine[Any, Any, None], waiting: asyncio.Future[Any] | None) -> None:
         self._message = _body(b"")  # the suspended send still owns the old one
         self._draining = asyncio.get_running_loop().create_task(self._finish_step(step, waiting))
 
-    async def _finish_step(self, step: Coroutine[Any, Any, None], waiting: Awaitable[Any] | None) -> None:
+    async def _finish_step(self, step: Coroutine[Any, Any, None], waiting: asyncio.Future[Any] | None) -> None:
         try:
             while True:
-                await (asyncio.sleep(0) if waiting is None else waiting)
+                await (asyncio.sleep(0) if waiting is None else asyncio.wait([waiting]))
                 try:
                     waiting = step.send(None)
                 except StopIteration:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from queue import Queue
 
 import httpx
 import pytest
+import uvloop
 from openai import AsyncOpenAI
 from support.http_fakes import ANSWER, CHAT_TEMPLATE, MAX_MODEL_LEN, FakeDispatcher, byte_level_tokenizer
 
@@ -72,3 +76,24 @@ async def client(server: HttpServer) -> AsyncIterator[AsyncOpenAI]:
     url = f"http://127.0.0.1:{server.port}/v1"
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=plain) as client:
         yield client
+
+
+@pytest.fixture
+def fuzzed(model: ServedModel, dispatcher: FakeDispatcher) -> Iterator[httpx.Client]:
+    """A client of a server that runs in another thread, under uvloop, for tests that are not coroutines."""
+    ports: Queue[int] = Queue()
+
+    async def serve() -> None:
+        server = HttpServer(create_app(dispatcher, model, HttpLimits(max_body_bytes=1 << 20), dispatcher.system))
+        await server.start()
+        ports.put(server.port)
+        await asyncio.to_thread(done.wait)
+        await server.stop(grace_s=0)
+
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: uvloop.run(serve()))
+    thread.start()
+    with httpx.Client(base_url=f"http://127.0.0.1:{ports.get(timeout=10)}", verify=False, timeout=20) as client:
+        yield client
+    done.set()
+    thread.join(10)
