@@ -88,12 +88,7 @@ has_gpu() {
 
 # Without a GPU: the version that the tests pass with. With one: what pyproject.toml's range and the package index give.
 install_torch() {
-    if has_gpu; then
-        return
-    fi
-    if "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
-        say "torch is there"
-    else
+    if ! has_gpu && ! "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
         say "installing $TORCH_CPU (a few minutes the first time)"
         pip_install "$TORCH_CPU"
     fi

@@ -109,3 +109,11 @@ def test_no_two_settings_share_a_variable() -> None:
 
 def test_every_setting_is_described() -> None:
     assert all(field.description for model in SECTIONS.values() for field in model.model_fields.values())
+
+
+@pytest.mark.parametrize("page", ["hosts.md", "configuration.md"])
+def test_the_files_shown_in_the_docs_are_valid(page: str, tmp_path: Path) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / page).read_text()
+    shown = text.split("```yaml\n")[1].split("```")[0]
+    settings = load("decode", {}, Sources.read(written(tmp_path / "c.yaml", shown), {}))
+    assert settings.model_dump()["key_file"]
