@@ -1,0 +1,68 @@
+"""An HTTP client that costs next to nothing: many keep-alive connections in one thread, answers counted, not parsed."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from typing import Any
+
+
+def request_bytes(path: str, body: dict[str, Any]) -> bytes:
+    """A POST."""
+    content = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
+
+
+class RawClient:
+    """Connections to one server."""
+
+    def __init__(self, port: int, num_connections: int) -> None:
+        self._epoll = select.epoll()
+        self.sockets: dict[int, socket.socket] = {}
+        for _ in range(num_connections):
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setblocking(False)
+            self.sockets[connection.fileno()] = connection
+            self._epoll.register(connection.fileno(), select.EPOLLIN)
+        self.num_reads = 0
+
+    def send_all(self, request: bytes) -> None:
+        """The same request on every connection."""
+        for connection in self.sockets.values():
+            connection.send(request)
+
+    def count(self, what: bytes, timeout_s: float) -> int:
+        """Occurrences of ``what`` in all that arrives now. (One that is cut in two is missed: too rare to matter.)"""
+        found = 0
+        for fd, _ in self._epoll.poll(timeout_s):
+            data = self.sockets[fd].recv(1 << 18)
+            if not data:
+                raise ConnectionError("the server has closed a connection")
+            self.num_reads += 1
+            found += data.count(what)
+        return found
+
+    def answer_and_repeat(self, request: bytes, timeout_s: float) -> int:
+        """Whole answers that arrive now; each is followed by the next request on its connection."""
+        answers = 0
+        for fd, _ in self._epoll.poll(timeout_s):
+            data = self.sockets[fd].recv(1 << 16)
+            while not data.endswith((b"}", b"[DONE]\n\n\r\n0\r\n\r\n")):
+                self.sockets[fd].setblocking(True)
+                more = self.sockets[fd].recv(1 << 16)
+                self.sockets[fd].setblocking(False)
+                if not more:
+                    raise ConnectionError("the server has closed a connection")
+                data += more
+            if not data.startswith(b"HTTP/1.1 200"):
+                raise RuntimeError(f"the server answered {data[:200]!r}")
+            answers += 1
+            self.sockets[fd].send(request)
+        return answers
+
+    def close(self) -> None:
+        for connection in self.sockets.values():
+            connection.close()
+        self._epoll.close()
