@@ -22,6 +22,7 @@ from .pools import Worker
 from .request import GenerationRequest, Sink
 
 TICK_S = 0.05
+TICK_LIMIT = 10_000  # messages
 _log = logging.getLogger(__name__)
 
 
@@ -103,6 +104,7 @@ class SocketDispatcher:
                 self._carry_out(self._core.receive(worker, message, now))
 
     def _tick(self) -> None:
+        self._receive(self._channel.receive(TICK_LIMIT))  # after a stall, first hear who has spoken
         self._carry_out(self._core.tick(time.monotonic()))
         self._tell_changes()
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)

@@ -55,11 +55,11 @@ class Flight:
     tokens: list[int] = field(default_factory=list)
     num_failures: int = 0
     num_cached_tokens: int = 0
-    pending_tokens: int = 0  # promised to the prefill worker
     pending_blocks: int = 0  # promised to the decode worker
     owes_prompt_logprobs: bool = False
     early: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)  # tokens that overtook the prompt's logprobs
     early_finish: FinishReason | None = None
+    named: tuple[str, int, list[bytes]] | None = None  # fingerprint, number of tokens, and the hashes for them
     seconds: dict[Stage, float] = field(default_factory=lambda: {"queue": 0.0, "prefill": 0.0, "handoff": 0.0, "decode": 0.0})
 
     @property
@@ -88,7 +88,10 @@ class Flight:
     def hashes(self, worker: Worker) -> list[bytes]:
         """Hashes of the full blocks of all its tokens, as that worker's model and block size name them."""
         model = worker.hello.model
-        return chain(root_hash(model.fingerprint, self.request.salt), self.column(), model.block_size)
+        if self.named is None or self.named[:2] != (model.fingerprint, self.num_tokens):
+            hashes = chain(root_hash(model.fingerprint, self.request.salt), self.column(), model.block_size)
+            self.named = (model.fingerprint, self.num_tokens, hashes)
+        return self.named[2]
 
     def column(self) -> bytes:
         """Prompt and the tokens the client has, as uint32."""

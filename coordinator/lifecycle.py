@@ -12,7 +12,7 @@ no worker holds is lost and tried again; one that a worker holds and nobody want
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,6 +40,9 @@ from .pools import Pools, Worker, WorkerId
 from .request import Ended, ErrorKind, GenerationRequest
 from .routing import Need, Policy, choose_decode, choose_prefill
 
+LOOK_AHEAD = 32
+"""So many requests at the head of the queue are tried when there may be room."""
+
 
 @dataclass(frozen=True, slots=True)
 class LifecycleLimits:
@@ -52,6 +55,7 @@ class LifecycleLimits:
     heartbeat_s: float = 0.25
     lost_after_s: float = 1.0  # a dispatch that no worker reports for so long is lost
     unserved_s: float = 30.0  # an admitted request waits so long for a worker to come back
+    starving_s: float = 2.0  # who has waited so long is not overtaken any more
     queued_batches: int = 2  # a prefill worker is given work for so many of its steps ahead
 
 
@@ -66,12 +70,12 @@ class Lifecycle:
         self._policy = policy
         self._flights: dict[str, Flight] = {}
         self._by_dispatch: dict[int, Flight] = {}
-        self._queue: list[tuple[int, float, int, Flight]] = []  # priority, arrival, tie-break
-        self._queued: set[str] = set()
+        self._queue: list[tuple[int, float, int, Flight]] = []  # sorted by priority, arrival, tie-break
         self._num_submitted = 0
         self._next_dispatch = 1
         self._fenced: dict[WorkerId, float] = {}
         self._unserved_since: float | None = None
+        self._ticked: float | None = None
         self._actions: list[Action] = []
         self.reasons_lost: dict[WorkerId, str] = {}
         self.num_redispatched = 0
@@ -81,7 +85,7 @@ class Lifecycle:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queued)
+        return len(self._queue)
 
     @property
     def num_flights(self) -> int:
@@ -145,6 +149,7 @@ class Lifecycle:
 
     def tick(self, now: float) -> list[Action]:
         """At least ten times a second: dead workers, deadlines, lost dispatches, the queue."""
+        self._forgive_own_stall(now)
         for worker, reason in self.pools.dead(now):
             self._lose(worker, reason, now)
         self._serve_or_give_up(now)
@@ -155,6 +160,12 @@ class Lifecycle:
                 self._retry(flight, "the workers hold nothing of it", now)
         self._pump(now)
         return self._take()
+
+    def _forgive_own_stall(self, now: float) -> None:
+        """A worker was not silent while nobody listened."""
+        if self._ticked is not None and (stall := now - self._ticked) > self.limits.heartbeat_s:
+            self.pools.forgive(stall)
+        self._ticked = now
 
     # --- workers come and go ---------------------------------------------------------------------
 
@@ -318,7 +329,7 @@ class Lifecycle:
 
     def _end(self, flight: Flight, ended: Ended, now: float) -> None:
         del self._flights[flight.request.request_id]
-        self._queued.discard(flight.request.request_id)
+        self._unqueue(flight)
         flight.enter(flight.stage, now)
         complete = Ended(
             finish_reason=ended.finish_reason,
@@ -353,8 +364,7 @@ class Lifecycle:
 
     def _unpromise_tokens(self, flight: Flight) -> None:
         if flight.prefill is not None:
-            flight.prefill.pending_tokens -= flight.pending_tokens
-        flight.pending_tokens = 0
+            flight.prefill.pending.pop(flight.dispatch, None)
 
     def _unpromise_blocks(self, flight: Flight) -> None:
         if flight.decode is not None:
@@ -368,16 +378,23 @@ class Lifecycle:
 
     def _enqueue(self, flight: Flight) -> None:
         self._num_submitted += 1
-        self._queued.add(flight.request.request_id)
-        heapq.heappush(self._queue, (flight.request.priority, flight.request.arrival, self._num_submitted, flight))
+        bisect.insort(self._queue, (flight.request.priority, flight.request.arrival, self._num_submitted, flight))
+
+    def _unqueue(self, flight: Flight) -> None:
+        if flight.dispatch < 0:
+            self._queue = [entry for entry in self._queue if entry[3] is not flight]
 
     def _pump(self, now: float) -> None:
-        """Dispatches from the head of the queue for as long as it finds room."""
-        while self._queue:
-            flight = self._queue[0][3]
-            if flight.request.request_id in self._queued and not self._place(flight, now):
+        """Dispatches what finds room, from the head of the queue. Who does not fit is overtaken, but not for long."""
+        i = 0
+        while i < min(len(self._queue), LOOK_AHEAD):
+            flight = self._queue[i][3]
+            if self._place(flight, now):
+                del self._queue[i]
+            elif now - flight.request.arrival > self.limits.starving_s:
                 return
-            heapq.heappop(self._queue)
+            else:
+                i += 1
 
     def _place(self, flight: Flight, now: float) -> bool:
         prefills = [w for w in self.pools.of_role("prefill") if self._prefill_has_room(w, flight)]
@@ -398,7 +415,8 @@ class Lifecycle:
         if worker.load is not None and not worker.load.accepting and worker.dispatches:
             return False
         ahead = self.limits.queued_batches * worker.hello.max_batch_tokens
-        return worker.pending_tokens == 0 or worker.pending_tokens + flight.num_tokens <= ahead
+        waiting = worker.tokens_ahead_of(flight.num_tokens)
+        return waiting == 0 or waiting + flight.num_tokens <= ahead
 
     def _decode_has_room(self, worker: Worker, flight: Flight) -> bool:
         if not worker.dispatches:
@@ -407,12 +425,11 @@ class Lifecycle:
         return rows and worker.blocks_available > worker.blocks_for(flight.num_tokens)
 
     def _dispatch(self, flight: Flight, prefill: Worker, decode: Worker, now: float) -> None:
-        self._queued.discard(flight.request.request_id)
         flight.epoch += 1
         flight.dispatch, self._next_dispatch = self._next_dispatch, self._next_dispatch + 1
         flight.prefill, flight.decode = prefill, decode
-        flight.pending_tokens, flight.pending_blocks = flight.num_tokens, decode.blocks_for(flight.num_tokens)
-        prefill.pending_tokens += flight.pending_tokens
+        flight.pending_blocks = decode.blocks_for(flight.num_tokens)
+        prefill.pending[flight.dispatch] = flight.num_tokens
         decode.pending_blocks += flight.pending_blocks
         prefill.dispatches.add(flight.dispatch)
         decode.dispatches.add(flight.dispatch)
@@ -429,8 +446,8 @@ class Lifecycle:
         if self._unserved_since is None:
             self._unserved_since = now
         if now - self._unserved_since > self.limits.unserved_s:
-            for request_id in sorted(self._queued):
-                self._fail(self._flights[request_id], "unavailable", "no workers came back in time", now)
+            for _, _, _, flight in self._queue.copy():
+                self._fail(flight, "unavailable", "no workers came back in time", now)
 
     def _take(self) -> list[Action]:
         actions, self._actions = self._actions, []

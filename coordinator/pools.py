@@ -21,7 +21,7 @@ class Worker:
     cached: set[bytes] = field(default_factory=set)
     dispatches: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # what it says it holds
-    pending_tokens: int = 0  # prefill: prompt tokens dispatched and not yet computed
+    pending: dict[int, int] = field(default_factory=dict)  # prefill: by dispatch, prompt tokens not yet computed
     pending_blocks: int = 0  # decode: blocks of prompts dispatched and not yet joined
 
     @property
@@ -35,6 +35,15 @@ class Worker:
     @property
     def block_size(self) -> int:
         return self.hello.model.block_size
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens dispatched to this prefill worker and not yet computed."""
+        return sum(self.pending.values())
+
+    def tokens_ahead_of(self, num_tokens: int) -> int:
+        """What this prefill worker would compute before a prompt of this length: it takes short prompts first."""
+        return sum(pending for pending in self.pending.values() if pending <= num_tokens)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -106,6 +115,12 @@ class Pools:
             worker.cached.clear()
         worker.cached.update(from_hashes(events.stored))
         worker.cached.difference_update(from_hashes(events.removed))
+
+    def forgive(self, seconds: float) -> None:
+        """So long the coordinator itself stood still: it counts as nobody's silence."""
+        for worker in self.workers.values():
+            worker.heard += seconds
+            worker.progressed += seconds
 
     def dead(self, now: float) -> list[tuple[Worker, str]]:
         """Workers that are silent, or busy without progress, for too long, each with the reason."""

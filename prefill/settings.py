@@ -15,4 +15,4 @@ class PrefillSettings(WorkerSettings):
     role: ClassVar[str] = "prefill"
 
     max_batch_tokens: int = Field(default=512, ge=1, le=1 << 20, description="Most prompt tokens computed in one step: the chunk budget.")
-    max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most prompts held at a time, computing or in handoff.")
+    max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most prompts in one step.")

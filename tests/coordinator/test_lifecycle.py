@@ -165,13 +165,21 @@ def _idle(name: str) -> dict[str, Any]:
 def test_a_busy_worker_without_progress_is_dead() -> None:
     bench = Bench(progress_timeout_s=5.0)
     bench.submit()
-    for _ in range(12):
-        bench.now += 0.5
+    for _ in range(30):
+        bench.now += 0.2
         bench.load("p", [1], steps=3, busy=True)
         bench.load("d", [1])
         bench.core.tick(bench.now)
     assert [w.role for w in bench.core.pools.workers.values()] == ["decode"]
     assert bench.core.num_queued == 1  # until a prefill worker comes
+
+
+def test_the_coordinators_own_stall_is_nobodys_silence() -> None:
+    bench = Bench()
+    bench.core.tick(bench.now)
+    bench.now = 10.0
+    bench.core.tick(bench.now)
+    assert len(bench.core.pools.workers) == 2
 
 
 def test_retries_are_bounded_but_preemption_is_no_failure() -> None:
@@ -209,6 +217,17 @@ def test_requests_wait_here_while_the_workers_are_full_and_priorities_matter() -
     assert not sent(bench.submit("fast", prompt_token_ids=[2] * 40, priority=1), Prefill)
     (next_one,) = sent(bench.first(1), Prefill)
     assert next_one.spec.request_id == "fast"
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_has_no_room_but_not_for_ever() -> None:
+    bench = Bench()
+    bench.submit("a", prompt_token_ids=[1] * 40)
+    assert not sent(bench.submit("long", prompt_token_ids=[2] * 60), Prefill)
+    assert len(sent(bench.submit("short", prompt_token_ids=[3] * 8), Prefill)) == 1
+    bench.now = 3.0
+    for name in ("p", "d"):
+        bench.load(name, [1, 2])
+    assert not sent(bench.submit("late", prompt_token_ids=[4] * 8), Prefill)  # long is starving
 
 
 def test_refusals() -> None:

@@ -54,11 +54,11 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_least_loaded_goes_where_least_waits() -> None:
-    assert chosen("least_loaded", [worker("a", pending_tokens=100), worker("b", pending_tokens=10)], need()) == "b"
+    assert chosen("least_loaded", [worker("a", pending={1: 100}), worker("b", pending={1: 10})], need()) == "b"
 
 
 def test_prefix_goes_where_most_is_cached_whatever_the_load() -> None:
-    workers = [worker("a", cached=set(HASHES[:2])), worker("b", cached=set(HASHES[:7]), pending_tokens=9999)]
+    workers = [worker("a", cached=set(HASHES[:2])), worker("b", cached=set(HASHES[:7]), pending={1: 9999})]
     assert chosen("prefix", workers, need()) == "b"
 
 
@@ -78,7 +78,7 @@ def test_sticky_keeps_a_session_and_moves_only_those_of_a_lost_worker() -> None:
 def test_hybrid_weighs_waiting_work_against_cached_work() -> None:
     cached, idle = worker("a", cached=set(HASHES[:8])), worker("b")
     assert chosen("hybrid", [cached, idle], need()) == "a"
-    cached.pending_tokens = 500
+    cached.pending = {1: 500}
     assert chosen("hybrid", [cached, idle], need()) == "b"
 
 

@@ -244,7 +244,7 @@ class World:
         if self.coordinator.num_flights or self.coordinator.num_queued:
             self.violations.append("the coordinator still holds requests")
         for known in self.coordinator.pools.workers.values():
-            if known.dispatches or known.pending_tokens or known.pending_blocks:
+            if known.dispatches or known.pending or known.pending_blocks:
                 self.violations.append(f"the coordinator still counts work for {known.hello.worker_id}")
 
 
@@ -260,6 +260,8 @@ class WorkerShell:
         self.blocks = BlockManager(num_blocks)
         self.memory = Memory(num_blocks, BLOCK_SIZE)
         self.alive, self.stepping, self.frozen_until = True, False, 0.0
+        self._backlog: list[Callable[[], None]] = []
+        self._thawing = False
         self.coordinator, self.said_hello = -1, -1e9
         self.core: Any = self.make_core()
         self._tick()
@@ -284,13 +286,28 @@ class WorkerShell:
                 worker.writer_died(self)
 
     def when_awake(self, event: Callable[[], None]) -> None:
-        """Runs the event in this process: never if it has died, later if it is frozen."""
+        """Runs the event in this process: never if it has died; if it is frozen, when it thaws, in the order of arrival."""
         if not self.alive:
             return
-        if self.world.now < self.frozen_until:
-            self.world.after(self.frozen_until - self.world.now, lambda: self.when_awake(event))
+        if self.world.now < self.frozen_until or (self._backlog and not self._thawing):
+            self._backlog.append(event)
+            if len(self._backlog) == 1 and not self._thawing:
+                self.world.after(self.frozen_until - self.world.now, self._thaw)
         else:
             event()
+
+    def _thaw(self) -> None:
+        if not self.alive:
+            return
+        self._thawing = True
+        while self._backlog and self.world.now >= self.frozen_until:
+            event, *rest = self._backlog
+            self._backlog = []
+            event()
+            self._backlog += rest  # what the event left undone, being frozen again, comes first
+        self._thawing = False
+        if self._backlog:
+            self.world.after(self.frozen_until - self.world.now, self._thaw)
 
     def from_coordinator(self, addressee: tuple[str, int]) -> Callable[[Message], None]:
         def receive(message: Message) -> None:
@@ -389,7 +406,7 @@ class PrefillShell(WorkerShell):
         return Meet(worker_id=self.name, incarnation=self.incarnation, host="one", pid=self.process, model=MODEL, movers=movers)
 
     def make_core(self) -> PrefillCore:
-        self.movers: dict[tuple[str, int], str] = {}
+        self.movers: dict[tuple[str, int], tuple[str, DecodeShell]] = {}
         scheduler = PrefillScheduler(self.blocks, BLOCK_SIZE, MODEL.fingerprint, max_batch_tokens=24, max_num_seqs=4)
         return PrefillCore(self.meet(), scheduler, frozenset([EOS]), MAX_MODEL_LEN, HandoffTimes(resend=0.5, grant=20.0, ack=3.0))
 
@@ -401,7 +418,10 @@ class PrefillShell(WorkerShell):
 
     def carry_out(self, action: object) -> None:
         if isinstance(action, act.OpenMover):
-            self.movers[action.peer] = action.met.mover
+            target = self.world.workers[action.peer[0]]
+            assert isinstance(target, DecodeShell)
+            if target.id == action.peer:  # else that process has died, and its memory with it
+                self.movers[action.peer] = (action.met.mover, target)
         elif isinstance(action, act.ToPeer):
             self._send(action.peer, action.message)
         elif isinstance(action, act.Put):
@@ -419,15 +439,15 @@ class PrefillShell(WorkerShell):
             self.world.deliver(lambda m: shell.when_awake(lambda: shell.on_peer(sender, self, m)), message)
 
     def _put(self, put: act.Put) -> None:
-        target = self.world.workers.get(put.peer[0])
-        if not isinstance(target, DecodeShell):
+        if put.peer not in self.movers:
             return
+        mover, target = self.movers[put.peer]
         for position, source, block in put.items:
             content = list(self.memory.slots[source])
             if not self.world.calm and self.world.random.random() < self.world.faults.corrupt:
                 content[0] ^= 1
                 self.world.counts["corrupt puts"] += 1
-            if self.movers[put.peer] == "shm":
+            if mover == "shm":
                 # One copy into the peer's memory, by this process. Frozen at this very moment, it copies when it wakes.
                 if not self.world.calm and self.world.random.random() < self.world.faults.freeze_in_put:
                     self.world.counts["freezes in mid-put"] += 1
