@@ -4,8 +4,7 @@
 //   many queries: tiles of KEYS keys are copied out once (transposed for q k^T) and serve all rows of a query tile. Compute-bound.
 // Keys are taken in runs that begin at multiples of the run's length in the sequence, so a row's result does not depend on chunking.
 
-constexpr int64_t KEYS = 64;        // keys in a tile of the many-query path
-constexpr int64_t DECODE_KEYS = 64; // and of the one-query path
+constexpr int64_t KEYS = 64;  // in a run
 
 template <class T>
 struct KeyValues {  // where one sequence's keys and values of one layer lie
@@ -19,6 +18,29 @@ struct KeyValues {  // where one sequence's keys and values of one layer lie
         block_stride(g.num_layers * 2 * block_size * token_stride), value_offset(block_size * token_stride) {}
   const T* key(int64_t position) const {
     return pool + table[position / block_size] * block_stride + layer_offset + position % block_size * token_stride;
+  }
+  // Where the keys from `position` to the end of its run lie, `head_offset` elements into each; returns how many.
+  int64_t run(int64_t position, int64_t length, int64_t head_offset, int64_t* offsets) const {
+    const int64_t stop = smaller(length, (position / KEYS + 1) * KEYS);
+    for (int64_t i = position; i < stop; ++i) offsets[i - position] = key(i) - pool + head_offset;
+    return larger(0, stop - position);
+  }
+};
+
+// Asks for the keys and values of the next run, a few tokens at each step of the present one: all at once would only wait.
+template <class T>
+struct Fetcher {
+  const KeyValues<T>& kv;
+  const int64_t *next, *end;
+  int64_t head_dim, tokens_per_step;
+  Fetcher(const KeyValues<T>& kv, const int64_t* offsets, int64_t count, int64_t head_dim, int64_t steps)
+      : kv(kv), next(offsets), end(offsets + count), head_dim(head_dim), tokens_per_step((count + steps - 1) / steps) {}
+  void step() {
+    for (int64_t n = smaller(tokens_per_step, end - next); n > 0; --n, ++next)
+      for (int64_t d = 0; d < head_dim; d += 64 / int64_t(sizeof(T))) {
+        __builtin_prefetch(kv.pool + *next + d, 0, 2);
+        __builtin_prefetch(kv.pool + *next + kv.value_offset + d, 0, 2);
+      }
   }
 };
 
@@ -42,8 +64,10 @@ static inline void sum8(const vf* x, float* out) {
 }
 
 // scores[0..count) = q . key(first + i); rows of keys at rows[i]. Reads rows[0] in place of those past the end.
-static inline void dot_rows(const float* q, const float* const* rows, int64_t count, int64_t head_dim, float* scores) {
+template <class F>
+static inline void dot_rows(const float* q, const float* const* rows, int64_t count, int64_t head_dim, float* scores, F& fetch) {
   for (int64_t t = 0; t < count; t += 8) {
+    fetch.step();
     vf acc[8] = {};
     const float* row[8];
     for (int i = 0; i < 8; ++i) row[i] = rows[t + i < count ? t + i : 0];
@@ -56,23 +80,28 @@ static inline void dot_rows(const float* q, const float* const* rows, int64_t co
   }
 }
 
-// acc[g] = acc[g] * scale[g] + sum_t p[g][t] values(t), one head group; values are rows ldv apart.
-template <int G>
-static inline void add_values(const float* p, int64_t ldp, const float* v, int64_t ldv, int64_t count, int64_t head_dim, const float* scale,
-                              float* acc) {
-  constexpr int NV = G <= 3 ? 4 : 2;
+// acc[g] = acc[g] * scale[g] + sum_t p[g][t] values(t) for the G heads of a group; values are rows ldv apart.
+template <int G, class F>
+static inline void add_values(const float* p, const float* v, int64_t ldv, int64_t count, int64_t head_dim, const float* scale, float* acc,
+                              F& fetch) {
+  constexpr int NV = G == 1 ? 8 : G == 2 ? 4 : 3;  // accumulators and values fit into 16 registers
   int64_t d = 0;
-  for (; d + NV * W <= head_dim; d += NV * W) multiply_tile<G, NV, true>(p, ldp, 1, v + d, ldv, count, scale, acc + d, head_dim);
-  for (; d < head_dim; d += W) multiply_tile<G, 1, true>(p, ldp, 1, v + d, ldv, count, scale, acc + d, head_dim);
+  for (; d + NV * W <= head_dim; d += NV * W, fetch.step())
+    multiply_tile<G, NV, true>(p, KEYS, 1, v + d, ldv, count, scale, acc + d, head_dim);
+  for (; d + 2 * W <= head_dim; d += 2 * W, fetch.step())
+    multiply_tile<G, 2, true>(p, KEYS, 1, v + d, ldv, count, scale, acc + d, head_dim);
+  for (; d < head_dim; d += W) multiply_tile<G, 1, true>(p, KEYS, 1, v + d, ldv, count, scale, acc + d, head_dim);
 }
 
-static inline void add_values_of(int64_t group, const float* p, int64_t ldp, const float* v, int64_t ldv, int64_t count, int64_t head_dim,
-                                 const float* scale, float* acc) {
-  for (; group >= 4; group -= 4, p += 4 * ldp, scale += 4, acc += 4 * head_dim)
-    add_values<4>(p, ldp, v, ldv, count, head_dim, scale, acc);
-  if (group == 3) add_values<3>(p, ldp, v, ldv, count, head_dim, scale, acc);
-  if (group == 2) add_values<2>(p, ldp, v, ldv, count, head_dim, scale, acc);
-  if (group == 1) add_values<1>(p, ldp, v, ldv, count, head_dim, scale, acc);
+template <class F>
+static inline void add_values_of(int64_t group, const float* p, const float* v, int64_t ldv, int64_t count, int64_t head_dim,
+                                 const float* scale, float* acc, F& fetch) {
+  const int64_t step = scale ? 4 : 0;
+  for (; group >= 4; group -= 4, p += 4 * KEYS, scale += step, acc += 4 * head_dim) 
+    add_values<4>(p, v, ldv, count, head_dim, scale, acc, fetch);
+  if (group == 3) add_values<3>(p, v, ldv, count, head_dim, scale, acc, fetch);
+  if (group == 2) add_values<2>(p, v, ldv, count, head_dim, scale, acc, fetch);
+  if (group == 1) add_values<1>(p, v, ldv, count, head_dim, scale, acc, fetch);
 }
 
 // The running softmax of one row: p becomes exp(scores - new maximum), padded with 0 to a multiple of W.
@@ -115,43 +144,50 @@ struct Scratch {  // kept by its thread from call to call
   Floats q, acc, scores, keys, values, m, l, rescale;
 };
 
-// One query token, all key-value heads of the item: a run of blocks is read front to back, as it lies in memory.
+// One query token, all key-value heads of the item: the blocks are read front to back in runs of KEYS keys.
 template <class T>
 static void attend_one(const AttentionArgs& g, const AttentionItem& item, Scratch& s) {
   const KeyValues<T> kv(g, item.seq);
   const int64_t D = g.head_dim, group = g.num_heads / g.num_kv_heads, heads = item.num_heads * group;
   const int64_t length = g.seq_lens[item.seq], row0 = g.query_start_loc[item.seq];
-  float *queries = s.q.reserve(heads * D), *acc = s.acc.filled(heads * D, 0.0f), *scores = s.scores.reserve(group * DECODE_KEYS);
+  float *queries = s.q.reserve(heads * D), *acc = s.acc.filled(heads * D, 0.0f), *scores = s.scores.reserve(group * KEYS);
   float *m = s.m.filled(heads, -INFINITY), *l = s.l.filled(heads, 0.0f), *rescale = s.rescale.reserve(group);
-  float *wide_keys = s.keys.reserve(DECODE_KEYS * D), *wide_values = s.values.reserve(DECODE_KEYS * D);
+  float *wide_keys = s.keys.reserve(KEYS * D), *wide_values = s.values.reserve(KEYS * D);
   const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
   for (int64_t i = 0; i < heads; ++i) widen_row(q + i * D, queries + i * D, D, g.scale);
-  for (int64_t t = larger(0, length - g.window), stop; t < length; t = stop) {
-    const int64_t block_end = (t / g.block_size + 1) * g.block_size, run_end = (t / DECODE_KEYS + 1) * DECODE_KEYS;
-    stop = smaller(length, smaller(block_end, run_end));
-    const int64_t count = stop - t;
-    const T* key = kv.key(t) + item.head * D;
-    for (int64_t h = 0; h < item.num_heads; ++h, key += D) {
-      const float* rows[DECODE_KEYS];
-      const float* values = reinterpret_cast<const float*>(key + kv.value_offset);
-      int64_t value_stride = kv.token_stride;
-      for (int64_t i = 0; i < count; ++i) rows[i] = reinterpret_cast<const float*>(key + i * kv.token_stride);
-      if (sizeof(T) != 4) {
-        for (int64_t i = 0; i < count; ++i) {
-          widen_row(key + i * kv.token_stride, wide_keys + i * D, D, 1.0f);
-          widen_row(key + kv.value_offset + i * kv.token_stride, wide_values + i * D, D, 1.0f);
-          rows[i] = wide_keys + i * D;
-        }
-        values = wide_values;
-        value_stride = D;
+  const int64_t begin = larger(0, length - g.window);
+  int64_t offsets[KEYS], next[KEYS];
+  int64_t count = kv.run(begin, length, item.head * D, offsets);
+  for (int64_t t = begin; t < length;) {
+    const int64_t next_count = kv.run(t + count, length, item.head * D, next);
+    for (int64_t h = 0; h < item.num_heads; ++h) {
+      Fetcher<T> fetch(kv, next, next_count, D, (group + 1) * KEYS / 8);
+      const float* rows[KEYS];
+      for (int64_t i = 0; i < count; ++i) {
+        const T* key = kv.pool + offsets[i];
+        rows[i] = reinterpret_cast<const float*>(key);
+        if (sizeof(T) == 4) continue;
+        widen_row(key, wide_keys + i * D, D, 1.0f);
+        widen_row(key + kv.value_offset, wide_values + i * D, D, 1.0f);
+        rows[i] = wide_keys + i * D;
       }
       for (int64_t i = 0; i < group; ++i) {
         const int64_t row = h * group + i;
-        dot_rows(queries + row * D, rows, count, D, scores + i * DECODE_KEYS);
-        rescale[i] = update_row(m[row], l[row], scores + i * DECODE_KEYS, count);
+        dot_rows(queries + row * D, rows, count, D, scores + i * KEYS, fetch);
+        rescale[i] = update_row(m[row], l[row], scores + i * KEYS, count);
       }
-      add_values_of(group, scores, DECODE_KEYS, values, value_stride, count, D, rescale, acc + h * group * D);
+      float* sums = acc + h * group * D;
+      if (sizeof(T) != 4) add_values_of(group, scores, wide_values, D, count, D, rescale, sums, fetch);
+      else for (int64_t i = 0, n; i < count; i += n) {  // block by block
+        n = smaller(count - i, g.block_size - (t + i) % g.block_size);
+        add_values_of(group, scores + i, rows[i] + kv.value_offset, kv.token_stride, n, D, i == 0 ? rescale : nullptr, sums, fetch);
+      }
+      for (int64_t i = 0; i < count; ++i) offsets[i] += D;
+      for (int64_t i = 0; i < next_count; ++i) next[i] += D;
     }
+    t += count;
+    count = next_count;
+    for (int64_t i = 0; i < count; ++i) offsets[i] = next[i] - item.num_heads * D;
   }
   write_rows(acc, l, heads, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D);
 }

@@ -103,7 +103,7 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-constexpr int64_t kQueryRows = 128;  // rows (query tokens x heads of a group) that share a tile of keys
+constexpr int64_t kQueryRows = 192;  // rows (query tokens x heads of a group) that share a tile of keys
 
 std::vector<AttentionItem> attention_items(const AttentionArgs& g, double* work) {
   std::vector<AttentionItem> items;

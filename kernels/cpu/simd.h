@@ -63,8 +63,21 @@ static inline vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) |
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
 
-static inline float sum(vf x) { float total = 0; for (int64_t i = 0; i < W; ++i) total += x[i]; return total; }
-static inline float largest(vf x) { float m = x[0]; for (int64_t i = 1; i < W; ++i) m = x[i] > m ? x[i] : m; return m; }
+// Over the lanes, by halves.
+static inline float sum(vf x) {
+  float lane[W];
+  store(lane, x);
+  for (int64_t half = W / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) lane[i] += lane[i + half];
+  return lane[0];
+}
+static inline float largest(vf x) {
+  float lane[W];
+  store(lane, x);
+  for (int64_t half = W / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) lane[i] = lane[i + half] > lane[i] ? lane[i + half] : lane[i];
+  return lane[0];
+}
 
 // e^x to 1 ulp or so: x = n ln 2 + r, a polynomial for e^r, n added to the exponent. Below -87 it is 0.
 static inline vf vexp(vf x) {

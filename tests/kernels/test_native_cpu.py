@@ -1,0 +1,176 @@
+"""The C++ kernels compute what the plain torch ones do, on every instruction set this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from splitserve.kernels.interface import AttentionInputs, RopeInputs
+from splitserve.kernels.reference import TorchKernels
+
+native_cpu = pytest.importorskip("splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError)
+_cpu = native_cpu._cpu
+
+REFERENCE = TorchKernels()
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+HEAD_DIMS = st.sampled_from([8, 16, 24, 64, 80, 128])
+several = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(params=_cpu.instruction_sets())
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[native_cpu.NativeCpuKernels]:
+    monkeypatch.setattr(native_cpu, "PANEL", _cpu.use_instruction_set(request.param))
+    yield native_cpu.NativeCpuKernels(num_threads=1, onednn_bfloat16=False)
+    _cpu.use_instruction_set(native_cpu.INSTRUCTION_SET)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Relative to the largest value: float32 differs by the order of sums, bfloat16 by its last bit or two."""
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    allowed = 2e-5 if found.dtype == torch.float32 else 2e-2
+    assert (found.float() - expected.float()).abs().max() <= allowed * expected.float().abs().max() + 1e-30
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@several
+@given(m=st.integers(1, 90), n=st.integers(1, 70), k=st.integers(1, 900), dtype=DTYPES, bias=st.booleans(), seed=st.integers(0, 99))
+def test_linear(native: native_cpu.NativeCpuKernels, m: int, n: int, k: int, dtype: torch.dtype, bias: bool, seed: int) -> None:
+    x, weight = randn(m, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype, seed=seed + 1)
+    offset = randn(n, dtype=dtype) if bias else None
+    exact = REFERENCE.linear(weight.float(), None if offset is None else offset.float())(x.float())
+    assert_close(native.linear(weight, offset)(x), exact.to(dtype))
+
+
+def test_a_row_of_a_linear_does_not_depend_on_the_rows_beside_it(native: native_cpu.NativeCpuKernels) -> None:
+    x, linear = randn(300, 500, dtype=torch.float32), native.linear(randn(40, 500, dtype=torch.float32), None)
+    together = linear(x)
+    for count in (1, 5, 64):
+        assert torch.equal(linear(x[:count].clone()), together[:count])
+
+
+@several
+@given(rows=st.integers(1, 9), n=st.integers(1, 200), dtype=DTYPES, seed=st.integers(0, 99))
+def test_add_rms_norm(native: native_cpu.NativeCpuKernels, rows: int, n: int, dtype: torch.dtype, seed: int) -> None:
+    x, weight = randn(rows, n, dtype=dtype, seed=seed), randn(n, dtype=dtype, seed=seed + 1)
+    residual = randn(rows, n, dtype=dtype, seed=seed + 2)
+    expected_residual = residual.clone()
+    expected = REFERENCE.add_rms_norm(x, expected_residual, weight, 1e-5)
+    assert_close(native.add_rms_norm(x, residual, weight, 1e-5), expected)
+    assert_close(residual, expected_residual)
+    assert_close(native.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
+
+
+@several
+@given(rows=st.integers(1, 9), n=st.integers(1, 200), dtype=DTYPES, scale=st.sampled_from([1.0, 100.0]))
+def test_silu_mul(native: native_cpu.NativeCpuKernels, rows: int, n: int, dtype: torch.dtype, scale: float) -> None:
+    gate_up = randn(rows, 2 * n, dtype=dtype) * scale
+    assert_close(native.silu_mul(gate_up), REFERENCE.silu_mul(gate_up))
+
+
+@several
+@given(data=st.data(), dtype=DTYPES, head_dim=HEAD_DIMS, group=st.integers(1, 4), num_kv_heads=st.integers(1, 3), norm=st.booleans())
+def test_rope_and_store(
+    native: native_cpu.NativeCpuKernels, data: st.DataObject, dtype: torch.dtype, head_dim: int, group: int, num_kv_heads: int, norm: bool
+) -> None:
+    num_tokens = data.draw(st.integers(1, 6))
+    num_heads = group * num_kv_heads
+    qkv = randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    pool = torch.full((4, 2, 2, 8, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+    expected_pool = pool.clone()
+    slots = torch.tensor(data.draw(st.lists(st.integers(0, 31), min_size=num_tokens, max_size=num_tokens, unique=True)))
+    rope = RopeInputs(
+        positions=torch.arange(num_tokens, dtype=torch.int32) + 3,
+        slot_mapping=slots,
+        cos_sin=randn(16, head_dim, dtype=torch.float32, seed=1),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        q_norm=randn(head_dim, dtype=dtype, seed=2) if norm else None,
+        k_norm=randn(head_dim, dtype=dtype, seed=3) if norm else None,
+        norm_eps=1e-6,
+    )
+    expected = REFERENCE.rope_and_store(qkv.clone(), expected_pool, 1, rope)
+    assert_close(native.rope_and_store(qkv, pool, 1, rope), expected)
+    assert torch.equal(pool.isnan(), expected_pool.isnan())
+    assert_close(pool.nan_to_num(), expected_pool.nan_to_num())
+
+
+@several
+@given(
+    data=st.data(),
+    dtype=DTYPES,
+    head_dim=HEAD_DIMS,
+    group=st.integers(1, 7),
+    num_kv_heads=st.integers(1, 3),
+    block_size=st.sampled_from([1, 8, 16, 24, 128]),
+    window=st.none() | st.integers(1, 150),
+)
+def test_paged_attention(
+    native: native_cpu.NativeCpuKernels,
+    data: st.DataObject,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    num_kv_heads: int,
+    block_size: int,
+    window: int | None,
+) -> None:
+    """Sequences of one query and of many, in one batch; slots that belong to no token are NaN, table entries past the end nonsense."""
+    lengths = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
+    queries = [data.draw(st.just(1) | st.integers(1, length)) for length in lengths]
+    counts = [-(-length // block_size) for length in lengths]
+    blocks = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(1)).int()
+    pool = torch.full((len(blocks), 2, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+    tables = torch.full((len(lengths), max(counts)), -(1 << 30), dtype=torch.int32)
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        tables[row, :count] = blocks[sum(counts[:row]) :][:count]
+        for position in range(length):
+            block = tables[row, position // block_size]
+            pool[block, 1, :, position % block_size] = randn(2, num_kv_heads, head_dim, dtype=dtype, seed=position)
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    wide = randn(int(starts[-1]), group * num_kv_heads + 3, head_dim, dtype=dtype)  # q is a slice of a wider row, as in qkv
+    q = wide[:, : group * num_kv_heads]
+    inputs = AttentionInputs(starts, torch.tensor(lengths, dtype=torch.int32), tables, scale=head_dim**-0.5, sliding_window=window)
+    exact = REFERENCE.paged_attention(q.float(), pool.float(), 1, inputs)
+    assert_close(native.paged_attention(q, pool, 1, inputs), exact.to(dtype))
+
+
+def test_attention_rows_do_not_depend_on_how_the_prompt_was_chunked(native: native_cpu.NativeCpuKernels) -> None:
+    length, block_size = 200, 16
+    pool = randn(13, 1, 2, block_size, 2, 32, dtype=torch.float32)
+    q = randn(length, 6, 32, dtype=torch.float32)
+    tables = torch.arange(13, dtype=torch.int32)[None]
+
+    def run(start: int, stop: int) -> Tensor:
+        ends = (torch.tensor([0, stop - start], dtype=torch.int32), torch.tensor([stop], dtype=torch.int32))
+        return native.paged_attention(q[start:stop], pool, 0, AttentionInputs(*ends, tables, scale=0.2))
+
+    whole = run(0, length)
+    for start, stop in ((0, 7), (7, 100), (100, 164), (164, 200)):
+        assert torch.equal(run(start, stop), whole[start:stop])
+
+
+def test_gumbel_argmax(native: native_cpu.NativeCpuKernels) -> None:
+    logits = randn(40, 1003, dtype=torch.float32) * 2
+    logits[1, 7:] = -torch.inf
+    keys = torch.randint(0, 2**32, (40, 2), generator=torch.Generator().manual_seed(5))
+    assert torch.equal(native.gumbel_argmax(logits, keys), REFERENCE.gumbel_argmax(logits, keys))
+
+
+def test_threads_share_a_call_without_changing_it(native: native_cpu.NativeCpuKernels) -> None:
+    x, weight = randn(70, 300, dtype=torch.float32), randn(500, 300, dtype=torch.float32)
+    alone = native.linear(weight, None)(x)
+    _cpu.set_num_threads(3)
+    try:
+        assert torch.equal(native.linear(weight, None)(x), alone)
+    finally:
+        _cpu.set_num_threads(1)
