@@ -26,6 +26,17 @@ class AttentionMetadata:
     block_tables: Tensor
     slot_mapping: Tensor
 
+    def of_rows(self, rows: Tensor) -> AttentionMetadata:
+        """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with that token."""
+        sequences = torch.searchsorted(self.query_start_loc, rows.int(), right=True) - 1
+        return AttentionMetadata(
+            positions=self.positions[rows],
+            query_start_loc=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            seq_lens=self.positions[rows] + 1,
+            block_tables=self.block_tables[sequences],
+            slot_mapping=self.slot_mapping[rows],
+        )
+
     @classmethod
     def from_batch(cls, batch: Batch, device: torch.device) -> AttentionMetadata:
         return cls(

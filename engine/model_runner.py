@@ -104,7 +104,9 @@ class ModelRunner:
     def _hidden_states(self, batch: Batch, rows: list[int]) -> Tensor:
         metadata = AttentionMetadata.from_batch(batch, self.device)
         token_ids = torch.from_numpy(batch.token_ids).to(self.device)
-        return self._model.forward(token_ids, metadata, self.kv_cache.pool, torch.tensor(rows, dtype=torch.int64, device=self.device))
+        every_row = rows == list(range(batch.num_tokens))
+        wanted = None if every_row else torch.tensor(rows, dtype=torch.int64, device=self.device)
+        return self._model.forward(token_ids, metadata, self.kv_cache.pool, wanted)
 
     def _sample(self, batch: Batch, sampled: Sequence[int], hidden: Tensor) -> tuple[np.ndarray, dict[int, Logprobs]]:
         token_ids = np.full(batch.num_seqs, -1, np.int32)

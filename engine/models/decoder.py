@@ -38,18 +38,29 @@ class DecoderLayer:
         self._gate_up = load.column([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], config.mlp_bias)
         self._down = load.row(f"{name}.mlp.down_proj", config.mlp_bias)
 
-    def forward(self, hidden: Tensor, residual: Tensor, pool: Tensor, rope: RopeInputs, attention: AttentionInputs) -> Tensor:
-        """``hidden`` [T, E] is the last block's output, not yet added to ``residual`` [T, E]; returns this layer's."""
+    def forward(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs, attention: AttentionInputs) -> Tensor:
+        """``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E]; returns this layer's."""
+        return self.attend_and_mix(self.project(hidden, residual, pool, rope), residual, pool, attention)
+
+    def project(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs) -> Tensor:
+        """Writes the tokens' keys and values to ``pool``; returns their queries [T, H, D]. ``residual`` takes ``hidden`` in."""
         k = self._kernels
-        qkv = self._qkv(k.add_rms_norm(hidden, residual, self._input_norm, self._eps))  # [T, (H + 2 KVH) D]
+        normed = k.rms_norm(residual, self._input_norm, self._eps) if hidden is None else self._add_norm(hidden, residual, self._input_norm)
         if self._q_norm is not None:
             rope = replace(rope, q_norm=self._q_norm, k_norm=self._k_norm)
+        return k.rope_and_store(self._qkv(normed), pool, self._index, rope)  # of qkv [T, (H + 2 KVH) D]
+
+    def attend_and_mix(self, q: Tensor, residual: Tensor, pool: Tensor, attention: AttentionInputs) -> Tensor:
+        """The rest of the layer for the queries at hand, whose residual rows these are."""
+        k = self._kernels
         if self._sliding_window is not None:
             attention = replace(attention, sliding_window=self._sliding_window)
-        q = k.rope_and_store(qkv, pool, self._index, rope)  # [T, H, D]
         hidden = self._o(k.paged_attention(q, pool, self._index, attention))  # [T, E]
-        gate_up = self._gate_up(k.add_rms_norm(hidden, residual, self._post_norm, self._eps))  # [T, 2 F]
+        gate_up = self._gate_up(self._add_norm(hidden, residual, self._post_norm))  # [T, 2 F]
         return self._down(k.silu_mul(gate_up))
+
+    def _add_norm(self, hidden: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return self._kernels.add_rms_norm(hidden, residual, weight, self._eps)
 
 
 class DecoderModel:
@@ -64,27 +75,38 @@ class DecoderModel:
         self._cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len).to(load.device)
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, pool: Tensor, rows: Tensor | None) -> Tensor:
-        """Runs the batch, writing its keys and values to ``pool``; final hidden states of the token rows ``rows`` (int64; None: all)."""
+        """Runs the batch, writing its keys and values to ``pool``; final hidden states [n, E] of the token rows ``rows``.
+
+        ``rows`` int64 [n]; None: all, in order.
+
+        Of the other rows the last layer needs keys and values only: its attention and MLP, 1 / num_layers of a prefill, are left out.
+        """
         residual = self._embed(token_ids)
-        hidden = residual.new_zeros(residual.shape)
-        rope, attention = self._inputs(metadata)
-        for layer in self._layers:
+        hidden: Tensor | None = None
+        rope, attention = self._rope_inputs(metadata), self._attention_inputs(metadata)
+        for layer in self._layers[:-1]:
             hidden = layer.forward(hidden, residual, pool, rope, attention)
+        q = self._layers[-1].project(hidden, residual, pool, rope)
         if rows is not None:
-            hidden, residual = hidden[rows], residual[rows]
+            q, residual, attention = q[rows], residual[rows], self._attention_inputs(metadata.of_rows(rows))
+        if len(q) == 0:
+            return residual
+        hidden = self._layers[-1].attend_and_mix(q, residual, pool, attention)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [n, E] -> float32 [n, V]."""
         return self._head(hidden).float()
 
-    def _inputs(self, metadata: AttentionMetadata) -> tuple[RopeInputs, AttentionInputs]:
+    def _rope_inputs(self, metadata: AttentionMetadata) -> RopeInputs:
         c = self._config
-        rope = RopeInputs(
+        return RopeInputs(
             metadata.positions, metadata.slot_mapping, self._cos_sin, c.num_heads, c.num_kv_heads, c.head_dim, norm_eps=c.rms_norm_eps
         )
-        attention = AttentionInputs(metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, scale=c.head_dim**-0.5)
-        return rope, attention
+
+    def _attention_inputs(self, metadata: AttentionMetadata) -> AttentionInputs:
+        scale = self._config.head_dim**-0.5
+        return AttentionInputs(metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, scale)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
