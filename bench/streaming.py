@@ -4,8 +4,8 @@
 
 The real coordinator process runs on the first core. On the last one, this process plays both workers (real messages over real
 ZeroMQ, one message a decode step) and the clients, at most AHEAD steps before what the clients have received; each token is one SSE
-event. The floor is the same feed into ``bare_protocol``. Rates are per second of wall clock and, for machines that do other work
-too, per second of the coordinator's processor time.
+event. The floors are the same feed into ``bare_protocol``, and the same requests to ``bare_http``. Rates are per second of wall
+clock and, for machines that do other work too, per second of the server's processor time.
 """
 
 from __future__ import annotations
@@ -80,14 +80,18 @@ def measure(model: Path, cores: list[int], seconds: float) -> dict[str, Any]:
     """All figures, each with a fresh server."""
     results: dict[str, Any] = {}
     for num_streams in (64, 512):
-        with bare_server(cores) as server:
+        with bare_server("bare_protocol", cores) as server:
             floor = bare_tokens(server, num_streams, seconds)
         with coordinator(model, cores) as server, workers_of(server, model) as workers:
             streamed = streamed_tokens(server, workers, num_streams, seconds)
         ratio = streamed["tokens_per_cpu_s"] / floor["tokens_per_cpu_s"]
         results[f"streams_{num_streams}"] = {**streamed, "bare_protocol": floor, "ratio_per_cpu_s": ratio}
+    with bare_server("bare_http", cores) as server:
+        bare = answered_requests(server, lambda: None, seconds)
     with coordinator(model, cores) as server, workers_of(server, model) as workers:
-        results["requests"] = answered_requests(server, workers, seconds)
+        answered = answered_requests(server, workers.poll, seconds)
+    ratio = answered["requests_per_cpu_s"] / bare["requests_per_cpu_s"]
+    results["requests"] = {**answered, "bare_http": bare, "ratio_per_cpu_s": ratio}
     with coordinator(model, cores) as server, workers_of(server, model) as workers:
         results["memory"] = memory(server, workers)
     return results
@@ -152,8 +156,8 @@ def rate(
     }
 
 
-def answered_requests(server: Server, workers: FakeWorkers, seconds: float, num_connections: int = 64) -> dict[str, Any]:
-    """Whole chat requests of one token a second: parsed, validated, tokenized, dispatched, answered."""
+def answered_requests(server: Server, poll: Callable[[], None], seconds: float, num_connections: int = 64) -> dict[str, Any]:
+    """Whole chat requests of one token each, a second: parsed, validated, templated, tokenized, dispatched, answered."""
     client = RawClient(server.port, num_connections)
     request = request_bytes("/v1/chat/completions", {**CHAT, "max_tokens": 1})
     client.send_all(request)
@@ -162,7 +166,7 @@ def answered_requests(server: Server, workers: FakeWorkers, seconds: float, num_
     answers = 0
     mark, cpu, end = time.perf_counter(), server.cpu_s(), time.perf_counter() + 1
     while len(walls) < WINDOWS + 1:
-        workers.poll()
+        poll()
         answers += client.answer_and_repeat(request, 0)
         now = time.perf_counter()
         if now >= end:
@@ -296,9 +300,9 @@ def _answers(port: int) -> bool:
 
 
 @contextmanager
-def bare_server(cores: list[int]) -> Iterator[Server]:
-    """The floor."""
-    with pinned([sys.executable, "-m", "splitserve.bench.bare_protocol"], cores) as process:
+def bare_server(module: str, cores: list[int]) -> Iterator[Server]:
+    """A floor."""
+    with pinned([sys.executable, "-m", f"splitserve.bench.{module}"], cores) as process:
         assert process.stdout is not None
         port, control = process.stdout.readline().split()
         yield Server(int(port), control, psutil.Process(process.pid))

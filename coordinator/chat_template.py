@@ -56,6 +56,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self._template.globals = dict(self._template.globals)  # a chain of maps otherwise, which each render would walk
         except TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
         self._special_tokens = special_tokens or {}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import monotonic
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import orjson
 
@@ -18,8 +17,7 @@ from .prompts import Prompt
 from .request import Ended
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceOptions:
+class ChoiceOptions(NamedTuple):
     """What all choices of one exchange share."""
 
     form: Format

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from .channel import Headers, PushChannel
 from .choice import Choice, ChoiceOptions
@@ -23,8 +22,7 @@ from .request import Dispatcher, Ended, GenerationRequest
 JSON = (b"content-type", b"application/json")
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeOptions:
+class ExchangeOptions(NamedTuple):
     """What is fixed before the first choice exists."""
 
     id: str

@@ -51,13 +51,15 @@ class Format(Protocol):
         """The whole response, not streamed."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Envelope:
-    id: str
-    created: int
-    model: str
-    tokenizer: Tokenizer
-    include_usage: bool = False
+    __slots__ = ("created", "id", "include_usage", "model", "tokenizer")
+
+    def __init__(self, id: str, created: int, model: str, tokenizer: Tokenizer, include_usage: bool) -> None:
+        self.id = id
+        self.created = created  # seconds since 1970
+        self.model = model
+        self.tokenizer = tokenizer
+        self.include_usage = include_usage
 
     def event(self, kind: str, choices: list[Any], usage: Usage | None) -> bytes:
         chunk = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -73,6 +75,8 @@ class _Envelope:
 
 class CompletionFormat(_Envelope):
     """/v1/completions."""
+
+    __slots__ = ()
 
     KIND: ClassVar[str] = "text_completion"
 
@@ -103,6 +107,8 @@ class CompletionFormat(_Envelope):
 
 class ChatFormat(_Envelope):
     """/v1/chat/completions."""
+
+    __slots__ = ()
 
     KIND: ClassVar[str] = "chat.completion"
     CHUNK: ClassVar[str] = "chat.completion.chunk"

@@ -25,7 +25,7 @@ from .limits import HttpLimits
 from .metrics import Metrics
 from .prompts import Prompt, prompts_of
 from .request import Dispatcher, GenerationRequest
-from .sampling_params import GenerateRequest, num_logprobs, sampling_of, with_seed
+from .sampling_params import GenerateRequest, for_choice, num_logprobs, sampling_of
 from .served_model import ServedModel
 from .unknown_fields import UnknownFields
 
@@ -45,6 +45,8 @@ class GenerationApi:
         self._limits = limits
         self._metrics = metrics
         self._unknown = UnknownFields()
+        self._id_stem = secrets.token_hex(10)  # of this process; requests are numbered
+        self._num_requests = 0
 
     async def __call__(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         arrival = monotonic()
@@ -107,7 +109,7 @@ class GenerationApi:
     ) -> tuple[list[GenerationRequest], HttpExchange]:
         """The exchange and its sequences, one for each choice."""
         samplings = [sampling_of(request, self._model, len(prompt.token_ids)) for prompt in prompts]
-        id = ("chatcmpl-" if endpoint == "/v1/chat/completions" else "cmpl-") + secrets.token_hex(16)
+        id = self._new_id("chatcmpl" if endpoint == "/v1/chat/completions" else "cmpl")
         options = ExchangeOptions(id, endpoint, arrival, request.include_usage)
         channel = PushChannel(send, max_buffered_bytes=self._limits.max_buffered_bytes, cut_off=lambda: _cut_off(exchange, scope))
         choice_options = self._choice_options(request, self._format(endpoint, id, request.include_usage))
@@ -117,7 +119,7 @@ class GenerationApi:
             GenerationRequest(
                 request_id=choice.request_id,
                 prompt_token_ids=prompt.token_ids,
-                sampling=with_seed(sampling, request.seed, number),
+                sampling=for_choice(sampling, request.seed, number),
                 sink=choice,
                 arrival=arrival,
                 deadline=arrival + self._limits.request_timeout_s,
@@ -130,6 +132,10 @@ class GenerationApi:
             for choice in (exchange.add_choice(prompt),)
         ]
         return requests, exchange
+
+    def _new_id(self, kind: str) -> str:
+        self._num_requests += 1
+        return f"{kind}-{self._id_stem}{self._num_requests:012x}"
 
     def _choice_options(self, request: GenerateRequest, form: Format) -> ChoiceOptions:
         return ChoiceOptions(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..transport.messages import TokenLogprobs
 from .detokenizer import TokenTable
@@ -13,8 +12,7 @@ from .detokenizer import TokenTable
 SMALLEST_LOGPROB = -9999.0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEntry:
+class TokenEntry(NamedTuple):
     """One token. ``offset`` is the number of characters before it; ``logprobs`` is None for a prompt's first token."""
 
     token_id: int

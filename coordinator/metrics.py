@@ -7,10 +7,11 @@ Nothing on the path of a token looks up a label.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from .histogram import BatchedHistogram
@@ -59,7 +60,12 @@ class Metrics:
     def __init__(self, model_name: str, system: Callable[[], SystemSnapshot]) -> None:
         self.registry = CollectorRegistry()
         self.num_open = 0  # HTTP requests for tokens that have not ended
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.num_output_tokens = 0
+        self.num_retries = 0
+        self.requests: defaultdict[tuple[str, str], int] = defaultdict(int)  # by endpoint and status
+        self.sequences: defaultdict[str, int] = defaultdict(int)  # by finish reason
         self._model_name = model_name
         self._scraped_at = float("-inf")
         self._text = b""
@@ -80,33 +86,23 @@ class Metrics:
         }
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence.", TOKENS)
         self._output_length = self._histogram("request_generation_tokens", "Output tokens of a sequence.", TOKENS)
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the sequences that ended.")
-        self._cached_tokens = self._counter("prompt_tokens_cached", "Of these, tokens found in a prefix cache.")
-        self._retries = self._counter("request_retries", "Dispatches after a sequence's first.")
-        self._requests = Counter(
-            "splitserve_requests", "HTTP requests for tokens.", ["model_name", "endpoint", "status"], registry=self.registry
-        )
-        self._sequences = Counter(
-            "splitserve_sequences", "Sequences that ended.", ["model_name", "finished_reason"], registry=self.registry
-        )
-        self.registry.register(_ServerCollector(self, {"model_name": model_name}))
+        self.registry.register(_ServerCollector(self, model_name))
         self.registry.register(_SystemCollector(system))
 
     def request_ended(self, endpoint: str, status: str) -> None:
         """``status``: the HTTP status, or "cancelled" where the client went away first."""
-        self._requests.labels(self._model_name, endpoint, status).inc()
+        self.requests[endpoint, status] += 1
 
     def sequence_ended(self, ended: Ended, num_prompt_tokens: int, num_tokens: int, arrival: float, first: float, now: float) -> None:
         """Times in monotonic seconds; ``first`` is when the first token came, 0 if none did."""
         reason = ended.finish_reason or ("error" if ended.error else "cancelled")
-        self._sequences.labels(self._model_name, reason).inc()
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._cached_tokens.inc(ended.num_cached_tokens)
-        if ended.num_dispatches > 1:
-            self._retries.inc(ended.num_dispatches - 1)
+        self.sequences[reason] += 1
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += ended.num_cached_tokens
+        self.num_output_tokens += num_tokens
+        self.num_retries += max(0, ended.num_dispatches - 1)
         self._prompt_length.observe(num_prompt_tokens)
         self._output_length.observe(num_tokens)
-        self.num_output_tokens += num_tokens
         self.e2e.observe(now - arrival)
         if first:
             self.ttft.observe(first - arrival)
@@ -130,25 +126,38 @@ class Metrics:
         self.registry.register(histogram)
         return histogram
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"splitserve_{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
-
 
 class _ServerCollector:
-    def __init__(self, metrics: Metrics, labels: dict[str, str]) -> None:
+    def __init__(self, metrics: Metrics, model_name: str) -> None:
         self._metrics = metrics
-        self._labels = labels
+        self._model_name = model_name
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
-        tokens = CounterMetricFamily("splitserve_generation_tokens", "Output tokens of the sequences that ended.", labels=names)
-        tokens.add_metric(values, self._metrics.num_output_tokens)
-        open_requests = GaugeMetricFamily("splitserve_open_requests", "HTTP requests for tokens that have not ended.", labels=names)
-        open_requests.add_metric(values, self._metrics.num_open)
-        yield from (tokens, open_requests)
+        metrics, model = self._metrics, [self._model_name]
+        requests = CounterMetricFamily("splitserve_requests", "HTTP requests for tokens.", labels=["model_name", "endpoint", "status"])
+        for (endpoint, status), count in metrics.requests.items():
+            requests.add_metric([*model, endpoint, status], count)
+        sequences = CounterMetricFamily("splitserve_sequences", "Sequences that ended.", labels=["model_name", "finished_reason"])
+        for reason, count in metrics.sequences.items():
+            sequences.add_metric([*model, reason], count)
+        yield from (requests, sequences)
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens of the sequences that ended.", metrics.num_prompt_tokens),
+            ("prompt_tokens_cached", "Of these, tokens found in a prefix cache.", metrics.num_cached_tokens),
+            ("generation_tokens", "Output tokens of the sequences that ended.", metrics.num_output_tokens),
+            ("request_retries", "Dispatches after a sequence's first.", metrics.num_retries),
+        ):
+            counter = CounterMetricFamily(f"splitserve_{name}", text, labels=["model_name"])
+            counter.add_metric(model, value)
+            yield counter
+        open_requests = GaugeMetricFamily(
+            "splitserve_open_requests", "HTTP requests for tokens that have not ended.", labels=["model_name"]
+        )
+        open_requests.add_metric(model, metrics.num_open)
+        yield open_requests
 
 
 class _SystemCollector:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .api_types import ChatCompletionRequest, CompletionRequest, Message
 from .errors import InvalidRequest
@@ -15,8 +14,7 @@ INLINE_MESSAGE_CHARS = 20_000
 """Messages longer than this are rendered on a thread: the event loop has streams to serve."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """One prompt. ``text`` is the client's own; where it sent token ids, their text if it is to be echoed."""
 
     token_ids: list[int]

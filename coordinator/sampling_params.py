@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from hashlib import blake2b
 
 from ..transport.messages import Sampling
@@ -18,7 +18,7 @@ GenerateRequest = CompletionRequest | ChatCompletionRequest
 
 
 def sampling_of(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int) -> Sampling:
-    """Raises InvalidRequest where the request does not fit the model. The seed is set by ``with_seed``."""
+    """That of a prompt's first choice. Raises InvalidRequest where the request does not fit the model."""
     _check_token_ids(request, model.vocab_size)
     max_tokens = _max_tokens(request, model, num_prompt_tokens)
     min_tokens = request.min_tokens or 0
@@ -37,6 +37,7 @@ def sampling_of(request: GenerateRequest, model: ServedModel, num_prompt_tokens:
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=request.logit_bias or {},
+        seed=seed_of(request.seed, 0),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logprobs=num_logprobs(request),
@@ -50,15 +51,18 @@ def num_logprobs(request: GenerateRequest) -> int | None:
     return request.logprobs
 
 
-def with_seed(sampling: Sampling, seed: int | None, choice: int) -> Sampling:
-    """The same with a seed: derived from the client's and the choice's number, drawn where there is none."""
+def for_choice(first: Sampling, seed: int | None, choice: int) -> Sampling:
+    """That of another choice of the same prompt; only the seed differs."""
+    return first if choice == 0 else first.model_copy(update={"seed": seed_of(seed, choice)})
+
+
+def seed_of(seed: int | None, choice: int) -> int:
+    """A choice's seed: from the client's and the choice's number; drawn where the client gave none."""
     if seed is None:
-        value = secrets.randbits(63)
-    elif choice == 0:
-        value = seed % (1 << 63)
-    else:
-        value = int.from_bytes(blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()) >> 1
-    return sampling.model_copy(update={"seed": value})
+        return random.getrandbits(63)
+    if choice == 0:
+        return seed % (1 << 63)
+    return int.from_bytes(blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()) >> 1
 
 
 def _or(given: float | None, default: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from time import monotonic
@@ -93,7 +94,9 @@ class HttpServer:
         return port
 
     async def start(self) -> None:
-        """Returns once connections are accepted."""
+        """Returns once connections are accepted. Raises the process's limit of open files as far as it may: a stream is a file."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         started = asyncio.create_task(self._server.accepting.wait())
         await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
