@@ -7,6 +7,8 @@ import select
 import socket
 from typing import Any
 
+EVENT = b"data: "
+
 
 def request_bytes(path: str, body: dict[str, Any]) -> bytes:
     """A POST."""
@@ -26,7 +28,7 @@ class RawClient:
             connection.setblocking(False)
             self.sockets[connection.fileno()] = connection
             self._epoll.register(connection.fileno(), select.EPOLLIN)
-        self.num_reads = 0
+        self.num_reads = self.num_events = 0
         self._tails = dict.fromkeys(self.sockets, b"")  # the beginning of what may be cut in two
 
     def send_all(self, request: bytes) -> None:
@@ -34,17 +36,19 @@ class RawClient:
         for connection in self.sockets.values():
             connection.send(request)
 
-    def count(self, what: bytes, timeout_s: float) -> int:
-        """Occurrences of ``what`` in all that arrives now, always asked for the same."""
-        found = 0
+    def count(self, timeout_s: float) -> tuple[int, int]:
+        """Events and blanks in all that arrives now."""
+        events = blanks = 0
         for fd, _ in self._epoll.poll(timeout_s):
             data = self.sockets[fd].recv(1 << 18)
             if not data:
                 raise ConnectionError("the server has closed a connection")
             self.num_reads += 1
-            found += (self._tails[fd] + data).count(what)
-            self._tails[fd] = data[1 - len(what) :]
-        return found
+            events += (self._tails[fd] + data).count(EVENT)
+            blanks += data.count(b" ")
+            self._tails[fd] = data[1 - len(EVENT) :]
+        self.num_events += events
+        return events, blanks
 
     def answer_and_repeat(self, request: bytes, timeout_s: float) -> int:
         """Whole answers that arrive now; each is followed by the next request on its connection."""

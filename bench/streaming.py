@@ -3,9 +3,10 @@
     python -m splitserve.bench.streaming [--seconds 3] [--json bench/results/streaming.json]
 
 The real coordinator process runs on the first core. On the last one, this process plays both workers (real messages over real
-ZeroMQ, one message a decode step) and the clients, at most AHEAD steps before what the clients have received; each token is one SSE
-event. The floors are the same feed into ``bare_protocol``, and the same requests to ``bare_http``. Rates are per second of wall
-clock and, for machines that do other work too, per second of the server's processor time.
+ZeroMQ, one message a decode step) and the clients, at most so many steps before what the clients have received: two (paced: each
+token is an event and a write of its own) or 32 (saturated: what has piled up may be joined). The floors are the same feed into
+``bare_protocol``, which writes each token by itself, and the same requests to ``bare_http``. Rates are per second of wall clock and,
+for machines that do other work too, per second of the server's processor time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .environment import environment
 from .fake_workers import FakeWorkers
 from .raw_client import RawClient, request_bytes
 
-AHEAD = 2
+AHEAD = {"paced": 2, "saturated": 32}
 WINDOWS = 5
 TEXT = "The quick brown fox explains what os.path.join does, and why list comprehensions are read from left to right. "
 CHAT = {"model": "bench", "messages": [{"role": "user", "content": "What does os.path.join do?"}]}
@@ -80,18 +81,19 @@ def measure(model: Path, cores: list[int], seconds: float) -> dict[str, Any]:
     """All figures, each with a fresh server."""
     results: dict[str, Any] = {}
     for num_streams in (64, 512):
-        with bare_server("bare_protocol", cores) as server:
-            floor = bare_tokens(server, num_streams, seconds)
-        with coordinator(model, cores) as server, workers_of(server, model) as workers:
-            streamed = streamed_tokens(server, workers, num_streams, seconds)
-        ratio = streamed["tokens_per_cpu_s"] / floor["tokens_per_cpu_s"]
-        results[f"streams_{num_streams}"] = {**streamed, "bare_protocol": floor, "ratio_per_cpu_s": ratio}
+        for name, ahead in AHEAD.items():
+            with bare_server("bare_protocol", cores) as server:
+                floor = bare_tokens(server, num_streams, ahead, seconds)
+            with coordinator(model, cores) as server, workers_of(server, model) as workers:
+                streamed = streamed_tokens(server, workers, num_streams, ahead, seconds)
+            ratio = streamed["tokens_per_cpu_s"] / floor["tokens_per_cpu_s"]
+            results[f"{num_streams}_streams_{name}"] = {**streamed, "bare_protocol": floor, "ratio_per_cpu_s": round(ratio, 3)}
     with bare_server("bare_http", cores) as server:
         bare = answered_requests(server, lambda: None, seconds)
     with coordinator(model, cores) as server, workers_of(server, model) as workers:
         answered = answered_requests(server, workers.poll, seconds)
     ratio = answered["requests_per_cpu_s"] / bare["requests_per_cpu_s"]
-    results["requests"] = {**answered, "bare_http": bare, "ratio_per_cpu_s": ratio}
+    results["requests"] = {**answered, "bare_http": bare, "ratio_per_cpu_s": round(ratio, 3)}
     with coordinator(model, cores) as server, workers_of(server, model) as workers:
         results["memory"] = memory(server, workers)
     return results
@@ -100,17 +102,17 @@ def measure(model: Path, cores: list[int], seconds: float) -> dict[str, Any]:
 # --- measurements --------------------------------------------------------------------------------
 
 
-def streamed_tokens(server: Server, workers: FakeWorkers, num_streams: int, seconds: float) -> dict[str, Any]:
+def streamed_tokens(server: Server, workers: FakeWorkers, num_streams: int, ahead: int, seconds: float) -> dict[str, Any]:
     """Tokens through all of the coordinator to ``num_streams`` chat streams."""
     client = RawClient(server.port, num_streams)
     client.send_all(request_bytes("/v1/chat/completions", {**CHAT, "stream": True, "max_tokens": 900_000}))
     open_streams(client, workers, num_streams)
-    result = rate(server, client, num_streams, seconds, workers.step, workers.poll)
+    result = rate(server, client, ahead * num_streams, seconds, workers.step, workers.poll)
     client.close()
     return result
 
 
-def bare_tokens(server: Server, num_streams: int, seconds: float) -> dict[str, Any]:
+def bare_tokens(server: Server, num_streams: int, ahead: int, seconds: float) -> dict[str, Any]:
     """The same feed into the floor."""
     client = RawClient(server.port, num_streams)
     channel = DealerChannel.connect(server.control, b"bench", None, FROM_COORDINATOR)
@@ -121,25 +123,26 @@ def bare_tokens(server: Server, num_streams: int, seconds: float) -> dict[str, A
         channel.send(step)
         return num_streams
 
-    result = rate(server, client, num_streams, seconds, send, lambda: None)
+    result = rate(server, client, ahead * num_streams, seconds, send, lambda: None)
     client.close()
     channel.close()
     return result
 
 
 def rate(
-    server: Server, client: RawClient, num_streams: int, seconds: float, step: Callable[[], int], poll: Callable[[], None]
+    server: Server, client: RawClient, max_ahead: int, seconds: float, step: Callable[[], int], poll: Callable[[], None]
 ) -> dict[str, Any]:
     """Medians over windows, after a second to warm up."""
     sent = received = 0
     walls: list[float] = []
     cpus: list[float] = []
-    client.num_reads = 0
+    client.num_reads = client.num_events = 0
     mark, cpu, before, end = time.perf_counter(), server.cpu_s(), 0, time.perf_counter() + 1
     while len(walls) < WINDOWS + 1:
-        while sent - received < AHEAD * num_streams:
+        while sent - received < max_ahead:
             sent += step()
-        received += client.count(b"data: ", 0.01)
+        events, blanks = client.count(0.01)
+        received += blanks - events
         poll()
         now = time.perf_counter()
         if now >= end:
@@ -152,7 +155,8 @@ def rate(
         "min": round(min(walls[1:])),
         "max": round(max(walls[1:])),
         "tokens_per_cpu_s": round(statistics.median(cpus[1:])),
-        "events_per_read": round(received / client.num_reads, 2),
+        "tokens_per_event": round(received / client.num_events, 2),
+        "events_per_read": round(client.num_events / client.num_reads, 2),
     }
 
 
@@ -192,9 +196,10 @@ def memory(server: Server, workers: FakeWorkers, num_streams: int = 1000, num_re
     open_streams(client, workers, num_streams)
     sent = received = 0
     while sent < 100 * num_streams or received < sent:  # a hundred tokens each
-        if sent < 100 * num_streams and sent - received < AHEAD * num_streams:
+        if sent < 100 * num_streams and sent - received < 2 * num_streams:
             sent += workers.step()
-        received += client.count(b"data: ", 0.01)
+        events, blanks = client.count(0.01)
+        received += blanks - events
         workers.poll()
     open_mb = server.rss_mb()
     client.close()
@@ -234,7 +239,7 @@ def open_streams(client: RawClient, workers: FakeWorkers, num_streams: int) -> N
     received, deadline = 0, time.monotonic() + 60
     while received < 2 * num_streams:
         workers.poll()
-        received += client.count(b"data: ", 0.01)
+        received += client.count(0.01)[0]
         if time.monotonic() > deadline:
             raise TimeoutError(f"{received} of {2 * num_streams} first events came")
 
@@ -253,9 +258,10 @@ def model_folder(folder: Path) -> Path:
 
 @contextmanager
 def workers_of(server: Server, model: Path) -> Iterator[FakeWorkers]:
-    """Fake workers that say TEXT; each of its tokens is an event."""
+    """Fake workers that say words of TEXT: each token holds one blank, by which the client counts it."""
     tokenizer = Tokenizer.load(model)
-    tokens = [t for t in tokenizer.encode_now([TEXT], add_special_tokens=False)[0] if tokenizer.table.texts[t]]
+    texts = tokenizer.table.texts
+    tokens = [t for t in tokenizer.encode_now([TEXT], add_special_tokens=False)[0] if (texts[t] or "").count(" ") == 1]
     tokenizer.close()
     workers = FakeWorkers(server.control, tokens)
     try:
