@@ -41,6 +41,7 @@ from .raw_client import RawClient, request_bytes
 
 AHEAD = {"paced": 2, "saturated": 32}
 WINDOWS = 5
+POLL_S = 0.02  # how often the fake workers look for messages and heartbeats while they stream
 TEXT = "The quick brown fox explains what os.path.join does, and why list comprehensions are read from left to right. "
 CHAT = {"model": "bench", "messages": [{"role": "user", "content": "What does os.path.join do?"}]}
 
@@ -134,6 +135,7 @@ def rate(
 ) -> dict[str, Any]:
     """Medians over windows, after a second to warm up."""
     sent = received = 0
+    polled = 0.0
     walls: list[float] = []
     cpus: list[float] = []
     client.num_reads = client.num_events = 0
@@ -143,8 +145,10 @@ def rate(
             sent += step()
         events, blanks = client.count(0.01)
         received += blanks - events
-        poll()
         now = time.perf_counter()
+        if now >= polled + POLL_S:
+            poll()
+            polled = now
         if now >= end:
             used = server.cpu_s()
             walls.append((received - before) / (now - mark))
