@@ -61,10 +61,10 @@ class SocketDispatcher:
         self._carry_out(self._core.cancel(request_id, time.monotonic()))
 
     def ready(self) -> bool:
-        return self._core.proven and self._core.pools.serving()
+        return self._core.proven and self._core.pools.serving
 
     def has_workers(self) -> bool:
-        return self._core.pools.serving()
+        return self._core.pools.serving
 
     def snapshot(self) -> dict[str, object]:
         """For /debug/state."""
@@ -97,11 +97,14 @@ class SocketDispatcher:
     # --- the workers -----------------------------------------------------------------------------
 
     def _receive(self, messages: list[tuple[bytes, Message]]) -> None:
+        """What has arrived together is written together: a coordinator that falls behind writes longer chunks, not more of them."""
         now = time.monotonic()
+        actions: list[Action] = []
         for identity, message in messages:
             worker = worker_of(identity)
             if worker is not None:
-                self._carry_out(self._core.receive(worker, message, now))
+                actions += self._core.receive(worker, message, now)
+        self._carry_out(actions)
 
     def _tick(self) -> None:
         self._receive(self._channel.receive(TICK_LIMIT))  # after a stall, first hear who has spoken

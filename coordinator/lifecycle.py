@@ -101,8 +101,8 @@ class Lifecycle:
 
     def submit(self, request: GenerationRequest, now: float) -> list[Action]:
         """Takes a request in, or ends it at once."""
-        longest = self.pools.max_prompt_tokens()
-        if not self.pools.serving():
+        longest = self.pools.max_sequence_tokens
+        if not self.pools.serving:
             ended = Ended(error="unavailable", message="no prefill and decode workers are connected", retry_after_s=1.0)
             return [End(request, ended)]
         if self.num_queued >= self.limits.max_queue:
@@ -440,7 +440,7 @@ class Lifecycle:
 
     def _serve_or_give_up(self, now: float) -> None:
         """Admitted requests wait a while for workers to come back, not for ever."""
-        if self.pools.serving():
+        if self.pools.serving:
             self._unserved_since = None
             return
         if self._unserved_since is None:

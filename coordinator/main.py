@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import time
@@ -41,6 +42,8 @@ async def serve(settings: CoordinatorSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     dispatcher.start()
     await server.start()
+    gc.collect()
+    gc.freeze()  # what is here now stays: the collector need not look at it again
     _log.info("HTTP on http://%s:%d, workers connect to %s", settings.host, server.port, dispatcher.address)
     proving = asyncio.create_task(prove(dispatcher, _probe))
     await stopping.wait()

@@ -68,18 +68,23 @@ class Pools:
     def __init__(self, dead_after_s: float, progress_timeout_s: float) -> None:
         self._dead_after_s, self._progress_timeout_s = dead_after_s, progress_timeout_s
         self.workers: dict[WorkerId, Worker] = {}
+        self._came_or_went()
 
     def of_role(self, role: Role) -> list[Worker]:
-        return [w for w in self.workers.values() if w.role == role]
+        return self._of_role[role]
 
-    def serving(self) -> bool:
+    def _came_or_went(self) -> None:
+        """Works out what depends only on who is here."""
+        workers = self.workers.values()
+        self._of_role: dict[Role, list[Worker]] = {
+            "prefill": [w for w in workers if w.role == "prefill"],
+            "decode": [w for w in workers if w.role == "decode"],
+        }
+        models = {w.hello.model for w in self._of_role["prefill"]}
+        self.serving = any(w.hello.model in models for w in self._of_role["decode"])
         """At least one prefill and one decode worker of the same model."""
-        models = {w.hello.model for w in self.of_role("prefill")}
-        return any(w.hello.model in models for w in self.of_role("decode"))
-
-    def max_prompt_tokens(self) -> int:
+        self.max_sequence_tokens = min((w.hello.max_model_len for w in workers), default=0)
         """The longest sequence that every live worker can hold; 0 where there is none."""
-        return min((w.hello.max_model_len for w in self.workers.values()), default=0)
 
     def add(self, hello: Hello, now: float) -> list[Worker]:
         """A worker says hello. Returns its earlier incarnations, which are dead."""
@@ -91,10 +96,12 @@ class Pools:
             known.heard = now
         else:
             self.workers[(hello.worker_id, hello.incarnation)] = Worker(hello, now, progressed=now)
+        self._came_or_went()
         return replaced
 
     def remove(self, worker: Worker) -> None:
         self.workers.pop(worker.id, None)
+        self._came_or_went()
 
     def hear(self, load: Load, now: float) -> Worker | None:
         """A heartbeat. None: no such worker lives."""
