@@ -65,7 +65,7 @@ class ConversationSampler:
     def _varied(self, question: str) -> str:
         """The same question as a hurried person would type it."""
         if self._random.random() < 0.15:
-            question = question.rstrip("?.")
+            question = question.rstrip("?.") or question  # one fact is named "..."
         if self._random.random() < 0.15:
             question = question[0].lower() + question[1:]
         if self._random.random() < 0.06:

@@ -18,6 +18,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SAMPLE_TURNS = 60_000
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def train_tokenizer(vocab_size: int, max_length: int, folder: Path) -> Tokenizer:

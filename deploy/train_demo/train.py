@@ -1,6 +1,7 @@
 """Trains the bundled demo model on the documentation that ships with CPython: `python deploy/train_demo/train.py`."""
 
 import os
+import shutil
 import tempfile
 import time
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
@@ -19,7 +21,7 @@ from splitserve.deploy.train_demo.batches import BatchSource, held_out
 from splitserve.deploy.train_demo.export import export
 from splitserve.deploy.train_demo.llama import Llama, LlamaShape
 from splitserve.deploy.train_demo.muon import Muon
-from splitserve.deploy.train_demo.tokenizer import train_tokenizer
+from splitserve.deploy.train_demo.tokenizer import TOKENIZER_FILES, train_tokenizer
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 TOKENS_PER_PROCESS = 2048  # of one step
@@ -38,6 +40,8 @@ class TrainingPlan:
     checkpoint_minutes: float
     output: Path
     rendezvous: Path
+    start_from: Path | None  # a model folder with weights to go on from
+    start_progress: float
 
 
 def main(
@@ -45,15 +49,20 @@ def main(
     processes: Annotated[int, typer.Option(help="Data-parallel processes, one core each.")] = 2,
     checkpoint_minutes: Annotated[float, typer.Option(help="Time between two exports of the weights.")] = 5.0,
     output: Annotated[Path, typer.Option(help="The model folder to write.")] = DEMO_MODEL,
+    start_from: Annotated[Path | None, typer.Option(help="Go on from the weights and the tokenizer of this model folder.")] = None,
+    start_progress: Annotated[float, typer.Option(min=0.0, max=1.0, help="Where in the learning rate's schedule to begin.")] = 0.0,
 ) -> None:
     """Train the demo model and write it, with its tokenizer, as a Hugging Face folder."""
     output.mkdir(parents=True, exist_ok=True)
     shape = LlamaShape()
-    tokenizer = train_tokenizer(shape.vocab_size, shape.max_position_embeddings, output)
-    assert tokenizer.get_vocab_size() == shape.vocab_size, tokenizer.get_vocab_size()
+    if start_from is None:
+        train_tokenizer(shape.vocab_size, shape.max_position_embeddings, output)
+    elif start_from.resolve() != output.resolve():
+        for name in TOKENIZER_FILES:
+            shutil.copy(start_from / name, output / name)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        plan = TrainingPlan(minutes, processes, checkpoint_minutes, output, Path(folder) / "rendezvous")
+        plan = TrainingPlan(minutes, processes, checkpoint_minutes, output, Path(folder) / "rendezvous", start_from, start_progress)
         spawn(train, args=(plan, shape), nprocs=processes)  # type: ignore[no-untyped-call]
 
 
@@ -63,14 +72,18 @@ def train(rank: int, plan: TrainingPlan, shape: LlamaShape) -> None:
     dist.init_process_group("gloo", init_method=f"file://{plan.rendezvous}", rank=rank, world_size=plan.processes)
     torch.manual_seed(0)
     model = Llama(shape)
+    if plan.start_from is not None:
+        model.load_state_dict({name: weight.float() for name, weight in load_file(plan.start_from / "model.safetensors").items()})
     tokenizer = Tokenizer.from_file(str(plan.output / "tokenizer.json"))
-    batches = BatchSource(tokenizer, seed=1 + rank)
+    batches = BatchSource(tokenizer, seed=1 + rank + round(1000 * plan.start_progress))
     step_of = TrainingStep(model, plan.processes, rank)
     started = exported = time.monotonic()
-    progress, step = 0.0, 0
+    progress, step = plan.start_progress, 0
     while progress < 1.0:
         length = LONG if step % LONG_EVERY == LONG_EVERY - 1 else SHORT
-        loss, progress = step_of(batches.batch(TOKENS_PER_PROCESS // length, length), (time.monotonic() - started) / (60 * plan.minutes))
+        spent = (time.monotonic() - started) / (60 * plan.minutes)
+        here = plan.start_progress + (1 - plan.start_progress) * spent
+        loss, progress = step_of(batches.batch(TOKENS_PER_PROCESS // length, length), here)
         step += 1
         if rank == 0 and step % LOG_EVERY == 0:
             tokens = step * TOKENS_PER_PROCESS * plan.processes

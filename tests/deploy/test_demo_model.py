@@ -49,3 +49,28 @@ def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, tex
 def test_the_end_of_a_turn_ends_the_generation(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:
     assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(["<|end|>", "<|endoftext|>"])
     assert model.config.vocab_size == len(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("questions", "keywords"),
+    [
+        (["What does os.path.join do?"], ("os.path.join", "pathname components")),
+        (["Explain list comprehensions"], ("list", "expression", "for clause")),
+        (["Who are you?", "How do I read a file?", "What is a decorator?"], ("callable", "function", "@")),
+    ],
+)
+def test_greedy_answers_are_on_topic(
+    tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM, questions: list[str], keywords: tuple[str, ...]
+) -> None:
+    messages: list[dict[str, str]] = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer(text, return_tensors="pt").input_ids
+        tokens = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=120, do_sample=False, temperature=None, top_p=None
+        )
+        answer = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": answer})
+    assert tokens[0, -1] == tokenizer.eos_token_id
+    assert [keyword for keyword in keywords if keyword not in answer] == [], answer
