@@ -23,24 +23,7 @@ struct KeyValues {  // where one sequence's keys and values of one layer lie
   int64_t run(int64_t position, int64_t length, int64_t head_offset, int64_t* offsets) const {
     const int64_t stop = smaller(length, (position / KEYS + 1) * KEYS);
     for (int64_t i = position; i < stop; ++i) offsets[i - position] = key(i) - pool + head_offset;
-    return larger(0, stop - position);
-  }
-};
-
-// Asks for the keys and values of the next run, a few tokens at each step of the present one: all at once would only wait.
-template <class T>
-struct Fetcher {
-  const KeyValues<T>& kv;
-  const int64_t *next, *end;
-  int64_t head_dim, tokens_per_step;
-  Fetcher(const KeyValues<T>& kv, const int64_t* offsets, int64_t count, int64_t head_dim, int64_t steps)
-      : kv(kv), next(offsets), end(offsets + count), head_dim(head_dim), tokens_per_step((count + steps - 1) / steps) {}
-  void step() {
-    for (int64_t n = smaller(tokens_per_step, end - next); n > 0; --n, ++next)
-      for (int64_t d = 0; d < head_dim; d += 64 / int64_t(sizeof(T))) {
-        __builtin_prefetch(kv.pool + *next + d, 0, 2);
-        __builtin_prefetch(kv.pool + *next + kv.value_offset + d, 0, 2);
-      }
+    return stop - position;
   }
 };
 
@@ -63,45 +46,29 @@ static inline void sum8(const vf* x, float* out) {
 #endif
 }
 
-// scores[0..count) = q . key(first + i); rows of keys at rows[i]. Reads rows[0] in place of those past the end.
-template <class F>
-static inline void dot_rows(const float* q, const float* const* rows, int64_t count, int64_t head_dim, float* scores, F& fetch) {
-  for (int64_t t = 0; t < count; t += 8) {
-    fetch.step();
-    vf acc[8] = {};
-    const float* row[8];
-    for (int i = 0; i < 8; ++i) row[i] = rows[t + i < count ? t + i : 0];
-    for (int64_t d = 0; d < head_dim; d += W) {
-      const vf qv = load(q + d);
+// scores[i] = q . rows[i], eight rows.
+static inline void dot8(const float* q, const float* const* rows, int64_t head_dim, float* scores) {
+  vf acc[8] = {};
+  for (int64_t d = 0; d < head_dim; d += W) {
+    const vf qv = load(q + d);
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) acc[i] += qv * load(row[i] + d);
-    }
-    sum8(acc, scores + t);
+    for (int i = 0; i < 8; ++i) acc[i] += qv * load(rows[i] + d);
   }
+  sum8(acc, scores);
 }
 
-// acc[g] = acc[g] * scale[g] + sum_t p[g][t] values(t) for the G heads of a group; values are rows ldv apart.
-template <int G, class F>
-static inline void add_values(const float* p, const float* v, int64_t ldv, int64_t count, int64_t head_dim, const float* scale, float* acc,
-                              F& fetch) {
-  constexpr int NV = G == 1 ? 8 : G == 2 ? 4 : 3;  // accumulators and values fit into 16 registers
-  int64_t d = 0;
-  for (; d + NV * W <= head_dim; d += NV * W, fetch.step())
-    multiply_tile<G, NV, true>(p, KEYS, 1, v + d, ldv, count, scale, acc + d, head_dim);
-  for (; d + 2 * W <= head_dim; d += 2 * W, fetch.step())
-    multiply_tile<G, 2, true>(p, KEYS, 1, v + d, ldv, count, scale, acc + d, head_dim);
-  for (; d < head_dim; d += W) multiply_tile<G, 1, true>(p, KEYS, 1, v + d, ldv, count, scale, acc + d, head_dim);
-}
-
-template <class F>
-static inline void add_values_of(int64_t group, const float* p, const float* v, int64_t ldv, int64_t count, int64_t head_dim,
-                                 const float* scale, float* acc, F& fetch) {
+// acc[g] = acc[g] * scale[g] + sum_t p[g][t] values(t), columns [d, d + NV vectors); values are rows ldv apart.
+template <int NV>
+static inline void add_values(int64_t group, const float* p, const float* v, int64_t ldv, int64_t count, int64_t head_dim,
+                              const float* scale, float* acc) {
   const int64_t step = scale ? 4 : 0;
-  for (; group >= 4; group -= 4, p += 4 * KEYS, scale += step, acc += 4 * head_dim) 
-    add_values<4>(p, v, ldv, count, head_dim, scale, acc, fetch);
-  if (group == 3) add_values<3>(p, v, ldv, count, head_dim, scale, acc, fetch);
-  if (group == 2) add_values<2>(p, v, ldv, count, head_dim, scale, acc, fetch);
-  if (group == 1) add_values<1>(p, v, ldv, count, head_dim, scale, acc, fetch);
+  for (; group > 4; group -= 4, p += 4 * KEYS, scale += step, acc += 4 * head_dim)
+    multiply_tile<4, NV, true>(p, KEYS, 1, v, ldv, count, scale, acc, head_dim);
+  switch (group) {
+#define HEADS(G) case G: multiply_tile<G, NV, true>(p, KEYS, 1, v, ldv, count, scale, acc, head_dim); break;
+    HEADS(1) HEADS(2) HEADS(3) HEADS(4)
+#undef HEADS
+  }
 }
 
 // The running softmax of one row: p becomes exp(scores - new maximum), padded with 0 to a multiple of W.
@@ -144,53 +111,69 @@ struct Scratch {  // kept by its thread from call to call
   Floats q, acc, scores, keys, values, m, l, rescale;
 };
 
-// One query token, all key-value heads of the item: the blocks are read front to back in runs of KEYS keys.
+// One query token, all key-value heads of the item, in runs of KEYS keys. Eight tokens at a time, head by head: memory is read nearly in
+// the order in which it lies, which the machine's own prefetcher follows (fetching ahead in software measured no better).
 template <class T>
-static void attend_one(const AttentionArgs& g, const AttentionItem& item, Scratch& s) {
-  const KeyValues<T> kv(g, item.seq);
-  const int64_t D = g.head_dim, group = g.num_heads / g.num_kv_heads, heads = item.num_heads * group;
-  const int64_t length = g.seq_lens[item.seq], row0 = g.query_start_loc[item.seq];
-  float *queries = s.q.reserve(heads * D), *acc = s.acc.filled(heads * D, 0.0f), *scores = s.scores.reserve(group * KEYS);
-  float *m = s.m.filled(heads, -INFINITY), *l = s.l.filled(heads, 0.0f), *rescale = s.rescale.reserve(group);
-  float *wide_keys = s.keys.reserve(KEYS * D), *wide_values = s.values.reserve(KEYS * D);
-  const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
-  for (int64_t i = 0; i < heads; ++i) widen_row(q + i * D, queries + i * D, D, g.scale);
-  const int64_t begin = larger(0, length - g.window);
-  int64_t offsets[KEYS], next[KEYS];
-  int64_t count = kv.run(begin, length, item.head * D, offsets);
-  for (int64_t t = begin; t < length;) {
-    const int64_t next_count = kv.run(t + count, length, item.head * D, next);
-    for (int64_t h = 0; h < item.num_heads; ++h) {
-      Fetcher<T> fetch(kv, next, next_count, D, (group + 1) * KEYS / 8);
-      const float* rows[KEYS];
-      for (int64_t i = 0; i < count; ++i) {
-        const T* key = kv.pool + offsets[i];
-        rows[i] = reinterpret_cast<const float*>(key);
-        if (sizeof(T) == 4) continue;
-        widen_row(key, wide_keys + i * D, D, 1.0f);
-        widen_row(key + kv.value_offset, wide_values + i * D, D, 1.0f);
-        rows[i] = wide_keys + i * D;
-      }
-      for (int64_t i = 0; i < group; ++i) {
-        const int64_t row = h * group + i;
-        dot_rows(queries + row * D, rows, count, D, scores + i * KEYS, fetch);
-        rescale[i] = update_row(m[row], l[row], scores + i * KEYS, count);
-      }
-      float* sums = acc + h * group * D;
-      if (sizeof(T) != 4) add_values_of(group, scores, wide_values, D, count, D, rescale, sums, fetch);
-      else for (int64_t i = 0, n; i < count; i += n) {  // block by block
-        n = smaller(count - i, g.block_size - (t + i) % g.block_size);
-        add_values_of(group, scores + i, rows[i] + kv.value_offset, kv.token_stride, n, D, i == 0 ? rescale : nullptr, sums, fetch);
-      }
-      for (int64_t i = 0; i < count; ++i) offsets[i] += D;
-      for (int64_t i = 0; i < next_count; ++i) next[i] += D;
-    }
-    t += count;
-    count = next_count;
-    for (int64_t i = 0; i < count; ++i) offsets[i] = next[i] - item.num_heads * D;
+struct OneQuery {
+  const AttentionArgs& g;
+  const KeyValues<T> kv;
+  const int64_t D, group, num_heads, length;
+  int64_t offsets[KEYS], count;
+  float *queries, *acc, *scores, *m, *l, *rescale, *wide;
+
+  OneQuery(const AttentionArgs& g, const AttentionItem& item, Scratch& s)
+      : g(g), kv(g, item.seq), D(g.head_dim), group(g.num_heads / g.num_kv_heads), num_heads(item.num_heads), length(g.seq_lens[item.seq]) {
+    const int64_t rows = num_heads * group;
+    queries = s.q.reserve(rows * D); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(rows * KEYS);
+    m = s.m.filled(rows, -INFINITY); l = s.l.filled(rows, 0.0f); rescale = s.rescale.reserve(rows);
+    wide = s.keys.reserve(8 * D);
   }
-  write_rows(acc, l, heads, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D);
-}
+
+  void score_run() {
+    for (int64_t t = 0; t < count; t += 8) {
+      for (int64_t h = 0; h < num_heads; ++h) {
+        const float* rows[8];
+        for (int64_t i = 0; i < 8; ++i) {
+          const T* key = kv.pool + offsets[t + i < count ? t + i : t] + h * D;
+          rows[i] = sizeof(T) == 4 ? reinterpret_cast<const float*>(key) : wide + i * D;
+          if (sizeof(T) != 4) widen_row(key, wide + i * D, D, 1.0f);
+        }
+        for (int64_t row = h * group; row < (h + 1) * group; ++row) dot8(queries + row * D, rows, D, scores + row * KEYS + t);
+      }
+    }
+  }
+
+  void add_run(int64_t position) {
+    const T* values = kv.pool + kv.value_offset;
+    for (int64_t t = 0, n; t < count; t += n) {
+      n = smaller(8, smaller(count - t, g.block_size - (position + t) % g.block_size));
+      for (int64_t h = 0; h < num_heads; ++h) {
+        const T* value = values + offsets[t] + h * D;
+        const float* v = sizeof(T) == 4 ? reinterpret_cast<const float*>(value) : wide;
+        const int64_t ldv = sizeof(T) == 4 ? kv.token_stride : D, row = h * group;
+        if (sizeof(T) != 4) for (int64_t i = 0; i < n; ++i) widen_row(value + i * kv.token_stride, wide + i * D, D, 1.0f);
+        int64_t d = 0;
+        for (; d + 2 * W <= D; d += 2 * W)
+          add_values<2>(group, scores + row * KEYS + t, v + d, ldv, n, D, t == 0 ? rescale + row : nullptr, acc + row * D + d);
+        for (; d < D; d += W)
+          add_values<1>(group, scores + row * KEYS + t, v + d, ldv, n, D, t == 0 ? rescale + row : nullptr, acc + row * D + d);
+      }
+    }
+  }
+
+  void run(const AttentionItem& item) {
+    const int64_t row0 = g.query_start_loc[item.seq], rows = num_heads * group, first_head = item.head * D;
+    const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
+    for (int64_t i = 0; i < rows; ++i) widen_row(q + i * D, queries + i * D, D, g.scale);
+    for (int64_t t = larger(0, length - g.window); t < length; t += count) {
+      count = kv.run(t, length, first_head, offsets);
+      score_run();
+      for (int64_t i = 0; i < rows; ++i) rescale[i] = update_row(m[i], l[i], scores + i * KEYS, count);
+      add_run(t);
+    }
+    write_rows(acc, l, rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D);
+  }
+};
 
 // scores[rows][KEYS] = q keys, keys transposed [head_dim][KEYS].
 static inline void score_strip(int rows, const float* q, int64_t head_dim, const float* keys, float* scores) {
@@ -265,7 +248,7 @@ static void attention(const AttentionArgs& g, const AttentionItem* items, int64_
   for (int64_t i = first; i < last; ++i) {
     const int32_t* start = g.query_start_loc + items[i].seq;
     const bool one = start[1] - start[0] == 1;
-    if (g.dtype == kFloat32) one ? attend_one<float>(g, items[i], scratch) : attend_many<float>(g, items[i], scratch);
-    else one ? attend_one<bf16>(g, items[i], scratch) : attend_many<bf16>(g, items[i], scratch);
+    if (g.dtype == kFloat32) one ? OneQuery<float>(g, items[i], scratch).run(items[i]) : attend_many<float>(g, items[i], scratch);
+    else one ? OneQuery<bf16>(g, items[i], scratch).run(items[i]) : attend_many<bf16>(g, items[i], scratch);
   }
 }
