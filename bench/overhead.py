@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -98,34 +99,43 @@ def _submit(channel: RouterChannel, identity: bytes, prefill: Hello, decode: Hel
 
 def time_to_first_token(requests: int = 300) -> dict[str, Any]:
     """Milliseconds from sending a request to its first streamed token, one request at a time, and to the last of four."""
-    with _null_cluster() as url, httpx.Client(base_url=url, timeout=10) as client:
+    with _null_cluster() as port, socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        floors = [_exchange(connection, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n\r\n")[0] for _ in range(100)]
         firsts, lasts, stages = [], [], []
         for i in range(requests + 20):
-            body = {
-                "model": DEMO_MODEL_NAME,
-                "prompt": [i % 60 + 1] * 256,
-                "max_tokens": 4,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            start = time.perf_counter()
-            with client.stream("POST", "/v1/completions", json=body) as answer:
-                chunks = answer.iter_bytes()
-                text = next(chunks)
-                first = time.perf_counter() - start
-                text += b"".join(chunks)
+            first, last, text = _exchange(connection, _request(i), b"0\r\n\r\n")
             if i >= 20:
                 firsts.append(first)
-                lasts.append(time.perf_counter() - start)
+                lasts.append(last)
                 stages.append(_stages(text))
     medians = {name: statistics.median(s[name] for s in stages) * 1e3 for name in stages[0]}
     return {
         "requests": requests,
         "prompt_tokens": 256,
+        "http_floor_ms": {"p50": statistics.median(floors) * 1e3},  # GET /health on the same connection
         "ttft_ms": {"p50": statistics.median(firsts) * 1e3, "p90": sorted(firsts)[int(0.9 * requests)] * 1e3},
         "e2e_ms": {"p50": statistics.median(lasts) * 1e3},
         "stages_p50_ms": medians,
     }
+
+
+def _request(number: int) -> bytes:
+    fields = {"model": DEMO_MODEL_NAME, "prompt": [number % 60 + 1] * 256, "max_tokens": 4, "stream": True}
+    body = json.dumps({**fields, "stream_options": {"include_usage": True}}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def _exchange(connection: socket.socket, request: bytes, end: bytes) -> tuple[float, float, bytes]:
+    """Seconds to the first and to the last bytes of the answer, and the answer."""
+    start = time.perf_counter()
+    connection.sendall(request)
+    text = connection.recv(1 << 16)
+    first = time.perf_counter() - start
+    while end not in text:
+        text += connection.recv(1 << 16)
+    return first, time.perf_counter() - start, text
 
 
 def _stages(text: bytes) -> dict[str, float]:
@@ -134,7 +144,7 @@ def _stages(text: bytes) -> dict[str, float]:
 
 
 @contextmanager
-def _null_cluster() -> Iterator[str]:
+def _null_cluster() -> Iterator[int]:
     port, control = free_port("127.0.0.1"), free_port("127.0.0.1")
     command = [sys.executable, "-m", "splitserve.deploy.cli", "coordinator", "--model", str(DEMO_MODEL), "--insecure"]
     arguments = ["--served-model-name", DEMO_MODEL_NAME, "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"]
@@ -148,7 +158,7 @@ def _null_cluster() -> Iterator[str]:
             if time.monotonic() > deadline:
                 raise TimeoutError("the cluster of null workers did not become ready")
             time.sleep(0.1)
-        yield url
+        yield port
     finally:
         for process in processes:
             process.terminate()

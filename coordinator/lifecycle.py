@@ -243,6 +243,8 @@ class Lifecycle:
     def _joined(self, flight: Flight, message: Joined, now: float) -> None:
         if flight.stage != "decode":
             flight.enter("decode", now)
+            # Heard in one breath with the first token, the handoff seems to have taken no time: the decode worker knows better.
+            flight.move_time("prefill", "handoff", message.transfer_s - flight.seconds["handoff"])
         self._unpromise_tokens(flight)
         self._unpromise_blocks(flight)
         if message.index == flight.num_received:

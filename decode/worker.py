@@ -15,6 +15,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import time
 
 import zmq
@@ -41,6 +42,7 @@ from .scheduler import DecodeScheduler, DecodeStep
 from .settings import DecodeSettings
 
 TICK_S = 0.05
+SWITCH_S = 1e-4  # the step thread and the loop take turns: the default of 5 ms would show in every token
 RECEIVE_LIMIT = 256
 _log = logging.getLogger(__name__)
 
@@ -85,12 +87,12 @@ class DecodeWorker:
 
     def run(self) -> None:
         """The loop."""
+        sys.setswitchinterval(SWITCH_S)
         try:
             while not self._stopping:
-                self._poller.poll(int(TICK_S * 1000))
-                self._wakeup.clear()
+                ready = self._wait()
                 now = time.monotonic()
-                self._receive(now)
+                self._receive(ready, now)
                 self._collect(now)
                 self._launch(now)
                 self._carry_out(now)
@@ -101,9 +103,29 @@ class DecodeWorker:
 
     # --- the loop's verbs ------------------------------------------------------------------------
 
-    def _receive(self, now: float) -> None:
-        for message in self._link.receive(now):
-            self._core.from_coordinator(message)
+    def _wait(self) -> set[object]:
+        """Returns the sockets with something to read."""
+        ready = {socket for socket, _ in self._poller.poll(int(TICK_S * 1000))}
+        if self._wakeup.fd in ready:
+            self._wakeup.clear()
+        return ready
+
+    def _receive(self, ready: set[object], now: float) -> None:
+        if self._link.socket in ready:
+            for message in self._link.receive(now):
+                self._core.from_coordinator(message)
+        if self._peers.socket in ready:
+            self._hear_peers(now)
+        for target in self._targets:
+            if target.socket in ready:
+                for lease, position in target.poll(RECEIVE_LIMIT):
+                    self._core.receiver.arrived(lease, position)
+        if now - self._ticked >= TICK_S:
+            self._ticked = now
+            self._core.tick(now)
+            self._link.tick(now)
+
+    def _hear_peers(self, now: float) -> None:
         for identity, message in self._peers.receive(RECEIVE_LIMIT):
             peer = worker_of(identity)
             if peer is not None:
@@ -111,13 +133,6 @@ class DecodeWorker:
                 if isinstance(message, Meet) and message.host == host_identity():
                     self._processes[peer] = ProcessIdentity.of(message.pid)
                 self._core.from_peer(peer, message, now)
-        for target in self._targets:
-            for lease, position in target.poll(RECEIVE_LIMIT):
-                self._core.receiver.arrived(lease, position)
-        if now - self._ticked >= TICK_S:
-            self._ticked = now
-            self._core.tick(now)
-            self._link.tick(now)
 
     def _collect(self, now: float) -> None:
         finished = self._steps.collect()

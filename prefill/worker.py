@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 
@@ -38,6 +39,7 @@ from .scheduler import PrefillScheduler, PrefillStep
 from .settings import PrefillSettings
 
 TICK_S = 0.05
+SWITCH_S = 1e-4  # the step thread and the loop take turns: the default of 5 ms would show in every token
 RECEIVE_LIMIT = 256
 _log = logging.getLogger(__name__)
 
@@ -76,11 +78,12 @@ class PrefillWorker:
 
     def run(self) -> None:
         """The loop."""
+        sys.setswitchinterval(SWITCH_S)
         try:
             while not self._stopping:
-                self._wait()
+                ready = self._wait()
                 now = time.monotonic()
-                self._receive(now)
+                self._receive(ready, now)
                 self._collect(now)
                 self._launch(now)
                 self._carry_out()
@@ -91,17 +94,22 @@ class PrefillWorker:
 
     # --- the loop's verbs ------------------------------------------------------------------------
 
-    def _wait(self) -> None:
+    def _wait(self) -> set[object]:
+        """Returns the sockets with something to read."""
         sending = any(source.pending() for source in self._sources.values())
-        self._poller.poll(1 if sending else int(TICK_S * 1000))
-        self._wakeup.clear()
+        ready = {socket for socket, _ in self._poller.poll(1 if sending else int(TICK_S * 1000))}
+        if self._wakeup.fd in ready:
+            self._wakeup.clear()
+        return ready
 
-    def _receive(self, now: float) -> None:
-        for message in self._link.receive(now):
-            self._core.from_coordinator(message, now)
+    def _receive(self, ready: set[object], now: float) -> None:
+        if self._link.socket in ready:
+            for message in self._link.receive(now):
+                self._core.from_coordinator(message, now)
         for peer, channel in list(self._channels.items()):
-            for message in channel.receive(RECEIVE_LIMIT):
-                self._core.from_peer(peer, message, now)
+            if channel.socket in ready:
+                for message in channel.receive(RECEIVE_LIMIT):
+                    self._core.from_peer(peer, message, now)
         for source in self._sources.values():
             source.poll()
         if now - self._ticked >= TICK_S:
