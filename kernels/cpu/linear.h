@@ -21,11 +21,11 @@ static void pack_linear(const void* weight, void* packed, int64_t n, int64_t k, 
   else pack_linear_of(static_cast<const bf16*>(weight), static_cast<bf16*>(packed), n, k);
 }
 
-template <bool kLoad, class B>
+template <bool kLoad, int64_t kAhead, class B>
 static void multiply_rows(int rows, const float* a, int64_t row, int64_t column, const B* b, int64_t k, float* c, int64_t ldc,
-                          int64_t ahead) {
+                          const char* ahead) {
   switch (rows) {
-#define ROWS(R) case R: return multiply_tile<R, kPanelVectors, kLoad, true>(a, row, column, b, PANEL, k, nullptr, c, ldc, ahead);
+#define ROWS(R) case R: return multiply_tile<R, kPanelVectors, kLoad, kAhead>(a, row, column, b, PANEL, k, nullptr, c, ldc, ahead);
     ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #if VECTOR_BYTES == 64
     ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
@@ -47,7 +47,9 @@ static void linear_few_rows(const LinearArgs& g, const float* x, int64_t first, 
   const T* bias = static_cast<const T*>(g.bias);
   float c[ROW_TILE * PANEL];
   for (int64_t p = first; p < last; ++p) {
-    multiply_rows<false>(int(g.m), x, g.k, 1, packed + p * g.k * PANEL, g.k, c, PANEL, FETCH_AHEAD);
+    const T* panel = packed + p * g.k * PANEL;
+    const char* ahead = reinterpret_cast<const char*>(panel + FETCH_AHEAD);
+    multiply_rows<false, PANEL * sizeof(T)>(int(g.m), x, g.k, 1, panel, g.k, c, PANEL, ahead);
     const int64_t columns = smaller(PANEL, g.n - p * PANEL);
     finish_rows(c, g.m, bias ? bias + p * PANEL : nullptr, static_cast<T*>(g.y) + p * PANEL, g.n, columns);
   }
@@ -89,7 +91,7 @@ static void linear_many_rows(const LinearArgs& g, int64_t first, int64_t last) {
       for (int64_t p = first; p < last; ++p) {
         const T* panel = packed + (p * g.k + k0) * PANEL;
         const float* b = reinterpret_cast<const float*>(panel);
-        const int64_t next = sizeof(T) == 4 ? g.k * PANEL : 0;  // the next panel's piece comes while this one is multiplied
+        const char* next = reinterpret_cast<const char*>(panel + g.k * PANEL);  // the next panel's piece
         if (sizeof(T) != 4) {  // widen once, use for every tile of rows
           for (int64_t i = 0; i < k * PANEL; i += W) store(piece + i, load(panel + i));
           b = piece;
@@ -98,8 +100,8 @@ static void linear_many_rows(const LinearArgs& g, int64_t first, int64_t last) {
         for (int64_t t = 0; t < tiles.count; ++t) {
           const int64_t start = tiles.start(t), height = tiles.start(t + 1) - start;
           const float* a = rows + start * k;
-          if (k0 == 0) multiply_rows<false>(int(height), a, 1, height, b, k, c + start * PANEL, PANEL, next);
-          else multiply_rows<true>(int(height), a, 1, height, b, k, c + start * PANEL, PANEL, next);
+          if (k0 == 0) multiply_rows<false, PANEL * sizeof(T)>(int(height), a, 1, height, b, k, c + start * PANEL, PANEL, next);
+          else multiply_rows<true, PANEL * sizeof(T)>(int(height), a, 1, height, b, k, c + start * PANEL, PANEL, next);
         }
       }
     }

@@ -117,11 +117,11 @@ static inline vf vlog(vf x) {
 
 // C tile [MR][NV vectors] = scale[i] * C + A B: A[i][k] at a[i * row + k * column], B's row k at b + k * ldb, C rows ldc apart.
 // Each output is one chain of fused multiply-adds in the order of k, whatever MR: its value does not depend on its neighbours.
-// Where kAhead, what lies `ahead` elements after each row of B is fetched into the cache meanwhile.
-template <int MR, int NV, bool kLoad, bool kAhead = false, class B>
+// Where kAhead, `ahead` is asked for meanwhile, kAhead bytes with each k: it is read next.
+template <int MR, int NV, bool kLoad, int64_t kAhead = 0, class B>
 static inline __attribute__((always_inline)) void multiply_tile(const float* a, int64_t row, int64_t column, const B* b, int64_t ldb,
                                                                  int64_t k_count, const float* scale, float* c, int64_t ldc,
-                                                                 int64_t ahead = 0) {
+                                                                 const char* ahead = nullptr) {
   vf acc[MR][NV];
 #pragma GCC unroll 16
   for (int i = 0; i < MR; ++i)
@@ -134,7 +134,7 @@ static inline __attribute__((always_inline)) void multiply_tile(const float* a, 
     vf bv[NV];
 #pragma GCC unroll 4
     for (int j = 0; j < NV; ++j) bv[j] = load(b + k * ldb + j * W);
-    if (kAhead) __builtin_prefetch(b + k * ldb + ahead);
+    if (kAhead) __builtin_prefetch(ahead + k * kAhead);
 #pragma GCC unroll 16
     for (int i = 0; i < MR; ++i) {
       const vf av = splat(a[i * row + k * column]);
