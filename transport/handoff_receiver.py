@@ -151,6 +151,10 @@ class HandoffReceiver:
             return incoming.blocks[incoming.num_cached :]
         return self._quarantine[lease].blocks if lease in self._quarantine else []
 
+    def leases(self) -> dict[int, float]:
+        """When each lease ends, by lease, unless it is renewed. (One whose blocks are being checked ends with the check.)"""
+        return {i.lease: i.expires for i in self._granted.values() if not i.verifying}
+
     def writers(self) -> dict[PeerId, int]:
         """The process ids of the prefill workers met: the shell reports the end of one on this host by ``writer_gone``."""
         return dict(self._pids)

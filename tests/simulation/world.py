@@ -206,6 +206,8 @@ class World:
         self.counts[f"ended: {ended.error or ended.finish_reason or 'cancelled'}"] += 1
         if len(client.ended) > 1:
             self.violations.append(f"{request_id}: ended twice")
+        if ended.error in ("failed", "refused", "overloaded"):
+            self.violations.append(f"{request_id}: {ended.error}: {ended.message}")
         if ended.finish_reason is not None and (client.tokens != client.expected or ended.finish_reason != client.reason):
             self.violations.append(f"{request_id}: finished with {len(client.tokens)} of {len(client.expected)} tokens")
 
@@ -343,9 +345,8 @@ class WorkerShell:
             step = self.core.schedule(self.world.now)
             if step is not None:
                 self.stepping = True
-                output = self.memory.execute(step.batch)
                 duration = 0.002 + 0.0005 * step.batch.num_tokens
-                self.world.after(duration, lambda: self.when_awake(lambda: self._step_done(step, output)))
+                self.world.after(duration, lambda: self.when_awake(lambda: self._step_done(step)))
         self.act()
 
     def act(self) -> None:
@@ -361,9 +362,10 @@ class WorkerShell:
     def take(self) -> list[Any]:
         raise AssertionError
 
-    def _step_done(self, step: Any, output: Any) -> None:
+    def _step_done(self, step: Any) -> None:
+        """The step's reads and writes count as done at its end: blocks freed before it are a mistake that shows."""
         self.stepping = False
-        self.core.complete(step, output, self.world.now)
+        self.core.complete(step, self.memory.execute(step.batch), self.world.now)
         self.turn()
 
     def _tick(self) -> None:
@@ -371,6 +373,7 @@ class WorkerShell:
             return
         self.world.after(HEARTBEAT / 2, lambda: self.when_awake(self._tick))
         self.core.tick(self.world.now)
+        self.check()
         if self.coordinator < 0 and self.world.now - self.said_hello >= 1.0:
             self.said_hello = self.world.now
             self.world.to_coordinator(self.id, self.hello())
@@ -380,6 +383,12 @@ class WorkerShell:
             if events is not None:
                 self.world.to_coordinator(self.id, events)
         self.turn()
+
+    def check(self) -> None:
+        """Invariants that hold after every tick."""
+        blocks = self.blocks
+        if blocks.num_free + blocks.num_cached + blocks.num_used != blocks.num_blocks:
+            self.world.violations.append(f"{self.name}: blocks are not conserved")
 
     def hello(self) -> Hello:
         return Hello(
@@ -479,6 +488,12 @@ class DecodeShell(WorkerShell):
 
     def rename(self) -> None:
         self.core.rename(self.incarnation)
+
+    def check(self) -> None:
+        super().check()
+        for lease, expires in self.receiver.leases().items():
+            if expires <= self.world.now:
+                self.world.violations.append(f"{self.name}: lease {lease} outlives its deadline")
 
     def hello(self) -> Hello:
         return super().hello().model_copy(update={"peer_address": self.name})
