@@ -1,6 +1,6 @@
 // Paged attention: out = softmax(scale q k^T) v over a sequence's blocks, read where they lie; nothing is gathered.
 // Online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022): running maximum m, sum l and accumulator.
-//   one query:    4 d FLOPs a key, head and query; bytes: each key and value once for the heads that share it. Memory-bound.
+//   one query:    4 d FLOPs a key and head; bytes: each key and value once for the heads that share it. Memory-bound.
 //   many queries: tiles of KEYS keys are copied out once (transposed for q k^T) and serve all rows of a query tile. Compute-bound.
 // Keys are taken in runs that begin at multiples of the run's length in the sequence, so a row's result does not depend on chunking.
 
@@ -46,31 +46,6 @@ static inline void sum8(const vf* x, float* out) {
 #endif
 }
 
-// scores[i] = q . rows[i], eight rows.
-static inline void dot8(const float* q, const float* const* rows, int64_t head_dim, float* scores) {
-  vf acc[8] = {};
-  for (int64_t d = 0; d < head_dim; d += W) {
-    const vf qv = load(q + d);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) acc[i] += qv * load(rows[i] + d);
-  }
-  sum8(acc, scores);
-}
-
-// acc[g] = acc[g] * scale[g] + sum_t p[g][t] values(t), columns [d, d + NV vectors); values are rows ldv apart.
-template <int NV>
-static inline void add_values(int64_t group, const float* p, const float* v, int64_t ldv, int64_t count, int64_t head_dim,
-                              const float* scale, float* acc) {
-  const int64_t step = scale ? 4 : 0;
-  for (; group > 4; group -= 4, p += 4 * KEYS, scale += step, acc += 4 * head_dim)
-    multiply_tile<4, NV, true>(p, KEYS, 1, v, ldv, count, scale, acc, head_dim);
-  switch (group) {
-#define HEADS(G) case G: multiply_tile<G, NV, true>(p, KEYS, 1, v, ldv, count, scale, acc, head_dim); break;
-    HEADS(1) HEADS(2) HEADS(3) HEADS(4)
-#undef HEADS
-  }
-}
-
 // The running softmax of one row: p becomes exp(scores - new maximum), padded with 0 to a multiple of W.
 static inline float update_row(float& row_m, float& row_l, float* scores, int64_t count) {
   const int64_t padded = (count + W - 1) / W * W;
@@ -111,65 +86,102 @@ struct Scratch {  // kept by its thread from call to call
   Floats q, acc, scores, keys, values, m, l, rescale;
 };
 
-// One query token, all key-value heads of the item, in runs of KEYS keys. Eight tokens at a time, head by head: memory is read nearly in
-// the order in which it lies, which the machine's own prefetcher follows (fetching ahead in software measured no better).
+// sums[g] = the lanes of q[g] . k for the G queries that share a key.
+template <int G>
+static inline void dot_group(const float* q, const float* k, int64_t head_dim, vf* sums) {
+  vf acc[G] = {};
+  for (int64_t d = 0; d < head_dim; d += W) {
+    const vf key = load(k + d);
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) acc[g] += key * load(q + g * head_dim + d);
+  }
+  for (int g = 0; g < G; ++g) sums[g] = acc[g];
+}
+
+static inline void dot_group_of(int64_t group, const float* q, const float* k, int64_t head_dim, vf* sums) {
+  for (; group > 4; group -= 4, q += 4 * head_dim, sums += 4) dot_group<4>(q, k, head_dim, sums);
+  if (group == 4) dot_group<4>(q, k, head_dim, sums);
+  if (group == 3) dot_group<3>(q, k, head_dim, sums);
+  if (group == 2) dot_group<2>(q, k, head_dim, sums);
+  if (group == 1) dot_group<1>(q, k, head_dim, sums);
+}
+
+// One query token, all key-value heads of the item, in runs of KEYS keys. Rows (query heads) are the lanes of the softmax, and keys and
+// values are taken token by token: memory is read in the very order in which it lies, which the machine's own prefetcher follows. (Several
+// tokens at a time are faster from cache, but read memory at two thirds of the rate.)
 template <class T>
 struct OneQuery {
   const AttentionArgs& g;
   const KeyValues<T> kv;
-  const int64_t D, group, num_heads, length;
+  const int64_t D, group, num_heads, rows, lanes, length;
   int64_t offsets[KEYS], count;
   float *queries, *acc, *scores, *m, *l, *rescale, *wide;
+  vf* sums;
 
   OneQuery(const AttentionArgs& g, const AttentionItem& item, Scratch& s)
-      : g(g), kv(g, item.seq), D(g.head_dim), group(g.num_heads / g.num_kv_heads), num_heads(item.num_heads), length(g.seq_lens[item.seq]) {
-    const int64_t rows = num_heads * group;
-    queries = s.q.reserve(rows * D); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(rows * KEYS);
-    m = s.m.filled(rows, -INFINITY); l = s.l.filled(rows, 0.0f); rescale = s.rescale.reserve(rows);
-    wide = s.keys.reserve(8 * D);
+      : g(g), kv(g, item.seq), D(g.head_dim), group(g.num_heads / g.num_kv_heads), num_heads(item.num_heads), rows(num_heads * group),
+        lanes((rows + 15) / 16 * 16), length(g.seq_lens[item.seq]) {
+    queries = s.q.reserve(rows * D); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(KEYS * lanes);
+    m = s.m.filled(lanes, -INFINITY); l = s.l.filled(lanes, 0.0f); rescale = s.rescale.reserve(lanes);
+    wide = s.keys.reserve(num_heads * D);
+    sums = reinterpret_cast<vf*>(s.values.filled(lanes * W, 0.0f));
   }
 
-  void score_run() {
-    for (int64_t t = 0; t < count; t += 8) {
-      for (int64_t h = 0; h < num_heads; ++h) {
-        const float* rows[8];
-        for (int64_t i = 0; i < 8; ++i) {
-          const T* key = kv.pool + offsets[t + i < count ? t + i : t] + h * D;
-          rows[i] = sizeof(T) == 4 ? reinterpret_cast<const float*>(key) : wide + i * D;
-          if (sizeof(T) != 4) widen_row(key, wide + i * D, D, 1.0f);
-        }
-        for (int64_t row = h * group; row < (h + 1) * group; ++row) dot8(queries + row * D, rows, D, scores + row * KEYS + t);
-      }
+  const float* widened(const T* row) {
+    if (sizeof(T) == 4) return reinterpret_cast<const float*>(row);
+    widen_row(row, wide, num_heads * D, 1.0f);
+    return wide;
+  }
+
+  void score_run() {  // scores [count][lanes]
+    for (int64_t t = 0; t < count; ++t) {
+      const float* key = widened(kv.pool + offsets[t]);
+      for (int64_t h = 0; h < num_heads; ++h) dot_group_of(group, queries + h * group * D, key + h * D, D, sums + h * group);
+      for (int64_t row = 0; row < lanes; row += 8) sum8(sums + row, scores + t * lanes + row);
     }
   }
 
-  void add_run(int64_t position) {
-    const T* values = kv.pool + kv.value_offset;
-    for (int64_t t = 0, n; t < count; t += n) {
-      n = smaller(8, smaller(count - t, g.block_size - (position + t) % g.block_size));
-      for (int64_t h = 0; h < num_heads; ++h) {
-        const T* value = values + offsets[t] + h * D;
-        const float* v = sizeof(T) == 4 ? reinterpret_cast<const float*>(value) : wide;
-        const int64_t ldv = sizeof(T) == 4 ? kv.token_stride : D, row = h * group;
-        if (sizeof(T) != 4) for (int64_t i = 0; i < n; ++i) widen_row(value + i * kv.token_stride, wide + i * D, D, 1.0f);
-        int64_t d = 0;
-        for (; d + 2 * W <= D; d += 2 * W)
-          add_values<2>(group, scores + row * KEYS + t, v + d, ldv, n, D, t == 0 ? rescale + row : nullptr, acc + row * D + d);
-        for (; d < D; d += W)
-          add_values<1>(group, scores + row * KEYS + t, v + d, ldv, n, D, t == 0 ? rescale + row : nullptr, acc + row * D + d);
+  void update() {  // scores become exp(scores - new maximum)
+    for (int64_t row = 0; row < lanes; row += W) {
+      const vf before = load(m + row);
+      vf top = before, total = {};
+      for (int64_t t = 0; t < count; ++t) top = vmax(load(scores + t * lanes + row), top);
+      for (int64_t t = 0; t < count; ++t) {
+        const vf p = vexp(load(scores + t * lanes + row) - top);
+        store(scores + t * lanes + row, p);
+        total += p;
+      }
+      const vf scale = vexp(before - top);
+      store(m + row, top);
+      store(l + row, load(l + row) * scale + total);
+      store(rescale + row, scale);
+    }
+    for (int64_t row = 0; row < rows; ++row)
+      if (rescale[row] != 1.0f)
+        for (int64_t d = 0; d < D; d += W) store(acc + row * D + d, load(acc + row * D + d) * rescale[row]);
+  }
+
+  void add_run() {  // acc += scores values
+    for (int64_t t = 0; t < count; ++t) {
+      const float *value = widened(kv.pool + kv.value_offset + offsets[t]), *p = scores + t * lanes;
+      for (int64_t row = 0; row < rows; ++row) {
+        const vf weight = splat(p[row]);
+        const float* v = value + row / group * D;
+        float* sum = acc + row * D;
+        for (int64_t d = 0; d < D; d += W) store(sum + d, load(sum + d) + weight * load(v + d));
       }
     }
   }
 
   void run(const AttentionItem& item) {
-    const int64_t row0 = g.query_start_loc[item.seq], rows = num_heads * group, first_head = item.head * D;
+    const int64_t row0 = g.query_start_loc[item.seq];
     const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
     for (int64_t i = 0; i < rows; ++i) widen_row(q + i * D, queries + i * D, D, g.scale);
     for (int64_t t = larger(0, length - g.window); t < length; t += count) {
-      count = kv.run(t, length, first_head, offsets);
+      count = kv.run(t, length, item.head * D, offsets);
       score_run();
-      for (int64_t i = 0; i < rows; ++i) rescale[i] = update_row(m[i], l[i], scores + i * KEYS, count);
-      add_run(t);
+      update();
+      add_run();
     }
     write_rows(acc, l, rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D);
   }
