@@ -189,6 +189,8 @@ class DecodeWorker:
         bad = [position for position, block, checksum in rows if block_checksum(self._model.pool[block]) != checksum]
         if bad:
             _log.warning("%d of %d KV blocks arrived corrupt", len(bad), len(action.blocks))
+        else:
+            self._model.store(action.blocks)
         self._core.receiver.verified(action.lease, bad, now)
 
     def _bury_dead_writers(self) -> None:

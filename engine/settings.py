@@ -47,7 +47,10 @@ class WorkerSettings(BaseModel):
         default=None, ge=2, le=1 << 24, description="Blocks in the KV cache. Default: as many as kv_cache_gib holds."
     )
     kv_cache_gib: float | None = Field(
-        default=None, gt=0, le=65_536, description="Size of the KV cache in GiB. Default: 1 on CPUs, 0.8 of the free memory on GPUs."
+        default=None,
+        gt=0,
+        le=65_536,
+        description="Size of the KV cache in GiB. Default: 1 on CPUs, 8 on GPUs, where a mirror takes as much host memory.",
     )
     max_model_len: int | None = Field(
         default=None, ge=1, le=1 << 20, description="Most tokens of prompt and output together. Default: the model's."

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from .device import select_device
+from .host_mirror import HostMirror
 from .kv_cache import PoolAllocator
 from .model_runner import EngineConfig, ModelRunner
 from .settings import WorkerSettings
 from .step_thread import Runner
 
+DEFAULT_GPU_CACHE_GIB = 8.0  # its mirror takes as much host memory
 _log = logging.getLogger(__name__)
 
 
@@ -22,16 +27,29 @@ class WorkerModel:
     """What a worker's loop needs of a model. ``identity`` has the fields of ``transport.messages.ModelIdentity``."""
 
     runner: Runner
-    pool: NDArray[np.uint8]  # [num_blocks, block_bytes]
+    pool: NDArray[np.uint8]  # [num_blocks, block_bytes], what the movers read and write
     identity: dict[str, str | int]
     eos_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int
+    mirror: HostMirror | None = None  # set where the cache itself lies on a GPU
+
+    def fetch(self, blocks: Sequence[int]) -> None:
+        """Brings blocks into ``pool`` before they are sent."""
+        if self.mirror is not None:
+            self.mirror.fetch(blocks)
+
+    def store(self, blocks: Sequence[int]) -> None:
+        """Brings blocks that have arrived in ``pool`` into the cache."""
+        if self.mirror is not None:
+            self.mirror.store(blocks)
 
     @classmethod
     def load(cls, settings: WorkerSettings, allocate: PoolAllocator | None = None) -> WorkerModel:
         """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. Raises EngineError with what to do."""
         start = time.monotonic()
+        on_gpu = select_device(settings.device).type != "cpu"
+        cache_gib = settings.kv_cache_gib or (DEFAULT_GPU_CACHE_GIB if on_gpu and not settings.num_blocks else None)
         runner = ModelRunner(
             EngineConfig(
                 model_path=settings.model,
@@ -39,10 +57,10 @@ class WorkerModel:
                 dtype=settings.dtype,
                 block_size=settings.block_size or None,
                 num_blocks=settings.num_blocks,
-                kv_cache_bytes=int(settings.kv_cache_gib * 2**30) if settings.kv_cache_gib else None,
+                kv_cache_bytes=int(cache_gib * 2**30) if cache_gib else None,
                 max_model_len=settings.max_model_len,
                 num_threads=settings.threads,
-                pool_allocator=allocate,
+                pool_allocator=None if on_gpu else allocate,
             )
         )
         loaded = time.monotonic()
@@ -60,9 +78,10 @@ class WorkerModel:
         _log.info(
             "KV cache: %d blocks of %d tokens, %.2f GiB", cache.num_blocks, cache.layout.block_size, cache.block_bytes_view.nbytes / 2**30
         )
+        mirror = HostMirror(cache.pool.view(torch.uint8).view(cache.num_blocks, -1), allocate) if on_gpu else None
         return cls(
             runner=runner,
-            pool=cache.block_bytes_view,
+            pool=mirror.pool if mirror else cache.block_bytes_view,
             identity={
                 "fingerprint": runner.fingerprint,
                 "dtype": str(runner.dtype).removeprefix("torch."),
@@ -73,4 +92,5 @@ class WorkerModel:
             eos_token_ids=frozenset(runner.config.eos_token_ids),
             max_model_len=runner.max_model_len,
             vocab_size=runner.config.vocab_size,
+            mirror=mirror,
         )

@@ -181,6 +181,7 @@ class PrefillWorker:
 
     def _put(self, action: Put) -> None:
         start = time.perf_counter()
+        self._model.fetch([block for _, block, _ in action.items])
         self._with_mover(action.peer, lambda: self._sources[action.peer].put(action.lease, action.secret, action.items))
         for _, block, _ in action.items:
             self._checksums[block] = block_checksum(self._model.pool[block])
