@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.huge_pages import advise_huge_pages
+from ..kernels.huge_pages import advise_huge_pages, huge_page_bytes
 from .config import ModelConfig
 from .errors import OutOfMemoryError
 
@@ -57,14 +57,13 @@ class KVCache:
         self.num_blocks = num_blocks
         num_bytes = num_blocks * layout.block_bytes
         try:
-            raw = torch.empty(num_bytes, dtype=torch.uint8, device=device) if allocate is None else _tensor_over(allocate, num_bytes)
+            raw = _allocate(num_bytes, device, allocate)
+            raw.zero_()  # takes the memory now, not in the middle of a request
         except (RuntimeError, MemoryError, OSError) as error:
             raise OutOfMemoryError(
                 f"a KV cache of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB) could not be allocated ({error}); "
                 "lower --num-blocks or --kv-cache-gib"
             ) from error
-        if device.type == "cpu":
-            advise_huge_pages(raw)
         self.pool: Tensor = raw.view(layout.dtype).view(num_blocks, *layout.block_shape)
         self._raw = raw
 
@@ -75,11 +74,15 @@ class KVCache:
         return view
 
 
-def _tensor_over(allocate: PoolAllocator, num_bytes: int) -> Tensor:
+def _allocate(num_bytes: int, device: torch.device, allocate: PoolAllocator | None) -> Tensor:
+    """uint8 [num_bytes]."""
+    if allocate is None:
+        return huge_page_bytes(num_bytes) if device.type == "cpu" else torch.empty(num_bytes, dtype=torch.uint8, device=device)
     buffer = allocate(num_bytes)
-    if buffer.readonly or buffer.nbytes < num_bytes:
-        raise AssertionError(f"the pool buffer must be writable and hold {num_bytes} bytes; it holds {buffer.nbytes}")
-    return torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
+    assert not buffer.readonly, "the pool buffer must be writable"
+    raw = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
+    advise_huge_pages(raw)
+    return raw
 
 
 def check_sequence_fits(layout: KVCacheLayout, num_blocks: int, max_model_len: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _cpu
-from .huge_pages import advise_huge_pages
+from .huge_pages import HugePageArena
 from .interface import AttentionInputs, Linear, RopeInputs
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
@@ -21,13 +21,12 @@ PANEL: int = _cpu.use_instruction_set(INSTRUCTION_SET)
 class PackedLinear:
     """Weights in panels of ``PANEL`` columns, read in one stream."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, arena: HugePageArena) -> None:
         weight = weight.contiguous()
         self._n, self._k = weight.shape
         self._dtype = weight.dtype
         self._code = DTYPE_CODES[weight.dtype]
-        self._packed = torch.empty(-(-self._n // PANEL) * PANEL * self._k, dtype=weight.dtype)
-        advise_huge_pages(self._packed)
+        self._packed = arena.empty(-(-self._n // PANEL) * PANEL * self._k, weight.dtype)
         _cpu.pack_linear(weight.data_ptr(), self._packed.data_ptr(), self._n, self._k, self._code)
         self._bias = None if bias is None else bias.contiguous()
         self._addresses = (self._packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())
@@ -58,12 +57,13 @@ class NativeCpuKernels:
 
     def __init__(self, num_threads: int, onednn_bfloat16: bool) -> None:
         self._onednn_bfloat16 = onednn_bfloat16
+        self._arena = HugePageArena()
         _cpu.set_num_threads(num_threads)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         if weight.dtype == torch.bfloat16 and self._onednn_bfloat16:
             return OneDnnLinear(weight, bias)
-        return PackedLinear(weight, bias)
+        return PackedLinear(weight, bias, self._arena)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(None, x, weight, eps)

@@ -5,7 +5,7 @@
 constexpr int kPanelVectors = 2;
 constexpr int64_t PANEL = kPanelVectors * W;
 constexpr int ROW_TILE = VECTOR_BYTES == 64 ? 12 : 6;  // accumulators fill the register file
-constexpr int64_t FETCH_AHEAD = 64 * PANEL;
+constexpr int64_t FETCH_AHEAD = 32 * PANEL;
 constexpr int64_t K_BLOCK = 384;
 constexpr int64_t ROW_BLOCK = 40 * ROW_TILE;
 
