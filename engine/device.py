@@ -1,7 +1,8 @@
-"""Device and dtype: what ``auto`` stands for."""
+"""Device and dtype: what ``auto`` stands for. And the memory that is free."""
 
 from __future__ import annotations
 
+import psutil
 import torch
 
 from ..kernels.select import cpu_multiplies_bfloat16
@@ -33,3 +34,10 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "float16" and device.type == "cpu":
         raise ModelConfigError("dtype float16 is not supported on CPUs; use bfloat16 or float32")
     return DTYPES[name]
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that is free now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.huge_pages import advise_huge_pages, huge_page_bytes
+from ..kernels.huge_pages import advise_huge_pages, huge_page_bytes, populate_in_background
 from .config import ModelConfig
+from .device import available_bytes
 from .errors import OutOfMemoryError
 
 PoolAllocator = Callable[[int], memoryview]
@@ -56,14 +57,19 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         num_bytes = num_blocks * layout.block_bytes
+        wanted = f"a KV cache of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB)"
+        free = available_bytes(device)
+        if num_bytes > free:
+            raise OutOfMemoryError(
+                f"{wanted} does not fit: {free / 2**30:.2f} GiB are free, enough for {free // layout.block_bytes} blocks; "
+                "lower --kv-cache-gib or --num-blocks"
+            )
         try:
             raw = _allocate(num_bytes, device, allocate)
-            raw.zero_()  # takes the memory now, not in the middle of a request
         except (RuntimeError, MemoryError, OSError) as error:
-            raise OutOfMemoryError(
-                f"a KV cache of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB) could not be allocated ({error}); "
-                "lower --num-blocks or --kv-cache-gib"
-            ) from error
+            raise OutOfMemoryError(f"{wanted} could not be allocated ({error}); lower --kv-cache-gib or --num-blocks") from error
+        if device.type == "cpu":
+            populate_in_background(raw)
         self.pool: Tensor = raw.view(layout.dtype).view(num_blocks, *layout.block_shape)
         self._raw = raw
 
@@ -76,8 +82,10 @@ class KVCache:
 
 def _allocate(num_bytes: int, device: torch.device, allocate: PoolAllocator | None) -> Tensor:
     """uint8 [num_bytes]."""
+    if allocate is None and device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     if allocate is None:
-        return huge_page_bytes(num_bytes) if device.type == "cpu" else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return huge_page_bytes(num_bytes)
     buffer = allocate(num_bytes)
     assert not buffer.readonly, "the pool buffer must be writable"
     raw = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)

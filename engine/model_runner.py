@@ -15,7 +15,7 @@ from ..kernels.select import select_kernels
 from .attention_metadata import AttentionMetadata
 from .batch import Batch, Logprobs, SamplingParams, SamplingState, StepOutput
 from .config import ModelConfig
-from .device import select_device, select_dtype
+from .device import available_bytes, select_device, select_dtype
 from .errors import ModelConfigError
 from .fingerprint import model_fingerprint
 from .kv_cache import KVCache, KVCacheLayout, PoolAllocator, check_sequence_fits
@@ -132,7 +132,7 @@ class ModelRunner:
     def _default_cache_bytes(self) -> int:
         if self.device.type == "cpu":
             return DEFAULT_CPU_CACHE_BYTES
-        return int(torch.cuda.mem_get_info(self.device)[0] * DEFAULT_GPU_CACHE_FRACTION)
+        return int(available_bytes(self.device) * DEFAULT_GPU_CACHE_FRACTION)
 
 
 def _max_model_len(asked: int | None, config: ModelConfig) -> int:

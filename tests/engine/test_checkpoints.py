@@ -132,6 +132,11 @@ def test_a_cache_too_small_for_one_sequence_says_what_to_lower(folder: Path) -> 
         ModelRunner(EngineConfig(folder, device="cpu", block_size=8, num_blocks=10))
 
 
+def test_a_cache_beyond_the_machine_says_how_many_blocks_fit(folder: Path) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"enough for \d+ blocks; lower --kv-cache-gib or --num-blocks"):
+        ModelRunner(EngineConfig(folder, device="cpu", block_size=8, kv_cache_bytes=1 << 50))
+
+
 def test_a_longer_context_than_the_model_is_refused(folder: Path) -> None:
     with pytest.raises(ModelConfigError, match="more than the model's 512"):
         next_token(folder, max_model_len=513)
