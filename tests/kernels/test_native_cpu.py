@@ -12,6 +12,7 @@ from torch import Tensor
 
 from splitserve.kernels.interface import AttentionInputs, RopeInputs
 from splitserve.kernels.reference import TorchKernels
+from splitserve.kernels.select import cpu_multiplies_bfloat16
 
 native_cpu = pytest.importorskip("splitserve.kernels.native_cpu", reason="the C++ kernels were not built", exc_type=ImportError)
 _cpu = native_cpu._cpu
@@ -19,7 +20,7 @@ _cpu = native_cpu._cpu
 REFERENCE = TorchKernels()
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 HEAD_DIMS = st.sampled_from([8, 16, 24, 64, 80, 128])
-several = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+several = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(params=_cpu.instruction_sets())
@@ -48,6 +49,18 @@ def test_linear(native: native_cpu.NativeCpuKernels, m: int, n: int, k: int, dty
     offset = randn(n, dtype=dtype) if bias else None
     exact = REFERENCE.linear(weight.float(), None if offset is None else offset.float())(x.float())
     assert_close(native.linear(weight, offset)(x), exact.to(dtype))
+
+
+@pytest.mark.skipif(not cpu_multiplies_bfloat16(), reason="this CPU has neither AVX512-BF16 nor AMX")
+@pytest.mark.parametrize("bias", [True, False])
+def test_onednn_linear(bias: bool) -> None:
+    kernels = native_cpu.NativeCpuKernels(num_threads=1, onednn_bfloat16=True)
+    weight = randn(100, 64, dtype=torch.bfloat16)
+    linear = kernels.linear(weight, offset := randn(100, dtype=torch.bfloat16) if bias else None)
+    for m in (1, 7, 130):
+        x = randn(m, 64, dtype=torch.bfloat16, seed=m)
+        exact = REFERENCE.linear(weight.float(), None if offset is None else offset.float())(x.float())
+        assert_close(linear(x), exact.bfloat16())
 
 
 def test_a_row_of_a_linear_does_not_depend_on_the_rows_beside_it(native: native_cpu.NativeCpuKernels) -> None:
