@@ -62,9 +62,11 @@ def read_rate() -> float:
 def multiply_rate(dtype: torch.dtype) -> float:
     """Floating-point operations a second of a large matrix product: in float32, or in ``dtype`` where the CPU is faster at that."""
     n = 1024
-    square = torch.randn(n, n)
-    slow, fast = (2 * n**3 / best_seconds(lambda a=square.to(t): a @ a, 3) for t in (torch.float32, dtype))  # type: ignore[misc]
-    return max(slow, fast)
+
+    def rate(square: torch.Tensor) -> float:
+        return 2 * n**3 / best_seconds(lambda: square @ square, 3)
+
+    return max(rate(torch.randn(n, n)), rate(torch.randn(n, n).to(dtype)))
 
 
 def make_batch(num_seqs: int, start: int, count: int) -> Batch:
