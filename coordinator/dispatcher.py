@@ -61,10 +61,10 @@ class SocketDispatcher:
         self._carry_out(self._core.cancel(request_id, time.monotonic()))
 
     def ready(self) -> bool:
-        return self._core.proven and self._core.pools.serving
+        return self._core.proven and not self._core.pools.gap
 
-    def has_workers(self) -> bool:
-        return self._core.pools.serving
+    def gap(self) -> str:
+        return self._core.pools.gap
 
     def snapshot(self) -> dict[str, object]:
         """For /debug/state."""
@@ -88,6 +88,7 @@ class SocketDispatcher:
     def system(self) -> SystemSnapshot:
         """For /metrics."""
         return SystemSnapshot(
+            ready=self.ready(),
             num_waiting=self._core.num_queued,
             num_running=self._core.num_flights - self._core.num_queued,
             workers=[_measure(worker) for worker in self._core.pools.workers.values()],
@@ -139,6 +140,9 @@ class SocketDispatcher:
             if worker_id not in now:
                 reason = self._core.reasons_lost.get(worker_id, "lost")
                 _log.warning("%s worker %s is gone: %s", role, worker_id[0], reason)
+        if now != self._known:
+            for misfit in self._core.pools.misfits():
+                _log.warning(misfit)
         self._known = dict(now)
 
 
@@ -160,7 +164,7 @@ async def prove(dispatcher: SocketDispatcher, make: Callable[[int, Sink], Genera
     """Sends small requests down the whole path until one has passed it: only then is the system ready. Runs until it is."""
     number = 0
     while not dispatcher.ready():
-        if dispatcher.has_workers():
+        if not dispatcher.gap():
             number += 1
             sink = ProbeSink()
             dispatcher.submit(make(number, sink))

@@ -121,9 +121,9 @@ class InternalError(ApiError):
     code = "internal_error"
 
 
-def no_workers() -> Unavailable:
-    """The answer while no pair of workers is connected."""
-    message = "No prefill and decode worker is connected. Try again shortly; service resumes when one registers."
+def no_workers(gap: str) -> Unavailable:
+    """The answer while no pair of workers is connected; ``gap`` says who is missing."""
+    message = f"{gap[0].upper()}{gap[1:]}. Service resumes by itself when there is one of each role that fit together."
     return Unavailable(message, retry_after_s=RETRY_AFTER_S)
 
 

@@ -92,8 +92,8 @@ class GenerationApi:
             raise from_validation(error) from error
         self._unknown.note(request.unknown_fields())
         check_model(request.model, self._model)
-        if not self._dispatcher.has_workers():
-            raise no_workers()
+        if gap := self._dispatcher.gap():
+            raise no_workers(gap)
         return request
 
     async def _prompts(self, request: GenerateRequest) -> list[Prompt]:

@@ -102,8 +102,8 @@ class Lifecycle:
     def submit(self, request: GenerationRequest, now: float) -> list[Action]:
         """Takes a request in, or ends it at once."""
         longest = self.pools.max_sequence_tokens
-        if not self.pools.serving:
-            ended = Ended(error="unavailable", message="no prefill and decode workers are connected", retry_after_s=1.0)
+        if self.pools.gap:
+            ended = Ended(error="unavailable", message=self.pools.gap, retry_after_s=1.0)
             return [End(request, ended)]
         if self.num_queued >= self.limits.max_queue:
             ended = Ended(error="overloaded", message=f"{self.num_queued} requests are waiting already", retry_after_s=1.0)
@@ -442,14 +442,14 @@ class Lifecycle:
 
     def _serve_or_give_up(self, now: float) -> None:
         """Admitted requests wait a while for workers to come back, not for ever."""
-        if self.pools.serving:
+        if not self.pools.gap:
             self._unserved_since = None
             return
         if self._unserved_since is None:
             self._unserved_since = now
         if now - self._unserved_since > self.limits.unserved_s:
             for _, _, _, flight in self._queue.copy():
-                self._fail(flight, "unavailable", "no workers came back in time", now)
+                self._fail(flight, "unavailable", f"waited {self.limits.unserved_s:g} s: {self.pools.gap}", now)
 
     def _take(self) -> list[Action]:
         actions, self._actions = self._actions, []

@@ -21,6 +21,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MIN_SCRAPE_INTERVAL_S = 1.0
 """A scrape sooner than this gets the last one's text: rendering holds up the streams for some milliseconds."""
 
+LIFECYCLE_COUNTERS = {
+    "redispatches": "Attempts at requests that failed or were preempted and were followed by another.",
+    "workers_lost": "Workers that were declared dead or came back as a new process.",
+}
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 TOKENS = tuple(1 << n for n in range(18))
@@ -48,6 +52,7 @@ class WorkerSnapshot:
 class SystemSnapshot:
     """The serving system behind the HTTP server. ``counters`` are the lifecycle's own, cumulative since the start."""
 
+    ready: bool = False
     num_waiting: int = 0  # requests not yet dispatched
     num_running: int = 0  # dispatched and not ended
     workers: Sequence[WorkerSnapshot] = ()
@@ -169,10 +174,15 @@ class _SystemCollector:
 
     def collect(self) -> Iterator[Metric]:
         system = self._system()
+        yield GaugeMetricFamily("splitserve_ready", "1 if /ready says yes.", value=float(system.ready))
+        workers = GaugeMetricFamily("splitserve_workers", "Live workers.", labels=["role"])
+        for role in ("prefill", "decode"):
+            workers.add_metric([role], sum(worker.role == role for worker in system.workers))
+        yield workers
         yield GaugeMetricFamily("splitserve_num_requests_waiting", "Sequences that wait for a worker.", value=system.num_waiting)
         yield GaugeMetricFamily("splitserve_num_requests_running", "Sequences on workers.", value=system.num_running)
         for name, value in system.counters.items():
-            yield CounterMetricFamily(_safe(f"splitserve_{name}"), f"The lifecycle's {name}.", value=value)
+            yield CounterMetricFamily(_safe(f"splitserve_{name}"), LIFECYCLE_COUNTERS.get(name, name), value=value)
         yield self._blocks(system.workers)
         yield from self._loads(system.workers)
         yield from self._worker_counters(system.workers)
@@ -193,8 +203,7 @@ class _SystemCollector:
         steps = CounterMetricFamily("splitserve_worker_steps", "Engine steps of a worker.", labels=labels)
         for worker in workers:
             values = [worker.worker_id, worker.role]
-            held = worker.blocks_used + worker.blocks_leased
-            usage.add_metric(values, held / worker.blocks_total if worker.blocks_total else 0.0)
+            usage.add_metric(values, worker.blocks_used / worker.blocks_total if worker.blocks_total else 0.0)
             running.add_metric(values, worker.num_running)
             waiting.add_metric(values, worker.num_waiting)
             tokens.add_metric(values, worker.num_waiting_tokens)

@@ -80,9 +80,8 @@ class Pools:
             "prefill": [w for w in workers if w.role == "prefill"],
             "decode": [w for w in workers if w.role == "decode"],
         }
-        models = {w.hello.model for w in self._of_role["prefill"]}
-        self.serving = any(w.hello.model in models for w in self._of_role["decode"])
-        """At least one prefill and one decode worker of the same model."""
+        self.gap = _gap(self._of_role["prefill"], self._of_role["decode"])
+        """Why no request can be served now, as a sentence; empty where at least one prefill and one decode worker fit together."""
         self.max_sequence_tokens = min((w.hello.max_model_len for w in workers), default=0)
         """The longest sequence that every live worker can hold; 0 where there is none."""
 
@@ -123,6 +122,20 @@ class Pools:
         worker.cached.update(from_hashes(events.stored))
         worker.cached.difference_update(from_hashes(events.removed))
 
+    def misfits(self) -> list[str]:
+        """A sentence for each worker that fits none of the other role's workers, though there are some."""
+        found = []
+        roles: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "prefill"))
+        for role, other in roles:
+            others = self._of_role[other]
+            for worker in self._of_role[role]:
+                if others and all(worker.hello.model != o.hello.model for o in others):
+                    found.append(
+                        f"{role} worker {worker.hello.worker_id} gets no work: it does not fit {other} worker "
+                        f"{others[0].hello.worker_id}: {_difference(worker, others[0])}"
+                    )
+        return found
+
     def forgive(self, seconds: float) -> None:
         """So long the coordinator itself stood still: it counts as nobody's silence."""
         for worker in self.workers.values():
@@ -138,3 +151,21 @@ class Pools:
             elif now - worker.progressed > self._progress_timeout_s:
                 found.append((worker, f"busy without finishing a step for {now - worker.progressed:.1f} s"))
         return found
+
+
+def _gap(prefills: list[Worker], decodes: list[Worker]) -> str:
+    if not prefills and not decodes:
+        return "no worker is connected"
+    if not prefills or not decodes:
+        return f"no {'decode' if prefills else 'prefill'} worker is connected"
+    models = {w.hello.model for w in prefills}
+    if any(w.hello.model in models for w in decodes):
+        return ""
+    a, b = prefills[0], decodes[0]
+    return f"prefill worker {a.hello.worker_id} and decode worker {b.hello.worker_id} do not fit together: {_difference(a, b)}"
+
+
+def _difference(a: Worker, b: Worker) -> str:
+    ours, theirs = a.hello.model.model_dump(), b.hello.model.model_dump()
+    name = next(name for name in ours if ours[name] != theirs[name])
+    return f"their {name.replace('_', ' ')} differs ({ours[name]!r} and {theirs[name]!r})"

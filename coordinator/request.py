@@ -80,8 +80,8 @@ class Dispatcher(Protocol):
     def ready(self) -> bool:
         """True once a request has gone prefill, handoff, decode since the start."""
 
-    def has_workers(self) -> bool:
-        """At least one live prefill and one live decode worker."""
+    def gap(self) -> str:
+        """Why nothing can be served now ("no decode worker is connected"), to be told to people; empty where all is there."""
 
     def snapshot(self) -> dict[str, object]:
         """For /debug/state: JSON-ready."""

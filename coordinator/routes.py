@@ -86,8 +86,8 @@ class OrdinaryRoutes:
 
     async def _ready(self, request: Request) -> Response:
         if not self._dispatcher.ready():
-            waiting = "a request to pass prefill, handoff and decode" if self._dispatcher.has_workers() else "workers"
-            raise Unavailable(f"Not ready: waiting for {waiting}.", retry_after_s=1)
+            reason = self._dispatcher.gap() or "no request has passed prefill, handoff and decode yet"
+            raise Unavailable(f"Not ready: {reason}.", retry_after_s=1)
         return _json({"status": "ready"})
 
     async def _render_metrics(self, request: Request) -> Response:

@@ -40,7 +40,12 @@ async def _run(plan: Plan) -> int:
     names = ["coordinator", *(worker.name for worker in plan.workers)]
     log = prefixed_log((plan.run_dir / "log").open("a", encoding="utf-8") if interactive else sys.stdout, names)
     supervisor = Supervisor(
-        commands(plan), is_ready=lambda: is_ready(plan.url), log=log, grace_s=plan.up.grace_s, ready_timeout_s=plan.up.ready_timeout_s
+        commands(plan),
+        is_ready=lambda: is_ready(plan.url),
+        log=log,
+        grace_s=plan.up.grace_s,
+        ready_timeout_s=plan.up.ready_timeout_s,
+        known_workers=lambda: known_workers(plan.url),
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP) if interactive else (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -100,6 +105,15 @@ async def is_ready(url: str) -> bool:
             return (await client.get(f"{url}/ready")).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+async def known_workers(url: str) -> set[str] | None:
+    """The workers that the coordinator counts as alive; None where it does not answer."""
+    try:
+        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+            return {worker["worker_id"] for worker in (await client.get(f"{url}/debug/state")).json()["workers"]}
+    except (httpx.HTTPError, ValueError, KeyError):
+        return None
 
 
 def prefixed_log(stream: TextIO, names: list[str]) -> Log:

@@ -12,9 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from .child_process import ChildProcess, Command, Log
+from .hung import HungWatch
 from .restart import RestartPolicy
 
 POLL_S = 0.1
+WATCH_S = 1.0
 
 
 class Supervisor:
@@ -29,7 +31,9 @@ class Supervisor:
         grace_s: float = 10.0,
         ready_timeout_s: float = 600.0,
         policy: Callable[[], RestartPolicy] = RestartPolicy,
+        known_workers: Callable[[], Awaitable[set[str] | None]] | None = None,
     ) -> None:
+        """``known_workers``: the workers that the coordinator counts as alive; None where it does not answer."""
         self.children = [ChildProcess(command, log) for command in commands]
         self.failure = ""
         self.failed: ChildProcess | None = None
@@ -38,6 +42,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._ready_timeout_s = ready_timeout_s
         self._policy = policy
+        self._known_workers = known_workers
         self._ever_ready = False
         self._stopping = asyncio.Event()
 
@@ -55,6 +60,7 @@ class Supervisor:
         keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
         foreground = asyncio.create_task(self._serve(work))
         stopping = asyncio.create_task(self._stopping.wait())
+        watching = asyncio.create_task(self._watch())
         try:
             await asyncio.wait({foreground, stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
             if foreground.done():
@@ -62,6 +68,7 @@ class Supervisor:
             return 1 if self.failure else 0
         finally:
             self._stopping.set()
+            watching.cancel()
             foreground.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):  # its result, if any, was taken above
                 await foreground
@@ -76,6 +83,21 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
         self._ever_ready = True
         return await work()
+
+    async def _watch(self) -> None:
+        """Kills workers that hang, so that they are started again."""
+        watch = HungWatch()
+        while self._known_workers is not None:
+            await asyncio.sleep(WATCH_S)
+            known = await self._known_workers()
+            if known is None:
+                watch = HungWatch()  # nobody can tell who lives
+                continue
+            running = {child.command.name: child.pid for child in self.children if child.running and child.pid is not None}
+            for child in self.children:
+                if child.command.name in watch.hung(known, running, time.monotonic()):
+                    self._log(child.command.name, "hangs: the coordinator has given it up, killing it")
+                    child.signal(signal.SIGKILL)
 
     async def _keep(self, child: ChildProcess) -> None:
         """Runs one process again and again, until told to stop or it turns out that it cannot start."""

@@ -13,6 +13,7 @@ from .keys import ClusterKey
 from .messages import FROM_COORDINATOR, Fenced, Hello, Message, Welcome
 
 HELLO_EVERY_S = 1.0
+COMPLAIN_AFTER_S = 4.0  # then after twice as long, and so on
 RECEIVE_LIMIT = 256
 _log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class CoordinatorLink:
         self.coordinator: int | None = None  # the coordinator's incarnation, once it has welcomed us
         self.heartbeat_s = 0.25
         self._said_hello = float("-inf")
+        self._waiting_since: float | None = None
+        self._complain_after_s = COMPLAIN_AFTER_S
         self._channel = self._connect()
 
     @property
@@ -79,9 +82,25 @@ class CoordinatorLink:
 
     def tick(self, now: float) -> None:
         """Says hello again where it was not answered."""
+        self._complain(now)
         if self.coordinator is None and now - self._said_hello >= HELLO_EVERY_S:
             self._said_hello = now
             self.send(self._worker.hello(self.incarnation))
+
+    def _complain(self, now: float) -> None:
+        """Says, less and less often, that nobody answers: a wrong key shows in no other way."""
+        if self.coordinator is not None:
+            self._waiting_since, self._complain_after_s = None, COMPLAIN_AFTER_S
+            return
+        if self._waiting_since is None:
+            self._waiting_since = now
+        if now - self._waiting_since >= self._complain_after_s:
+            self._complain_after_s *= 2
+            _log.warning(
+                "no answer from the coordinator at %s for %.0f s: does it run, is the port open, has it the same key file?",
+                self._address,
+                now - self._waiting_since,
+            )
 
     def close(self) -> None:
         self._channel.close()

@@ -241,6 +241,18 @@ def test_refusals() -> None:
     assert "99" in ends(Bench().submit("d", prompt_token_ids=[1] * 100))[0].message
 
 
+def test_who_is_missing_or_does_not_fit_is_said() -> None:
+    bench = Bench()
+    bench.core.pools.remove(bench.core.pools.workers[("d", 1)])
+    assert ends(bench.submit())[0].message == "no decode worker is connected"
+    other = MODEL.model_copy(update={"block_size": 8})
+    hello = bench.core.pools.workers[("p", 1)].hello.model_copy(update={"worker_id": "x", "role": "decode", "model": other})
+    bench.core.receive(("x", 1), hello, bench.now)
+    (misfit, _) = bench.core.pools.misfits()
+    assert "block size differs (4 and 8)" in misfit
+    assert "block size differs (4 and 8)" in ends(bench.submit())[0].message
+
+
 def test_the_deadline_ends_it_everywhere() -> None:
     bench = Bench()
     bench.submit(deadline=1.0)

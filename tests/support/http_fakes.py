@@ -127,8 +127,8 @@ class FakeDispatcher:
     def ready(self) -> bool:
         return self.is_ready
 
-    def has_workers(self) -> bool:
-        return self.workers
+    def gap(self) -> str:
+        return "" if self.workers else "no worker is connected"
 
     def snapshot(self) -> dict[str, object]:
         return {"workers": [{"worker_id": "prefill-0", "role": "prefill"}]}

@@ -1,0 +1,22 @@
+"""Which running workers the coordinator has given up: those are hung, and only their end helps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+
+class HungWatch:
+    """A worker that the coordinator knew, and has not known for ``patience_s`` while its process runs, is hung."""
+
+    def __init__(self, patience_s: float = 15.0) -> None:
+        self._patience_s = patience_s
+        self._last_known: dict[tuple[str, int], float] = {}
+
+    def hung(self, known: Collection[str], running: Mapping[str, int], now: float) -> list[str]:
+        """``known``: workers that the coordinator counts as alive; ``running``: process ids by worker. Returns whom to kill."""
+        processes = {(name, pid) for name, pid in running.items()}
+        self._last_known = {process: at for process, at in self._last_known.items() if process in processes}
+        for process in processes:
+            if process[0] in known:
+                self._last_known[process] = now
+        return sorted(name for (name, _), at in self._last_known.items() if now - at >= self._patience_s)
