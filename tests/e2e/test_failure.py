@@ -88,6 +88,7 @@ def test_freeze_in_mid_stream_then_thaw(cluster: Cluster, expected: list[str], r
     os.kill(victim["pid"], signal.SIGSTOP)
     try:
         assert streams.texts() == expected
+        wait_for("the loss is noticed", lambda: victim["pid"] not in [w["pid"] for w in cluster.workers(role)], 5)
     finally:
         os.kill(victim["pid"], signal.SIGCONT)
     cluster.wait_whole(2, 2)  # thawed, fenced, and back under a new incarnation
