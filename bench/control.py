@@ -25,6 +25,7 @@ from ..transport.channels import DealerChannel, RouterChannel
 from ..transport.codec import decode, encode
 from ..transport.keys import ClusterKey, new_key
 from ..transport.messages import FROM_COORDINATOR, FROM_WORKER, StepTokens, Welcome, u32
+from .environment import environment
 
 ROWS = list(range(64))
 STEP = StepTokens(coordinator=1 << 60, dispatches=u32(ROWS), indices=u32(ROWS), tokens=u32(ROWS), finished={3: "stop"})
@@ -49,7 +50,8 @@ def main() -> None:
     print_figures(figures, codec_us)
     if options.json is not None:
         record = {"command": f"python -m splitserve.bench.control --seconds {options.seconds}", "load_average": os.getloadavg()}
-        options.json.write_text(json.dumps({**record, "codec_us": codec_us, "figures": [asdict(f) for f in figures]}, indent=1) + "\n")
+        result = {"environment": environment(), **record, "codec_us": codec_us, "figures": [asdict(f) for f in figures]}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def measure_codec() -> dict[str, float]:

@@ -22,6 +22,7 @@ import torch
 
 from ..engine.batch import Batch, SamplingParams, SamplingState
 from ..engine.model_runner import EngineConfig, ModelRunner
+from .environment import environment
 from .models import make_random_llama
 
 CONTEXT = 1024  # tokens in the cache of each decoding sequence
@@ -127,7 +128,7 @@ def main() -> None:
     for row in rows:
         print(f"{row.what:34} {row.ms:8.1f} ms  floor {row.floor_ms:7.1f} ms  {row.fraction:4.0%}  {row.tokens_per_s:8.0f} tokens/s")
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        options.json.write_text(json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from ..transport.movers.interface import Item, Pool
 from ..transport.movers.opening import open_source
 from ..transport.movers.shm import SharedPool, ShmTarget
 from ..transport.movers.zmq_target import ZmqTarget
+from .environment import environment
 
 CASES = (
     (2 << 20, "side by side"),
@@ -69,7 +70,8 @@ def main() -> None:
             "command": f"python -m splitserve.bench.movers --gib {options.gib} --rounds {options.rounds}",
             "load_average": os.getloadavg(),
         }
-        options.json.write_text(json.dumps({**record, "figures": [asdict(figure) for figure in figures]}, indent=1) + "\n")
+        result = {"environment": environment(), **record, "figures": [asdict(figure) for figure in figures]}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[Figure]:
