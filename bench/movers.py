@@ -40,6 +40,7 @@ CASES = (
     (64 << 10, "side by side"),
     (64 << 10, "scattered"),
 )
+NUM_LAYERS = 16
 CHUNK_BYTES = 64 << 20  # handed to ``put`` at a time
 SECRET = bytes(16)
 
@@ -84,7 +85,7 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
     sender.start()
     os.sched_setaffinity(0, cores[:1])  # before any thread of ZeroMQ's is made: they inherit it
     shared = SharedPool.create(num_blocks * block_bytes)
-    pool: Pool = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(num_blocks, block_bytes)
+    pool: Pool = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(num_blocks, NUM_LAYERS, -1)
     shm, tcp = ShmTarget(shared), ZmqTarget("tcp://127.0.0.1:*", pool)
     met = Met(worker_id="d0", incarnation=1, num_blocks=num_blocks, shm_name=shm.shm_name, data_address=tcp.data_address("127.0.0.1"))
     ours.send(met)
@@ -138,7 +139,7 @@ def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order
     os.sched_setaffinity(0, {core})
     met: Met = connection.recv()
     rng = np.random.default_rng(0)
-    pool: Pool = np.frombuffer(rng.bytes(num_blocks * block_bytes), dtype=np.uint8).reshape(num_blocks, block_bytes)
+    pool: Pool = np.frombuffer(rng.bytes(num_blocks * block_bytes), dtype=np.uint8).reshape(num_blocks, NUM_LAYERS, -1)
     copy = np.ones_like(pool)
     sources = list(range(num_blocks)) if order == "side by side" else rng.permutation(num_blocks).tolist()
     size = max(1, CHUNK_BYTES // block_bytes)
@@ -165,7 +166,7 @@ def _putting(met: Met, pool: Pool, chunks: list[list[Item]]) -> Callable[[], Non
     def put_all() -> None:
         for items in chunks:
             source.put(1, SECRET, items)
-            while source.pending() * pool.shape[1] > CHUNK_BYTES // 2:
+            while source.pending() * pool[0].nbytes > CHUNK_BYTES // 2:
                 source.poll()
                 time.sleep(0.0005)
         while source.pending():

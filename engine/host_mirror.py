@@ -17,7 +17,7 @@ from .kv_cache import PoolAllocator
 
 
 class HostMirror:
-    """``device_pool``: uint8 [num_blocks, block_bytes] on any device."""
+    """``device_pool``: uint8 [num_blocks, ...] on any device."""
 
     def __init__(self, device_pool: Tensor, allocate: PoolAllocator | None = None) -> None:
         """``allocate``: where the mirror's memory comes from (shared memory, say); None: from torch, page-locked for a GPU."""
@@ -30,7 +30,7 @@ class HostMirror:
 
     @property
     def pool(self) -> NDArray[np.uint8]:
-        """uint8 [num_blocks, block_bytes], for the movers."""
+        """uint8, of the device pool's shape: for the movers."""
         view: NDArray[np.uint8] = self._host.numpy()
         return view
 

@@ -79,6 +79,11 @@ class KVCache:
         view: NDArray[np.uint8] = self._raw.numpy().reshape(self.num_blocks, self.layout.block_bytes)
         return view
 
+    @property
+    def layer_bytes_view(self) -> NDArray[np.uint8]:
+        """uint8 [num_blocks, num_layers, layer_bytes] over the pool's own memory (CPU pools)."""
+        return self.block_bytes_view.reshape(self.num_blocks, self.layout.num_layers, -1)
+
 
 def _allocate(num_bytes: int, device: torch.device, allocate: PoolAllocator | None) -> Tensor:
     """uint8 [num_bytes]."""

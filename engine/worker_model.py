@@ -27,7 +27,7 @@ class WorkerModel:
     """What a worker's loop needs of a model. ``identity`` has the fields of ``transport.messages.ModelIdentity``."""
 
     runner: Runner
-    pool: NDArray[np.uint8]  # [num_blocks, block_bytes], what the movers read and write
+    pool: NDArray[np.uint8]  # [num_blocks, num_layers, layer_bytes], what the movers read and write
     identity: dict[str, str | int]
     eos_token_ids: frozenset[int]
     max_model_len: int
@@ -78,10 +78,10 @@ class WorkerModel:
         _log.info(
             "KV cache: %d blocks of %d tokens, %.2f GiB", cache.num_blocks, cache.layout.block_size, cache.block_bytes_view.nbytes / 2**30
         )
-        mirror = HostMirror(cache.pool.view(torch.uint8).view(cache.num_blocks, -1), allocate) if on_gpu else None
+        mirror = HostMirror(cache.pool.view(torch.uint8).view(cache.num_blocks, cache.layout.num_layers, -1), allocate) if on_gpu else None
         return cls(
             runner=runner,
-            pool=mirror.pool if mirror else cache.block_bytes_view,
+            pool=mirror.pool if mirror else cache.layer_bytes_view,
             identity={
                 "fingerprint": runner.fingerprint,
                 "dtype": str(runner.dtype).removeprefix("torch."),

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,16 +22,18 @@ from splitserve.transport.errors import AddressError, MoverError
 from splitserve.transport.host import advertised_address, host_identity
 from splitserve.transport.liveness import ProcessIdentity
 from splitserve.transport.messages import Met
-from splitserve.transport.movers.checksum import block_checksum, checksums
+from splitserve.transport.movers.checksum import RunningChecksums, block_checksum, checksums
 from splitserve.transport.movers.interface import Arrival, Pool, PutSource, PutTarget
 from splitserve.transport.movers.opening import open_source
-from splitserve.transport.movers.parcel import ParcelHeader, blocks_per_parcel, pack_header, split_data_address, unpack_header
+from splitserve.transport.movers.parcel import ParcelHeader, pack_header, slices_per_parcel, split_data_address, unpack_header
 from splitserve.transport.movers.shm import SharedPool, ShmSource, ShmTarget
 from splitserve.transport.movers.zmq_source import ZmqSource
 from splitserve.transport.movers.zmq_target import ZmqTarget
 
 DEADLINE_S = 10.0
-NUM_BLOCKS, BLOCK_BYTES = 64, 70_000  # 29 blocks a parcel
+NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES = 64, 4, 17_500
+BLOCK_BYTES = NUM_LAYERS * LAYER_BYTES  # 29 blocks a parcel
+POOL_SHAPE = (NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES)
 SECRET = b"0123456789abcdef"
 
 
@@ -42,17 +45,17 @@ def stack() -> Iterator[ExitStack]:
 
 def filled_pool(num_blocks: int = NUM_BLOCKS) -> Pool:
     """Random bytes: no two blocks are alike."""
-    return np.random.default_rng(0).integers(0, 256, (num_blocks, BLOCK_BYTES), dtype=np.uint8)
+    return np.random.default_rng(0).integers(0, 256, (num_blocks, NUM_LAYERS, LAYER_BYTES), dtype=np.uint8)
 
 
 def empty_pool() -> Pool:
-    return np.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+    return np.zeros(POOL_SHAPE, dtype=np.uint8)
 
 
 def shm_pair(stack: ExitStack, source_pool: Pool) -> tuple[ShmTarget, PutSource, Pool]:
     shared = SharedPool.create(NUM_BLOCKS * BLOCK_BYTES)
     stack.callback(shared.close)
-    pool: Pool = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
+    pool: Pool = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(POOL_SHAPE)
     target = ShmTarget(shared)
     source = open_source(Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=NUM_BLOCKS, shm_name=target.shm_name), source_pool)
     stack.callback(source.close)
@@ -121,10 +124,62 @@ def test_right_bytes_reach_the_right_blocks(
     assert checksums(pool, peers) == checksums(source_pool, own)
 
 
+@pytest.mark.parametrize("pair", [shm_pair, zmq_pair], ids=["shm", "zmq"])
+@pytest.mark.parametrize("order", ["side by side", "scattered"])
+def test_blocks_travel_layer_by_layer(
+    stack: ExitStack, pair: Callable[[ExitStack, Pool], tuple[PutTarget, PutSource, Pool]], order: str
+) -> None:
+    """A block has arrived with its last layer, whatever the order; a slice touches its own layers only."""
+    source_pool = filled_pool()
+    target, source, pool = pair(stack, source_pool)
+    own = list(range(10, 50)) if order == "side by side" else np.random.default_rng(1).permutation(NUM_BLOCKS)[:40].tolist()
+    items = [(position, block, block) for position, block in enumerate(own)]
+    target.open(9, SECRET, dict(enumerate(own)))
+    running = RunningChecksums(source_pool)
+    arrived: list[Arrival] = []
+
+    def layers_are_there(end: int) -> bool:
+        source.poll()
+        arrived.extend(target.poll(1))
+        return np.array_equal(pool[own, :end], source_pool[own, :end])
+
+    for put, (first_layer, num_layers) in enumerate([(0, 1), (1, 2), (3, None)], start=1):
+        assert not pool[own, first_layer:].any()
+        source.put(9, SECRET, items, first_layer, num_layers)
+        running.add(own, first_layer, num_layers)
+        until(partial(layers_are_there, first_layer + (num_layers or 1)))
+        assert len(arrived) == (40 if put == 3 and not target.one_sided else 0)
+    assert sorted(arrived) == ([] if target.one_sided else [(9, position) for position in range(40)])
+    assert [running.of(block) for block in own] == checksums(pool, own)
+
+
+@pytest.mark.parametrize("pair", [shm_pair, zmq_pair], ids=["shm", "zmq"])
+@pytest.mark.parametrize(("first_layer", "num_layers"), [(-1, 1), (0, 0), (0, NUM_LAYERS + 1), (NUM_LAYERS, None), (3, 2)])
+def test_layers_that_do_not_exist_are_an_error(
+    stack: ExitStack, pair: Callable[[ExitStack, Pool], tuple[PutTarget, PutSource, Pool]], first_layer: int, num_layers: int | None
+) -> None:
+    _, source, pool = pair(stack, filled_pool())
+    with pytest.raises(MoverError, match=f"blocks have {NUM_LAYERS}"):
+        source.put(1, SECRET, [(0, 0, 0)], first_layer, num_layers)
+    assert not pool.any()
+
+
+def test_running_checksums_refuse_layers_out_of_order() -> None:
+    running = RunningChecksums(filled_pool(2))
+    running.add([0, 1], 0, 2)
+    with pytest.raises(AssertionError, match="out of order"):
+        running.add([1], 3, 1)
+    with pytest.raises(AssertionError, match="not all layers"):
+        running.of(0)
+    running.forget([0, 1])
+    running.add([0])
+    assert running.of(0) == block_checksum(filled_pool(2)[0])
+
+
 def test_a_corrupt_byte_changes_the_checksum() -> None:
     block = filled_pool(1)[0]
     before = block_checksum(block)
-    block[BLOCK_BYTES // 2] ^= 1
+    block[NUM_LAYERS // 2, LAYER_BYTES // 2] ^= 1
     assert block_checksum(block) != before
 
 
@@ -242,7 +297,10 @@ def parcel(
         (parcel(positions=(2,)), "position"),
         (parcel(positions=(0, 0)), "position"),
         (parcel(length=BLOCK_BYTES - 1), "length"),
+        (parcel(length=0), "length"),
         (parcel(offset=1), "length"),
+        (parcel(offset=LAYER_BYTES), "length"),
+        (parcel(offset=1 << 60), "length"),
         ([parcel()[0], bytes(BLOCK_BYTES - 1)], "length"),
         ([parcel()[0], b""], "length"),
         ([parcel()[0]], "malformed"),
@@ -250,7 +308,7 @@ def parcel(
         ([b""], "malformed"),
         ([b"XXXX" + parcel()[0][4:], parcel()[1]], "malformed"),
         ([parcel()[0][:-4], parcel()[1]], "malformed"),
-        ([parcel()[0] + bytes(4 * NUM_BLOCKS), parcel()[1]], "malformed"),
+        ([parcel()[0] + bytes(4 * slices_per_parcel(LAYER_BYTES)), parcel()[1]], "malformed"),
     ],
 )
 def test_a_bad_parcel_is_dropped_and_counted_and_touches_nothing(stack: ExitStack, frames: list[bytes], reason: str) -> None:
@@ -279,7 +337,7 @@ def test_a_stranger_without_the_password_gets_nothing_through(stack: ExitStack) 
 def test_an_oversized_frame_ends_the_connection_and_nothing_else(stack: ExitStack) -> None:
     target, _ = zmq_target(stack)
     target.open(9, SECRET, {0: 3})
-    raw_peer(stack, target).send(bytes(blocks_per_parcel(BLOCK_BYTES) * BLOCK_BYTES + 5000))
+    raw_peer(stack, target).send(bytes(slices_per_parcel(BLOCK_BYTES) * BLOCK_BYTES + 5000))
     raw_peer(stack, target).send_multipart(parcel())
     assert arrivals(target, 1) == [(9, 0)]
 

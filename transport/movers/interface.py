@@ -1,6 +1,7 @@
-"""What every KV mover can do. A *put* is a whole block on its way into a granted block of the peer's pool.
+"""What every KV mover can do. A *put* takes some layers of a block into the same layers of a granted block of the peer's pool.
 
-Pools are uint8 arrays [num_blocks, block_bytes]. Nothing here blocks; nothing is safe to use from two threads at once.
+Pools are uint8 arrays [num_blocks, num_layers, layer_bytes], the same on both sides but for the number of blocks. Nothing
+here blocks; nothing is safe to use from two threads at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import zmq
 from numpy.typing import NDArray
+
+from ..errors import MoverError
 
 Pool: TypeAlias = NDArray[np.uint8]
 Item: TypeAlias = tuple[int, int, int]
@@ -30,16 +33,16 @@ class PutTarget(Protocol):
         """Readable when ``poll`` has something to do; None for a one-sided mover."""
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        """From now on accept one put for each position in ``targets``, into the own block it maps to."""
+        """From now on accept each layer of each position in ``targets`` once, into the own block that the position maps to."""
 
     def expect_again(self, lease: int, positions: Sequence[int]) -> None:
-        """Accept one more put for these positions: what came was corrupt."""
+        """Accept each layer of these positions once more: what came was corrupt."""
 
     def close(self, lease: int) -> None:
         """From now on a two-sided mover drops whatever comes for this lease."""
 
     def poll(self, limit: int) -> list[Arrival]:
-        """Takes in up to ``limit`` parcels that have come; says which blocks now lie complete in the pool."""
+        """Takes in up to ``limit`` parcels that have come; says which blocks now lie in the pool with all their layers."""
 
     def close_all(self) -> None:
         """The end of this target."""
@@ -48,18 +51,27 @@ class PutTarget(Protocol):
 class PutSource(Protocol):
     """The sending side: one per prefill worker and decode worker."""
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item]) -> None:
-        """Starts sending these blocks. They must keep their content until ``poll`` has named them, or ``cancel``, or ``close``.
-        Raises MoverError where the peer is known to be gone or ``items`` name blocks that do not exist."""
+    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
+        """Starts sending ``num_layers`` layers of these blocks, from ``first_layer`` on (None: all from there). They must keep their
+        content until ``poll`` has named them, or ``cancel``, or ``close``. A layer of a block is put once; see ``expect_again``.
+        Raises MoverError where the peer is known to be gone or ``items`` name blocks, or the range layers, that do not exist."""
 
     def poll(self) -> list[Arrival]:
-        """Keeps the transfer going; says which blocks have left since the last call."""
+        """Keeps the transfer going; says what has left since the last call, an entry for each block of each put."""
 
     def pending(self) -> int:
-        """Blocks that have not left yet. Call ``poll`` soon while there are any."""
+        """Blocks of puts that have not left yet. Call ``poll`` soon while there are any."""
 
     def cancel(self, lease: int) -> None:
         """Forgets this lease: what has not left does not leave, or leaves with whatever its block then holds."""
 
     def close(self) -> None:
         """Ends the connection; what has not left is lost."""
+
+
+def layer_slice(pool: Pool, first_layer: int, num_layers: int | None) -> slice:
+    """The layers that a put names. Raises MoverError where ``pool`` has no such layers."""
+    end = pool.shape[1] if num_layers is None else first_layer + num_layers
+    if not 0 <= first_layer < end <= pool.shape[1]:
+        raise MoverError(f"put of layers {first_layer} up to {end}; the pool's blocks have {pool.shape[1]}")
+    return slice(first_layer, end)

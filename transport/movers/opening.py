@@ -13,7 +13,7 @@ MOVERS = ("shm", "zmq")
 
 
 def open_source(met: Met, pool: Pool) -> PutSource:
-    """A way to put blocks of ``pool`` (uint8 [num_blocks, block_bytes]) into the pool of the peer that said ``met``. Raises MoverError."""
+    """A way to put blocks of ``pool`` into the pool of the peer that said ``met``. Raises MoverError."""
     if met.mover == "shm":
         return ShmSource(met.shm_name, met.num_blocks, pool)
     if met.mover == "zmq":

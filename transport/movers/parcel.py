@@ -1,4 +1,4 @@
-"""What travels with the ``zmq`` mover: a header frame, and one frame with the bytes of one or several blocks of a lease.
+"""What travels with the ``zmq`` mover: a header frame, and one frame with some layers of one or several blocks of a lease.
 
     magic "SSKV" | version u8 | 3 bytes 0 | lease u64 | secret 16 B | offset u64 | length u64 | positions u32 ...
 
@@ -46,9 +46,9 @@ HIGH_WATER_MARK = 16  # parcels per connection and direction
 USER_NAME = b"put"
 
 
-def blocks_per_parcel(block_bytes: int) -> int:
-    """How many blocks one parcel may hold."""
-    return max(1, PARCEL_BYTES // block_bytes)
+def slices_per_parcel(slice_bytes: int) -> int:
+    """How many blocks one parcel may hold, of each of which it carries ``slice_bytes``."""
+    return max(1, PARCEL_BYTES // slice_bytes)
 
 
 def join_data_address(address: str, password: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..errors import MoverError
-from .interface import Arrival, Item, Pool
+from .interface import Arrival, Item, Pool, layer_slice
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -86,27 +86,29 @@ class ShmSource:
     def __init__(self, shm_name: str, num_blocks: int, pool: Pool):
         """Raises MoverError where the peer's pool cannot be mapped or does not hold ``num_blocks`` blocks like ours."""
         self._pool = pool
-        self._process, self._mapping = _map(shm_name, num_blocks * pool.shape[1])
+        num_bytes = num_blocks * pool[0].nbytes
+        self._process, self._mapping = _map(shm_name, num_bytes)
         self._ended = select.poll()
         self._ended.register(self._process, select.POLLIN)
-        self._target: Pool = np.frombuffer(self._mapping, dtype=np.uint8)[: num_blocks * pool.shape[1]].reshape(num_blocks, -1)
+        self._target: Pool = np.frombuffer(self._mapping, dtype=np.uint8)[:num_bytes].reshape(num_blocks, *pool.shape[1:])
         self._done: list[Arrival] = []
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item]) -> None:
-        """One memcpy for each run of blocks that lie side by side in both pools."""
+    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
+        """One copy for each run of blocks that lie side by side in both pools; a memcpy where it is of all layers."""
+        layers = layer_slice(self._pool, first_layer, num_layers)
         if self._ended.poll(0):
             raise MoverError("the decode worker's process has ended")
         start = 0
         for end in range(1, len(items) + 1):
             if end == len(items) or items[end][1:] != (items[end - 1][1] + 1, items[end - 1][2] + 1):
-                self._copy(items[start][1], items[start][2], end - start)
+                self._copy(items[start][1], items[start][2], end - start, layers)
                 start = end
         self._done += [(lease, position) for position, _, _ in items]
 
-    def _copy(self, source: int, target: int, count: int) -> None:
+    def _copy(self, source: int, target: int, count: int, layers: slice) -> None:
         if not (0 <= source <= len(self._pool) - count and 0 <= target <= len(self._target) - count):
             raise MoverError(f"put of block {source} into block {target}: pools of {len(self._pool)} and {len(self._target)} blocks")
-        np.copyto(self._target[target : target + count], self._pool[source : source + count])
+        np.copyto(self._target[target : target + count, layers], self._pool[source : source + count, layers])
 
     def poll(self) -> list[Arrival]:
         done, self._done = self._done, []

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import zmq
 
 from ..errors import MoverError
 from .allocator import keep_large_buffers
-from .interface import Arrival, Item, Pool
-from .parcel import HIGH_WATER_MARK, USER_NAME, ParcelHeader, blocks_per_parcel, pack_header, split_data_address
+from .interface import Arrival, Item, Pool, layer_slice
+from .parcel import HIGH_WATER_MARK, USER_NAME, ParcelHeader, pack_header, slices_per_parcel, split_data_address
 
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1_000
 CONNECT_TIMEOUT_MS = 3_000
@@ -31,6 +32,7 @@ class _Parcel:
     secret: bytes
     positions: tuple[int, ...]
     blocks: list[int]
+    layers: slice
 
 
 class ZmqSource:
@@ -45,13 +47,14 @@ class ZmqSource:
         self._context: Context = zmq.Context()
         self.socket = self._connected(data_address)
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item]) -> None:
+    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
+        layers = layer_slice(self._pool, first_layer, num_layers)
         if not all(0 <= block < len(self._pool) for _, block, _ in items):
             raise MoverError(f"put of a block that does not exist; the pool has {len(self._pool)}")
-        size = blocks_per_parcel(self._pool.shape[1])
+        size = slices_per_parcel(self._pool[0, layers].nbytes)
         for start in range(0, len(items), size):
             part = items[start : start + size]
-            self._waiting.append(_Parcel(lease, secret, tuple(item[0] for item in part), [item[1] for item in part]))
+            self._waiting.append(_Parcel(lease, secret, tuple(item[0] for item in part), [item[1] for item in part], layers))
         self._send_waiting()
 
     def poll(self) -> list[Arrival]:
@@ -79,20 +82,24 @@ class ZmqSource:
     def _send_waiting(self) -> None:
         while self._waiting:
             parcel = self._waiting[0]
-            header = ParcelHeader(parcel.lease, parcel.secret, 0, self._pool.shape[1], parcel.positions)
+            layer_bytes = self._pool.shape[2]
+            offset, length = parcel.layers.start * layer_bytes, (parcel.layers.stop - parcel.layers.start) * layer_bytes
+            header = ParcelHeader(parcel.lease, parcel.secret, offset, length, parcel.positions)
             try:
                 self.socket.send(pack_header(header), zmq.NOBLOCK | zmq.SNDMORE)
             except zmq.Again:
                 return
-            self._leaving.append((parcel, self._send_body(parcel.blocks)))
+            self._leaving.append((parcel, self._send_body(parcel.blocks, parcel.layers)))
             self._waiting.popleft()
 
-    def _send_body(self, blocks: list[int]) -> zmq.MessageTracker | None:
+    def _send_body(self, blocks: list[int], layers: slice) -> zmq.MessageTracker | None:
         """None where the blocks may change at once."""
         first, count = blocks[0], len(blocks)
         if blocks == list(range(first, first + count)):
-            return self.socket.send(self._pool[first : first + count].data, copy=False, track=True)
-        self.socket.send(self._pool[blocks].data, copy=False)
+            body = self._pool[first : first + count, layers]
+            if body.flags.c_contiguous:
+                return self.socket.send(body.data, copy=False, track=True)
+        self.socket.send(np.ascontiguousarray(self._pool[blocks, layers]).data, copy=False)
         return None
 
     def _connected(self, data_address: str) -> zmq.Socket[bytes]:

@@ -22,7 +22,7 @@ from ..errors import AddressError
 from ..host import advertised_address
 from .allocator import keep_large_buffers
 from .interface import Arrival, Pool
-from .parcel import HIGH_WATER_MARK, ParcelHeader, blocks_per_parcel, join_data_address, unpack_header
+from .parcel import HIGH_WATER_MARK, PARCEL_BYTES, ParcelHeader, join_data_address, slices_per_parcel, unpack_header
 
 HANDSHAKE_TIMEOUT_MS = 5_000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 8_000
@@ -35,7 +35,7 @@ Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 class _Lease:
     secret: bytes
     targets: Mapping[int, int]
-    expected: set[int]
+    missing: dict[int, int]  # by position, a bit for each layer that has not arrived; none missing: no entry
 
 
 class ZmqTarget:
@@ -46,8 +46,8 @@ class ZmqTarget:
     def __init__(self, address: str, pool: Pool):
         """Listens on ``address`` (tcp://host:* takes a free port). Raises AddressError."""
         self._pool = pool
-        self._block_bytes = pool.shape[1]
-        self._max_blocks = blocks_per_parcel(self._block_bytes)
+        _, self._num_layers, self._layer_bytes = pool.shape
+        self._all_layers = (1 << self._num_layers) - 1
         self._leases: dict[int, _Lease] = {}
         self.num_blocks_received = 0
         self.dropped: Counter[str] = Counter()
@@ -63,11 +63,11 @@ class ZmqTarget:
         return join_data_address(advertised_address(bound, host), self._password)
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        self._leases[lease] = _Lease(secret, targets, set(targets))
+        self._leases[lease] = _Lease(secret, targets, dict.fromkeys(targets, self._all_layers))
 
     def expect_again(self, lease: int, positions: Sequence[int]) -> None:
         if lease in self._leases:
-            self._leases[lease].expected.update(positions)
+            self._leases[lease].missing.update(dict.fromkeys(positions, self._all_layers))
 
     def close(self, lease: int) -> None:
         self._leases.pop(lease, None)
@@ -99,7 +99,7 @@ class ZmqTarget:
 
     def _take_in(self, data: bytes, bodies: list[zmq.Frame], arrivals: list[Arrival]) -> str | None:
         """Copies a parcel into the pool and names it in ``arrivals``, or says what is wrong with it."""
-        header = unpack_header(data, self._max_blocks)
+        header = unpack_header(data, slices_per_parcel(self._layer_bytes))
         if header is None or len(bodies) != 1:
             return "malformed"
         lease = self._leases.get(header.lease)
@@ -107,26 +107,39 @@ class ZmqTarget:
             return "lease"
         if not hmac.compare_digest(header.secret, lease.secret):
             return "secret"
-        if len(set(header.positions)) != len(header.positions) or not lease.expected.issuperset(header.positions):
-            return "position"
+        layers = self._layers(header)
         body = np.frombuffer(bodies[0].buffer, dtype=np.uint8)
-        if (header.offset, header.length) != (0, self._block_bytes) or body.size != len(header.positions) * self._block_bytes:
+        if layers is None or body.size != len(header.positions) * header.length:
             return "length"
-        self._copy(header, lease, body.reshape(-1, self._block_bytes))
-        arrivals += [(header.lease, position) for position in header.positions]
+        bits = (1 << layers.stop) - (1 << layers.start)
+        if len(set(header.positions)) != len(header.positions) or any(bits & ~lease.missing.get(p, 0) for p in header.positions):
+            return "position"
+        self._copy(header, lease, layers, body.reshape(len(header.positions), -1, self._layer_bytes))
+        arrivals += [(header.lease, position) for position in header.positions if self._is_complete(lease, position, bits)]
         return None
 
-    def _copy(self, header: ParcelHeader, lease: _Lease, blocks: Pool) -> None:
-        for position, block in zip(header.positions, blocks, strict=True):
-            np.copyto(self._pool[lease.targets[position]], block)
-        lease.expected.difference_update(header.positions)
-        self.num_blocks_received += len(header.positions)
+    def _layers(self, header: ParcelHeader) -> slice | None:
+        first, rest = divmod(header.offset, self._layer_bytes)
+        count, more = divmod(header.length, self._layer_bytes)
+        return slice(first, first + count) if rest == more == 0 and 0 < count <= self._num_layers - first else None
+
+    def _copy(self, header: ParcelHeader, lease: _Lease, layers: slice, slices: Pool) -> None:
+        for position, content in zip(header.positions, slices, strict=True):
+            np.copyto(self._pool[lease.targets[position], layers], content)
+
+    def _is_complete(self, lease: _Lease, position: int, arrived: int) -> bool:
+        lease.missing[position] &= ~arrived
+        if lease.missing[position]:
+            return False
+        del lease.missing[position]
+        self.num_blocks_received += 1
+        return True
 
     def _listening(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PULL)
         socket.ipv6 = "[" in address
         socket.rcvhwm = HIGH_WATER_MARK
-        socket.maxmsgsize = self._max_blocks * self._block_bytes + 4096
+        socket.maxmsgsize = max(PARCEL_BYTES, self._num_layers * self._layer_bytes) + 4096
         socket.backlog = BACKLOG
         socket.handshake_ivl = HANDSHAKE_TIMEOUT_MS
         socket.heartbeat_ivl = HEARTBEAT_MS
