@@ -19,6 +19,7 @@ from ..transport.messages import (
     Hello,
     Joined,
     Load,
+    Message,
     ModelIdentity,
     Prefill,
     Role,
@@ -50,13 +51,16 @@ class FakeWorkers:
     def poll(self) -> None:
         """Whatever the coordinator has said, and the heartbeats when they are due."""
         for role, channel in self._channels.items():
+            firsts: list[Message] = []
             for message in channel.receive(256):
                 if isinstance(message, Welcome):
                     self._coordinator = message.coordinator
                 elif isinstance(message, Prefill):
-                    self._prefill(message)
+                    firsts.append(self._prefill(message))
                 elif isinstance(message, Cancel) and role == "decode":
                     self._keep(~np.isin(self.dispatches, from_u32(message.dispatches)))
+            if firsts:
+                channel.send(*firsts)
         if time.monotonic() >= self._heartbeat_at:
             self._heartbeat_at = time.monotonic() + HEARTBEAT_S
             for role, channel in self._channels.items():
@@ -121,7 +125,7 @@ class FakeWorkers:
             dispatches=self.dispatches.tobytes() if role == "decode" else b"",
         )
 
-    def _prefill(self, message: Prefill) -> None:
+    def _prefill(self, message: Prefill) -> FirstToken:
         spec = message.spec
         index = spec.num_tokens - spec.num_prompt_tokens
         token = int(self._tokens[index % len(self._tokens)])
@@ -129,13 +133,13 @@ class FakeWorkers:
         first = FirstToken(
             coordinator=spec.coordinator, dispatch=spec.dispatch, index=index, token=token, finished="length" if only else None
         )
-        self._channels["prefill"].send(first)
         if not only:
             joined = Joined(coordinator=spec.coordinator, dispatch=spec.dispatch, index=index, token=token)
             self._channels["decode"].send(joined)
             self.dispatches = np.append(self.dispatches, np.uint32(spec.dispatch))
             self._next = np.append(self._next, np.uint32(index + 1))
             self._limits = np.append(self._limits, np.uint32(spec.sampling.max_tokens))
+        return first
 
     def _keep(self, rows: NDArray[np.bool_]) -> None:
         self.dispatches, self._next, self._limits = self.dispatches[rows], self._next[rows], self._limits[rows]

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -18,7 +19,7 @@ from ..transport.messages import FROM_WORKER, Message
 from .flight import Action, End, Push, PushPromptLogprobs, Send
 from .lifecycle import Lifecycle
 from .metrics import SystemSnapshot, WorkerSnapshot
-from .pools import Worker
+from .pools import Worker, WorkerId
 from .request import GenerationRequest, Sink
 
 TICK_S = 0.05
@@ -37,6 +38,7 @@ class SocketDispatcher:
         self._attachment: Attachment | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._known: dict[tuple[str, int], str] = {}
+        self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
 
     def start(self) -> None:
         """Begins to listen to the workers."""
@@ -50,6 +52,7 @@ class SocketDispatcher:
             self._timer.cancel()
         if self._attachment is not None:
             self._attachment.close()
+        self._empty_outbox()
         self._channel.close()
 
     # --- for the HTTP side (``Dispatcher``) ------------------------------------------------------
@@ -121,7 +124,7 @@ class SocketDispatcher:
                 sink.push(action.token, action.logprobs)
                 touched[sink] = None
             elif type(action) is Send:
-                self._channel.send(identity_of(*action.worker), action.message)
+                self._post(action)
             elif type(action) is PushPromptLogprobs:
                 action.request.sink.push_prompt_logprobs(action.logprobs)
             elif type(action) is End:
@@ -129,6 +132,17 @@ class SocketDispatcher:
                 action.request.sink.end(action.ended)
         for sink in touched:
             sink.flush()
+
+    def _post(self, send: Send) -> None:
+        """What one turn of the loop has to say to a worker goes to it together: each message alone would wake two I/O threads."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._empty_outbox)
+        self._outbox[send.worker].append(send.message)
+
+    def _empty_outbox(self) -> None:
+        outbox, self._outbox = self._outbox, defaultdict(list)
+        for worker, messages in outbox.items():
+            self._channel.send(identity_of(*worker), *messages)
 
     def _tell_changes(self) -> None:
         """One log line for each worker that came or went."""

@@ -7,6 +7,9 @@ router and reconnects by itself, for ever. Neither ever blocks:
   counted, and ``send`` returns False. What was queued when a connection broke may be lost: the protocol says things again.
 - ``receive`` returns what has arrived, up to a budget. What is no message of an allowed type is dropped, counted and logged.
 
+Messages that are sent by one call travel as frames of one ZeroMQ message: the peer's thread, and both I/O threads, wake once for all.
+They are queued or dropped together.
+
 A channel belongs to the thread that uses it. Loops wait on it with ``zmq.Poller`` (``channel.socket``), event loops with
 ``attach``. ``key=None`` means no encryption and no authentication: for an explicit --insecure only.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeAlias
 
@@ -34,6 +37,7 @@ CONNECT_TIMEOUT_MS = 3_000
 HANDSHAKE_TIMEOUT_MS = 5_000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 8_000  # finds half-open connections; the roles' own heartbeats are tighter
 BACKLOG = 1_024
+MAX_TOGETHER = 256  # messages of one call of ``send``; a receiver refuses more
 LOG_EVERY_S = 5.0
 
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
@@ -73,36 +77,49 @@ class _Channel:
         """Whether ``receive`` would return (or drop) something now."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def _send(self, frames: list[bytes], message: Message) -> bool:
-        try:
-            self.socket.send_multipart([*frames, encode(message)], zmq.NOBLOCK)
-        except BadMessage as error:
-            self.counters.dropped_too_large += 1
-            _log.error("not sent: %s", error)
+    def _send(self, frames: list[bytes], messages: Sequence[Message]) -> bool:
+        if len(messages) > MAX_TOGETHER:
+            sent = self._send(frames, messages[:MAX_TOGETHER])
+            return self._send(frames, messages[MAX_TOGETHER:]) and sent
+        encoded = self._encode(messages)
+        if not encoded:
             return False
+        try:
+            self.socket.send_multipart([*frames, *encoded], zmq.NOBLOCK)
         except zmq.Again:
-            self.counters.dropped_full += 1
+            self.counters.dropped_full += len(encoded)
             return False
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            self.counters.dropped_unknown += 1
+            self.counters.dropped_unknown += len(encoded)
             return False
         finally:
             if self.after_send is not None:
                 self.after_send()
-        self.counters.sent += 1
-        return True
+        self.counters.sent += len(encoded)
+        return len(encoded) == len(messages)
 
-    def _receive(self, limit: int, num_frames: int) -> list[list[bytes]]:
-        """Up to ``limit`` arrivals, as frames."""
+    def _encode(self, messages: Sequence[Message]) -> list[bytes]:
+        encoded = []
+        for message in messages:
+            try:
+                encoded.append(encode(message))
+            except BadMessage as error:
+                self.counters.dropped_too_large += 1
+                _log.error("not sent: %s", error)
+        return encoded
+
+    def _receive(self, limit: int, num_before: int) -> list[list[bytes]]:
+        """Up to ``limit`` arrivals as frames, of which the first ``num_before`` are no messages."""
         arrivals = []
         for _ in range(limit):
             try:
                 arrivals.append(self.socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 break
-        return [frames for frames in arrivals if len(frames) == num_frames or self._reject(frames, "wrong number of frames")]
+        most = num_before + MAX_TOGETHER
+        return [frames for frames in arrivals if num_before < len(frames) <= most or self._reject(frames, "wrong number of frames")]
 
     def _decode(self, data: bytes, frames: list[bytes]) -> Message | None:
         try:
@@ -167,13 +184,18 @@ class RouterChannel(_Channel):
             raise AddressError(f"cannot listen on {address}: {error.strerror}; choose another address or port 0") from None
         return cls(context, socket, allowed, authenticator)
 
-    def send(self, peer: bytes, message: Message) -> bool:
-        """Queues ``message`` for ``peer``; False where it had to be dropped."""
-        return self._send([peer], message)
+    def send(self, peer: bytes, *messages: Message) -> bool:
+        """Queues ``messages`` for ``peer``; False where any had to be dropped."""
+        return self._send([peer], messages)
 
     def receive(self, limit: int) -> list[tuple[bytes, Message]]:
-        """Up to ``limit`` messages that have arrived, each with its sender's identity."""
-        return [(frames[0], message) for frames in self._receive(limit, 2) if (message := self._decode(frames[1], frames)) is not None]
+        """What has arrived, of up to ``limit`` calls of ``send``: messages, each with its sender's identity."""
+        return [
+            (frames[0], message)
+            for frames in self._receive(limit, 1)
+            for data in frames[1:]
+            if (message := self._decode(data, frames)) is not None
+        ]
 
     def close(self) -> None:
         super().close()
@@ -205,13 +227,13 @@ class DealerChannel(_Channel):
             raise AddressError(f"cannot connect to {address}: {error.strerror}; expected tcp://host:port") from None
         return cls(context, socket, allowed)
 
-    def send(self, message: Message) -> bool:
-        """Queues ``message``; False where it had to be dropped."""
-        return self._send([], message)
+    def send(self, *messages: Message) -> bool:
+        """Queues ``messages``; False where any had to be dropped."""
+        return self._send([], messages)
 
     def receive(self, limit: int) -> list[Message]:
-        """Up to ``limit`` messages that have arrived."""
-        return [message for frames in self._receive(limit, 1) if (message := self._decode(frames[0], frames)) is not None]
+        """What has arrived, of up to ``limit`` calls of ``send``."""
+        return [message for frames in self._receive(limit, 0) for data in frames if (message := self._decode(data, frames)) is not None]
 
 
 def _configured(context: Context, kind: int, address: str) -> zmq.Socket[bytes]:

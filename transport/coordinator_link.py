@@ -63,9 +63,9 @@ class CoordinatorLink:
         """For polling; changes with the incarnation."""
         return self._channel.socket
 
-    def send(self, message: Message) -> bool:
-        """Queues a message; False where it had to be dropped."""
-        return self._channel.send(message)
+    def send(self, *messages: Message) -> bool:
+        """Queues messages, together; False where any had to be dropped."""
+        return self._channel.send(*messages)
 
     def receive(self, now: float) -> list[Message]:
         """What the coordinator has said, but for what concerns the link itself."""

@@ -86,6 +86,31 @@ def test_members_talk_both_ways_in_order(stack: ExitStack, key: ClusterKey | Non
     assert until(lambda: worker.receive(10)) == [WELCOME]
 
 
+def test_what_is_sent_together_arrives_in_order_however_much_it_is(stack: ExitStack) -> None:
+    server = router(stack)
+    worker = dealer(stack, server.address)
+    sent = [RequestFailed(coordinator=1, dispatch=i, kind="internal", message="") for i in range(channels.MAX_TOGETHER + 5)]
+    assert worker.send(*sent)
+    received: list[object] = []
+    until(lambda: received.extend(server.receive(10)) or len(received) == len(sent))
+    assert received == [(b"p0\0a1", message) for message in sent]
+    assert server.send(b"p0\0a1", WELCOME, Cancel(coordinator=1, dispatches=u32([7])))
+    assert until(lambda: worker.receive(10)) == [WELCOME, Cancel(coordinator=1, dispatches=u32([7]))]
+    assert (worker.counters.sent, server.counters.received, server.counters.sent) == (len(sent), len(sent), 2)
+
+
+def test_one_bad_message_among_several_takes_none_of_the_others_along(stack: ExitStack) -> None:
+    server = router(stack)
+    peer = raw_socket(stack, server.address)
+    peer.send_multipart([encode(HELLO), b"\xff", encode(HELLO)])
+    peer.send_multipart([encode(HELLO)] * (channels.MAX_TOGETHER + 1))
+    peer.send(encode(HELLO))
+    received: list[object] = []
+    until(lambda: received.extend(message for _, message in server.receive(10)) or len(received) >= 3)
+    assert received == [HELLO] * 3
+    assert server.counters.bad == 2
+
+
 @pytest.mark.parametrize("key", [None, new_key()], ids=["no key", "another key"])
 def test_a_stranger_gets_nothing_through(stack: ExitStack, key: ClusterKey | None) -> None:
     server = router(stack)
@@ -139,7 +164,7 @@ def test_bad_messages_of_a_member_are_dropped_and_counted(stack: ExitStack, capl
     peer.send_multipart([b"two", b"frames"])
     peer.send(encode(HELLO))
     assert [message for _, message in until(lambda: server.receive(100))] == [HELLO]
-    assert server.counters.bad == len(bad) + 1
+    assert server.counters.bad == len(bad) + 2
     assert server.counters.received == 1
     assert len(caplog.records) == 1, "logging is rate-limited"
 
