@@ -17,6 +17,7 @@ MAX_MESSAGES = 10_000
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_TOKENS = 1 << 20
+MAX_TIMEOUT_S = 86_400
 INT64 = 1 << 63
 
 
@@ -161,6 +162,8 @@ class SamplingFields(_Body):
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    """Seconds until the request must have ended; ours, not OpenAI's."""
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Self:

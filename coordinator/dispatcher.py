@@ -17,7 +17,7 @@ from ..transport.event_loop import Attachment, attach
 from ..transport.keys import ClusterKey
 from ..transport.messages import FROM_WORKER, Message
 from .flight import Action, End, Push, PushPromptLogprobs, Send
-from .lifecycle import Lifecycle
+from .lifecycle import DRAINED, Lifecycle
 from .metrics import SystemSnapshot, WorkerSnapshot
 from .pools import Worker, WorkerId
 from .request import GenerationRequest, Sink
@@ -67,7 +67,15 @@ class SocketDispatcher:
         return self._core.proven and not self._core.pools.gap
 
     def gap(self) -> str:
-        return self._core.pools.gap
+        return self._core.refusal(time.monotonic())
+
+    def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None:
+        worker, actions = self._core.drain(worker_id, timeout_s)
+        self._carry_out(actions)
+        if worker is None:
+            return None
+        _log.info("%s worker %s is to leave; it holds %d requests", worker.role, worker_id, len(worker.dispatches))
+        return {"worker_id": worker_id, "role": worker.role, "draining": True, "requests": self._core.request_ids(worker.dispatches)}
 
     def snapshot(self) -> dict[str, object]:
         """For /debug/state."""
@@ -153,7 +161,7 @@ class SocketDispatcher:
         for worker_id, role in self._known.items():
             if worker_id not in now:
                 reason = self._core.reasons_lost.get(worker_id, "lost")
-                _log.warning("%s worker %s is gone: %s", role, worker_id[0], reason)
+                _log.log(logging.INFO if reason == DRAINED else logging.WARNING, "%s worker %s is gone: %s", role, worker_id[0], reason)
         if now != self._known:
             for misfit in self._core.pools.misfits():
                 _log.warning(misfit)
@@ -209,6 +217,7 @@ def _describe(worker: Worker, now: float) -> dict[str, object]:
         "running": load.num_running if load else 0,
         "waiting": load.num_waiting if load else 0,
         "accepting": load.accepting if load else True,
+        "draining": worker.draining,
         "steps": load.steps if load else 0,
         "counters": load.counters if load else {},
         "cached_hashes": len(worker.cached),
@@ -230,6 +239,7 @@ def _measure(worker: Worker) -> WorkerSnapshot:
         num_running=load.num_running if load else 0,
         num_waiting=load.num_waiting if load else 0,
         num_waiting_tokens=load.num_waiting_tokens if load else 0,
+        draining=worker.draining,
         steps=load.steps if load else 0,
         counters=load.counters if load else {},
     )

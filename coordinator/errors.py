@@ -3,6 +3,8 @@
     ApiError                     status, message, param, code, Retry-After
     ├── InvalidRequest           400
     │   └── ContextTooLong       400, code context_length_exceeded
+    ├── Unauthorized             401
+    ├── Forbidden                403
     ├── NotFound                 404
     ├── MethodNotAllowed         405
     ├── BodyTooLarge             413
@@ -71,6 +73,18 @@ class ContextTooLong(InvalidRequest):
             asked = f"you requested {total} tokens ({num_prompt_tokens} in the prompt, {max_tokens} for the completion)"
         message = f"This model's maximum context length is {max_model_len} tokens, but {asked}. Shorten the prompt or ask for fewer tokens."
         super().__init__(message, param=param)
+
+
+class Unauthorized(ApiError):
+    status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(ApiError):
+    status = 403
+    kind = "permission_error"
+    code = "forbidden"
 
 
 class NotFound(ApiError):

@@ -41,6 +41,16 @@ class Send(NamedTuple):
 Action = Push | PushPromptLogprobs | End | Send
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A running sequence on its way to another decode worker."""
+
+    dispatch: int
+    target: Worker
+    pending_blocks: int  # promised to the target
+    since: float
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     """A request from submission to its terminal event. ``dispatch`` is -1 while it waits in the coordinator."""
@@ -53,7 +63,14 @@ class Flight:
     prefill: Worker | None = None
     decode: Worker | None = None
     tokens: list[int] = field(default_factory=list)
-    num_failures: int = 0
+    token_at: float = 0.0  # when the newest of them came
+    num_attempts: int = 0
+    num_tokens_before: int = 0  # this attempt
+    num_failures: int = 0  # in a row, without progress
+    num_deaths: int = 0  # in a row: workers that died while they ran it
+    suspect: bool = False  # it may be what kills workers
+    move: Move | None = None
+    moved_at: float = -1e9  # when a move was last given up
     num_cached_tokens: int = 0
     pending_blocks: int = 0  # promised to the decode worker
     owes_prompt_logprobs: bool = False
@@ -70,6 +87,11 @@ class Flight:
     def num_received(self) -> int:
         """Output tokens that have arrived: with the client, or held back."""
         return len(self.tokens) + len(self.early)
+
+    @property
+    def num_gained(self) -> int:
+        """Tokens that this attempt has brought."""
+        return len(self.tokens) - self.num_tokens_before
 
     def enter(self, stage: Stage, now: float) -> None:
         """Books the time since the last stage began to that stage."""
@@ -97,13 +119,13 @@ class Flight:
         """Prompt and the tokens the client has, as uint32."""
         return u32(self.request.prompt_token_ids) + u32(self.tokens)
 
-    def spec(self, coordinator: int, now: float) -> RequestSpec:
-        """This attempt, as the workers hear of it."""
+    def spec(self, coordinator: int, now: float, dispatch: int | None = None) -> RequestSpec:
+        """This attempt, as the workers hear of it; ``dispatch``: the one it is to go on under, where not its own."""
         request = self.request
         return RequestSpec(
             request_id=request.request_id,
             epoch=self.epoch,
-            dispatch=self.dispatch,
+            dispatch=self.dispatch if dispatch is None else dispatch,
             coordinator=coordinator,
             token_ids=self.column(),
             num_prompt_tokens=len(request.prompt_token_ids),

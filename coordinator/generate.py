@@ -27,6 +27,7 @@ from .prompts import Prompt, prompts_of
 from .request import Dispatcher, GenerationRequest
 from .sampling_params import GenerateRequest, for_choice, num_logprobs, sampling_of
 from .served_model import ServedModel
+from .timeouts import timeout_of
 from .unknown_fields import UnknownFields
 
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
@@ -115,6 +116,7 @@ class GenerationApi:
         choice_options = self._choice_options(request, self._format(endpoint, id, request.include_usage))
         exchange = HttpExchange(channel, self._dispatcher, self._metrics, options, choice_options)
         echo = isinstance(request, CompletionRequest) and bool(request.echo)
+        timeout_s = timeout_of(request.timeout, scope["headers"], self._limits.request_timeout_s)
         requests = [
             GenerationRequest(
                 request_id=choice.request_id,
@@ -122,7 +124,7 @@ class GenerationApi:
                 sampling=for_choice(sampling, request.seed, number),
                 sink=choice,
                 arrival=arrival,
-                deadline=arrival + self._limits.request_timeout_s,
+                deadline=arrival + timeout_s,
                 priority=request.priority or 0,
                 session=_session(scope["headers"]) or request.user or "",
                 prompt_logprobs=num_logprobs(request) if echo else None,

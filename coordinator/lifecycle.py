@@ -12,16 +12,17 @@ no worker holds is lost and tried again; one that a worker holds and nobody want
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ..transport.messages import (
+    Alive,
     BlockEvents,
     Cancel,
+    Drain,
     Fenced,
     FinishReason,
     FirstToken,
+    Goodbye,
     Hello,
     Joined,
     Load,
@@ -35,28 +36,19 @@ from ..transport.messages import (
     from_u32,
     u32,
 )
+from .evacuation import Evacuation
 from .flight import Action, End, Flight, Push, PushPromptLogprobs, Send
+from .flight_table import FlightTable
+from .lifecycle_limits import LifecycleLimits as LifecycleLimits
+from .lifecycle_limits import passed_deadline
 from .pools import Pools, Worker, WorkerId
 from .request import Ended, ErrorKind, GenerationRequest
 from .routing import Need, Policy, choose_decode, choose_prefill
+from .suspicion import Suspicion
+from .waiting_line import WaitingLine
 
-LOOK_AHEAD = 32
-"""So many requests at the head of the queue are tried when there may be room."""
-
-
-@dataclass(frozen=True, slots=True)
-class LifecycleLimits:
-    """Bounds of the coordinator's patience; times in seconds."""
-
-    max_queue: int = 1024
-    max_attempts: int = 4
-    dead_after_s: float = 1.5
-    progress_timeout_s: float = 30.0
-    heartbeat_s: float = 0.25
-    lost_after_s: float = 1.0  # a dispatch that no worker reports for so long is lost
-    unserved_s: float = 30.0  # an admitted request waits so long for a worker to come back
-    starving_s: float = 2.0  # who has waited so long is not overtaken any more
-    queued_batches: int = 2  # a prefill worker is given work for so many of its steps ahead
+DRAINED = "drained"
+"""Why a worker that left in good order is gone."""
 
 
 class Lifecycle:
@@ -68,24 +60,27 @@ class Lifecycle:
         self.pools = Pools(self.limits.dead_after_s, self.limits.progress_timeout_s)
         self.proven = False  # a request has gone prefill, handoff, decode
         self._policy = policy
-        self._flights: dict[str, Flight] = {}
-        self._by_dispatch: dict[int, Flight] = {}
-        self._queue: list[tuple[int, float, int, Flight]] = []  # sorted by priority, arrival, tie-break
-        self._num_submitted = 0
-        self._next_dispatch = 1
+        self._table = FlightTable()
+        self._flights, self._by_dispatch = self._table.flights, self._table.by_dispatch
+        self._line = WaitingLine(self.limits.starving_s)
+        self._suspicion = Suspicion(self._table, self.limits)
+        self._evacuation = Evacuation(self._table, self.pools, policy, incarnation, self.limits.lost_after_s)
         self._fenced: dict[WorkerId, float] = {}
         self._unserved_since: float | None = None
+        self._expected_until = float("-inf")  # who left in good order is expected back by then
         self._ticked: float | None = None
         self._actions: list[Action] = []
         self.reasons_lost: dict[WorkerId, str] = {}
         self.num_redispatched = 0
         self.num_workers_lost = 0
+        self.num_workers_left = 0
+        self.num_deadlines: dict[str, int] = dict.fromkeys(("queue", "prefill", "handoff", "decode"), 0)
 
     # --- from the HTTP side ----------------------------------------------------------------------
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return len(self._line)
 
     @property
     def num_flights(self) -> int:
@@ -93,18 +88,37 @@ class Lifecycle:
 
     def counters(self) -> dict[str, float]:
         """Cumulative since the start."""
-        return {"redispatches": self.num_redispatched, "workers_lost": self.num_workers_lost}
+        return {
+            "redispatches": self.num_redispatched,
+            "workers_lost": self.num_workers_lost,
+            "workers_left": self.num_workers_left,
+            "sequences_moved": self._evacuation.num_moved,
+            "moves_given_up": self._evacuation.num_given_up,
+            **{f"deadlines_{stage}": count for stage, count in self.num_deadlines.items()},
+        }
 
     def request_ids(self, dispatches: Iterable[int]) -> list[str]:
         """The requests behind these dispatches, for people."""
-        return sorted(self._by_dispatch[d].request.request_id for d in dispatches)
+        return self._table.request_ids(dispatches)
+
+    def refusal(self, now: float) -> str:
+        """Why new requests are turned away, as a sentence; empty where they are taken. While workers that left in good order are
+        expected back, requests wait."""
+        return self.pools.gap if now >= self._expected_until else ""
+
+    def drain(self, worker_id: str, timeout_s: float | None) -> tuple[Worker | None, list[Action]]:
+        """A person wants this worker to leave: it gets no new work from now on. None: no such worker is here."""
+        worker = next((w for w in self.pools.workers.values() if w.hello.worker_id == worker_id), None)
+        if worker is not None:
+            worker.draining, worker.drain = True, Drain(coordinator=self.incarnation, timeout_s=timeout_s)
+            self._actions.append(Send(worker.id, worker.drain))
+        return worker, self._take()
 
     def submit(self, request: GenerationRequest, now: float) -> list[Action]:
         """Takes a request in, or ends it at once."""
         longest = self.pools.max_sequence_tokens
-        if self.pools.gap:
-            ended = Ended(error="unavailable", message=self.pools.gap, retry_after_s=1.0)
-            return [End(request, ended)]
+        if refusal := self.refusal(now):
+            return [End(request, Ended(error="unavailable", message=refusal, retry_after_s=1.0))]
         if self.num_queued >= self.limits.max_queue:
             ended = Ended(error="overloaded", message=f"{self.num_queued} requests are waiting already", retry_after_s=1.0)
             return [End(request, ended)]
@@ -113,7 +127,7 @@ class Lifecycle:
             return [End(request, Ended(error="refused", message=message))]
         flight = Flight(request, now, owes_prompt_logprobs=request.prompt_logprobs is not None)
         self._flights[request.request_id] = flight
-        self._enqueue(flight)
+        self._line.join(flight)
         self._pump(now)
         return self._take()
 
@@ -142,6 +156,8 @@ class Lifecycle:
             self._load(worker, message, now)
         elif isinstance(message, BlockEvents):
             self.pools.book(message)
+        elif isinstance(message, Goodbye):
+            self._goodbye(worker, now)
         elif isinstance(message, FirstToken | Joined | RequestFailed) and message.coordinator == self.incarnation:
             self._progress(worker, message, now)
             self._pump(now)
@@ -153,11 +169,14 @@ class Lifecycle:
         for worker, reason in self.pools.dead(now):
             self._lose(worker, reason, now)
         self._serve_or_give_up(now)
+        self._suspicion.credit_all()
         for flight in list(self._flights.values()):
-            if now >= flight.request.deadline:
-                self._fail(flight, "deadline", "the request's deadline has passed", now)
+            if passed := passed_deadline(flight, self.limits, now):
+                self.num_deadlines[flight.stage] += 1
+                self._fail(flight, "deadline", passed, now)
             elif self._is_lost(flight, now):
                 self._retry(flight, "the workers hold nothing of it", now)
+        self._evacuate(now)
         self._pump(now)
         return self._take()
 
@@ -188,21 +207,56 @@ class Lifecycle:
     def _lose(self, worker: Worker, reason: str, now: float) -> None:
         self.pools.remove(worker)
         self.num_workers_lost += 1
-        self.reasons_lost = {**dict(list(self.reasons_lost.items())[-63:]), worker.id: reason}
+        self._remember_lost(worker, reason)
+        told = f"{worker.role} worker {worker.hello.worker_id} was lost ({reason})"
+        for flight in self._suspicion.charge(worker):
+            died = f"{flight.num_deaths} workers in a row died while they ran this request, the last time alone"
+            self._fail(flight, "failed", f"{died}; it is not tried again. The last: {told}", now)
+        self._give_back(worker, told, now)
+
+    def _goodbye(self, worker: Worker, now: float) -> None:
+        """A worker that drained has left."""
+        self.pools.remove(worker)
+        self.num_workers_left += 1
+        self._expected_until = now + self.limits.unserved_s
+        self._remember_lost(worker, DRAINED)
+        self._give_back(worker, f"{worker.role} worker {worker.hello.worker_id} has left", now)
+        self._pump(now)
+
+    def _give_back(self, worker: Worker, reason: str, now: float) -> None:
+        """What was assigned to a worker that is here no more is tried elsewhere. That is no fault of the requests."""
         for dispatch in sorted(worker.dispatches):
             flight = self._by_dispatch[dispatch]
-            if flight.stage == "decode" and worker is flight.prefill:
+            if flight.move is not None and flight.move.target is worker:
+                self._actions += self._evacuation.give_up(flight, now)
+            elif flight.stage == "decode" and worker is flight.prefill:
                 flight.prefill = None
             else:
-                self._retry(flight, f"{worker.role} worker {worker.hello.worker_id} was lost ({reason})", now)
+                self._retry(flight, reason, now, counts=False)
+
+    def _remember_lost(self, worker: Worker, reason: str) -> None:
+        self.reasons_lost = {**dict(list(self.reasons_lost.items())[-63:]), worker.id: reason}
+
+    def _evacuate(self, now: float) -> None:
+        """Decode workers that drain hand over what they run; prompts that are computed for them go elsewhere."""
+        for worker in self.pools.of_role("decode"):
+            if worker.draining and self._evacuation.has_successor(worker):
+                for flight in self._evacuation.misdirected(worker):
+                    self._retry(flight, "its decode worker leaves", now, counts=False)
+                self._actions += self._evacuation.orders(worker, now)
 
     def _load(self, worker: Worker, load: Load, now: float) -> None:
         self.pools.hear(load, now)
         held = set(from_u32(load.dispatches))
         worker.held = held
+        self._actions.append(Send(worker.id, Alive(coordinator=self.incarnation)))
+        if worker.drain is not None:  # it has not heard yet
+            self._actions.append(Send(worker.id, worker.drain))
         orphans = sorted(d for d in held if d not in self._by_dispatch)
         if orphans:
             self._actions.append(Send(worker.id, Cancel(coordinator=self.incarnation, dispatches=u32(orphans))))
+        if worker.draining:
+            self._evacuate(now)
         self._pump(now)
 
     def _is_lost(self, flight: Flight, now: float) -> bool:
@@ -216,7 +270,9 @@ class Lifecycle:
 
     def _progress(self, worker: Worker, message: FirstToken | Joined | RequestFailed, now: float) -> None:
         flight = self._by_dispatch.get(message.dispatch)
-        if flight is None or worker not in (flight.prefill, flight.decode):
+        if flight is not None and flight.move is not None and message.dispatch == flight.move.dispatch:
+            self._move_progress(flight, worker, message, now)
+        elif flight is None or worker not in (flight.prefill, flight.decode):
             self._disown(worker, [message.dispatch])
         elif isinstance(message, FirstToken):
             self._first_token(flight, message, now)
@@ -225,12 +281,23 @@ class Lifecycle:
         elif not (flight.stage == "decode" and worker is flight.prefill):
             self._failed(flight, message, now)
 
+    def _move_progress(self, flight: Flight, worker: Worker, message: FirstToken | Joined | RequestFailed, now: float) -> None:
+        """Of a sequence on its way from one decode worker to another."""
+        move = flight.move
+        assert move is not None
+        if isinstance(message, Joined) and worker is move.target:
+            self._evacuation.arrived(flight, now)
+            self._check_join(flight, message, now)
+            self._evacuate(now)
+        elif isinstance(message, RequestFailed) and worker in (flight.decode, move.target):
+            self._actions += self._evacuation.give_up(flight, now)
+
     def _first_token(self, flight: Flight, message: FirstToken, now: float) -> None:
         flight.num_cached_tokens = max(flight.num_cached_tokens, message.num_cached_tokens)
         if flight.stage == "prefill":
             flight.enter("handoff", now)
             flight.move_time("prefill", "queue", message.queue_s)
-        self._unpromise_tokens(flight)
+        self._table.unpromise_tokens(flight)
         if message.prompt_logprobs is not None and flight.owes_prompt_logprobs:
             flight.owes_prompt_logprobs = False
             self._actions.append(PushPromptLogprobs(flight.request, message.prompt_logprobs))
@@ -245,8 +312,12 @@ class Lifecycle:
             flight.enter("decode", now)
             # Heard in one breath with the first token, the handoff seems to have taken no time: the decode worker knows better.
             flight.move_time("prefill", "handoff", message.transfer_s - flight.seconds["handoff"])
-        self._unpromise_tokens(flight)
-        self._unpromise_blocks(flight)
+        self._table.unpromise_tokens(flight)
+        self._table.unpromise_blocks(flight)
+        self._check_join(flight, message, now)
+
+    def _check_join(self, flight: Flight, message: Joined, now: float) -> None:
+        """Joined repeats the newest token."""
         if message.index == flight.num_received:
             self._push(flight, message.token, message.logprobs, None, now)
         elif message.index != flight.num_received - 1:
@@ -267,6 +338,7 @@ class Lifecycle:
                 ended = True
             else:
                 flight.tokens.append(token)
+                flight.token_at = now
                 self._actions.append(Push(flight.request, token, logprobs.get(row) if logprobs else None))
         if unknown:
             self._disown(worker, unknown)
@@ -287,6 +359,7 @@ class Lifecycle:
             flight.early_finish = finished
             return
         flight.tokens.append(token)
+        flight.token_at = now
         self._actions.append(Push(flight.request, token, logprobs))
         if finished is not None:
             self._finish(flight, finished, now)
@@ -301,6 +374,7 @@ class Lifecycle:
         if message.kind == "refused":
             self._fail(flight, "refused", message.message, now)
         elif message.kind == "deadline":
+            self.num_deadlines[flight.stage] += 1
             self._fail(flight, "deadline", message.message, now)
         else:
             self._retry(flight, message.message, now, counts=message.kind != "preempted")
@@ -309,19 +383,21 @@ class Lifecycle:
         """A new epoch: prompt plus the tokens the client has, anywhere."""
         self._detach(flight)
         flight.early, flight.early_finish = [], None
+        self._suspicion.credit(flight)
         flight.num_failures += counts
         if flight.num_failures >= self.limits.max_attempts:
             self._fail(flight, "failed", f"gave up after {flight.num_failures} failed attempts; the last: {reason}", now)
             return
         self.num_redispatched += 1
         flight.enter("queue", now)
-        self._enqueue(flight)
+        self._line.join(flight)
 
     # --- ending ----------------------------------------------------------------------------------
 
     def _finish(self, flight: Flight, reason: FinishReason, now: float) -> None:
         self.proven = self.proven or flight.stage == "decode"
-        self._unassign(flight)
+        self._detach_move(flight)
+        self._table.unassign(flight)
         self._end(flight, Ended(finish_reason=reason), now)
 
     def _fail(self, flight: Flight, error: ErrorKind, message: str, now: float) -> None:
@@ -331,7 +407,9 @@ class Lifecycle:
 
     def _end(self, flight: Flight, ended: Ended, now: float) -> None:
         del self._flights[flight.request.request_id]
-        self._unqueue(flight)
+        if flight.dispatch < 0:
+            self._line.leave(flight)
+        self._suspicion.forget(flight)
         flight.enter(flight.stage, now)
         complete = Ended(
             finish_reason=ended.finish_reason,
@@ -340,7 +418,7 @@ class Lifecycle:
             retry_after_s=ended.retry_after_s,
             num_cached_tokens=flight.num_cached_tokens,
             num_output_tokens=len(flight.tokens),
-            num_dispatches=flight.epoch + 1,
+            num_dispatches=flight.num_attempts,
             stages=flight.stages(),
         )
         self._actions.append(End(flight.request, complete))
@@ -352,60 +430,36 @@ class Lifecycle:
             for worker in (flight.prefill, flight.decode):
                 if worker is not None and worker.id in self.pools.workers:
                     self._actions.append(Send(worker.id, cancel))
-        self._unassign(flight)
+        self._detach_move(flight)
+        self._table.unassign(flight)
 
-    def _unassign(self, flight: Flight) -> None:
-        self._unpromise_tokens(flight)
-        self._unpromise_blocks(flight)
-        for worker in (flight.prefill, flight.decode):
-            if worker is not None:
-                worker.dispatches.discard(flight.dispatch)
-        self._by_dispatch.pop(flight.dispatch, None)
-        flight.prefill = flight.decode = None
-        flight.dispatch = -1
-
-    def _unpromise_tokens(self, flight: Flight) -> None:
-        if flight.prefill is not None:
-            flight.prefill.pending.pop(flight.dispatch, None)
-
-    def _unpromise_blocks(self, flight: Flight) -> None:
-        if flight.decode is not None:
-            flight.decode.pending_blocks -= flight.pending_blocks
-        flight.pending_blocks = 0
+    def _detach_move(self, flight: Flight) -> None:
+        if flight.move is not None:
+            cancel = Cancel(coordinator=self.incarnation, dispatches=u32([flight.move.dispatch]))
+            for worker in (flight.decode, flight.move.target):
+                if worker is not None and worker.id in self.pools.workers:
+                    self._actions.append(Send(worker.id, cancel))
 
     def _disown(self, worker: Worker, dispatches: Iterable[int]) -> None:
         self._actions.append(Send(worker.id, Cancel(coordinator=self.incarnation, dispatches=u32(list(dispatches)))))
 
     # --- placing ---------------------------------------------------------------------------------
 
-    def _enqueue(self, flight: Flight) -> None:
-        self._num_submitted += 1
-        bisect.insort(self._queue, (flight.request.priority, flight.request.arrival, self._num_submitted, flight))
-
-    def _unqueue(self, flight: Flight) -> None:
-        if flight.dispatch < 0:
-            self._queue = [entry for entry in self._queue if entry[3] is not flight]
-
     def _pump(self, now: float) -> None:
-        """Dispatches what finds room, from the head of the queue. Who does not fit is overtaken, but not for long."""
-        i = 0
-        while i < min(len(self._queue), LOOK_AHEAD):
-            flight = self._queue[i][3]
-            if self._place(flight, now):
-                del self._queue[i]
-            elif now - flight.request.arrival > self.limits.starving_s:
-                return
-            else:
-                i += 1
+        """Dispatches what finds room."""
+        if len(self._line):
+            self._line.serve(lambda flight: self._place(flight, now), now)
 
     def _place(self, flight: Flight, now: float) -> bool:
-        prefills = [w for w in self.pools.of_role("prefill") if self._prefill_has_room(w, flight)]
-        decodes = [w for w in self.pools.of_role("decode") if self._decode_has_room(w, flight)]
+        prefills = [w for w in self.pools.open_of_role("prefill") if self._prefill_has_room(w, flight)]
+        decodes = [w for w in self.pools.open_of_role("decode") if w.has_room_for(flight.num_tokens)]
+        if len(self._suspicion):
+            prefills, decodes = self._suspicion.allowed(flight, prefills), self._suspicion.allowed(flight, decodes)
         models = {w.hello.model for w in decodes}
         prefills = [w for w in prefills if w.hello.model in models]
         if not prefills:
             return False
-        need = Need(flight.num_tokens, flight.hashes(prefills[0]), flight.request.session, self._next_dispatch)
+        need = Need(flight.num_tokens, flight.hashes(prefills[0]), flight.request.session, self._table.next_dispatch)
         prefill = choose_prefill(self._policy, prefills, need)
         decode = choose_decode(self._policy, [w for w in decodes if prefill and w.hello.model == prefill.hello.model], need)
         if prefill is None or decode is None:
@@ -420,22 +474,8 @@ class Lifecycle:
         waiting = worker.tokens_ahead_of(flight.num_tokens)
         return waiting == 0 or waiting + flight.num_tokens <= ahead
 
-    def _decode_has_room(self, worker: Worker, flight: Flight) -> bool:
-        if not worker.dispatches:
-            return True  # what does not even fit into an idle worker is refused by it, with the reason
-        rows = len(worker.dispatches) < worker.hello.max_num_seqs
-        return rows and worker.blocks_available > worker.blocks_for(flight.num_tokens)
-
     def _dispatch(self, flight: Flight, prefill: Worker, decode: Worker, now: float) -> None:
-        flight.epoch += 1
-        flight.dispatch, self._next_dispatch = self._next_dispatch, self._next_dispatch + 1
-        flight.prefill, flight.decode = prefill, decode
-        flight.pending_blocks = decode.blocks_for(flight.num_tokens)
-        prefill.pending[flight.dispatch] = flight.num_tokens
-        decode.pending_blocks += flight.pending_blocks
-        prefill.dispatches.add(flight.dispatch)
-        decode.dispatches.add(flight.dispatch)
-        self._by_dispatch[flight.dispatch] = flight
+        self._table.assign(flight, prefill, decode)
         flight.enter("prefill", now)
         peer = Peer(worker_id=decode.hello.worker_id, incarnation=decode.hello.incarnation, address=decode.hello.peer_address)
         self._actions.append(Send(prefill.id, Prefill(spec=flight.spec(self.incarnation, now), decode=peer)))
@@ -448,7 +488,7 @@ class Lifecycle:
         if self._unserved_since is None:
             self._unserved_since = now
         if now - self._unserved_since > self.limits.unserved_s:
-            for _, _, _, flight in self._queue.copy():
+            for flight in self._line:
                 self._fail(flight, "unavailable", f"waited {self.limits.unserved_s:g} s: {self.pools.gap}", now)
 
     def _take(self) -> list[Action]:

@@ -12,6 +12,7 @@ import uvloop
 
 from ..transport.keys import load_key
 from ..transport.messages import Sampling
+from .admin import AdminRoutes, admin_key
 from .dispatcher import SocketDispatcher, prove
 from .lifecycle import Lifecycle, LifecycleLimits
 from .limits import HttpLimits
@@ -36,7 +37,8 @@ async def serve(settings: CoordinatorSettings) -> None:
     lifecycle = Lifecycle(time.time_ns(), settings.routing, limits_of(settings))
     dispatcher = SocketDispatcher(lifecycle, settings.control_address, key)
     limits = HttpLimits(max_body_bytes=int(settings.max_body_mib * 2**20), request_timeout_s=settings.request_timeout_s)
-    server = HttpServer(create_app(dispatcher, model, limits, dispatcher.system), host=settings.host, port=settings.port)
+    admin = AdminRoutes(dispatcher, admin_key(settings.admin_key_file))
+    server = HttpServer(create_app(dispatcher, model, limits, dispatcher.system, admin), host=settings.host, port=settings.port)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -57,10 +59,16 @@ def limits_of(settings: CoordinatorSettings) -> LifecycleLimits:
     return LifecycleLimits(
         max_queue=settings.max_queue,
         max_attempts=settings.max_attempts,
+        suspect_after=settings.suspect_after,
+        max_deaths=settings.max_deaths,
         dead_after_s=settings.dead_after_s,
         progress_timeout_s=settings.progress_timeout_s,
         heartbeat_s=settings.heartbeat_s,
         lost_after_s=max(1.0, 4 * settings.heartbeat_s),
+        queue_timeout_s=settings.queue_timeout_s,
+        prefill_timeout_s=settings.prefill_timeout_s,
+        handoff_timeout_s=settings.handoff_timeout_s,
+        token_timeout_s=settings.token_timeout_s,
     )
 
 

@@ -24,6 +24,13 @@ MIN_SCRAPE_INTERVAL_S = 1.0
 LIFECYCLE_COUNTERS = {
     "redispatches": "Attempts at requests that failed or were preempted and were followed by another.",
     "workers_lost": "Workers that were declared dead or came back as a new process.",
+    "workers_left": "Workers that drained and left.",
+    "sequences_moved": "Running sequences handed from a decode worker that left to another one, with their KV blocks.",
+    "moves_given_up": "Such hand-overs that failed; the sequence ran on where it was.",
+    "deadlines_queue": "Requests that passed a deadline while they waited for a worker.",
+    "deadlines_prefill": "Requests that passed a deadline while their prompt was computed.",
+    "deadlines_handoff": "Requests that passed a deadline between prefill and decode.",
+    "deadlines_decode": "Requests that passed a deadline while they generated.",
 }
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
@@ -46,6 +53,7 @@ class WorkerSnapshot:
     num_waiting_tokens: int
     steps: int
     counters: Mapping[str, float] = field(default_factory=dict)  # cumulative since the worker's start
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +208,7 @@ class _SystemCollector:
         running = GaugeMetricFamily("splitserve_worker_running", "Sequences in a worker's batch.", labels=labels)
         waiting = GaugeMetricFamily("splitserve_worker_waiting", "Sequences that wait on a worker.", labels=labels)
         tokens = GaugeMetricFamily("splitserve_worker_waiting_tokens", "Prompt tokens that wait on a worker.", labels=labels)
+        draining = GaugeMetricFamily("splitserve_worker_draining", "1 where a worker gets no new work and leaves.", labels=labels)
         steps = CounterMetricFamily("splitserve_worker_steps", "Engine steps of a worker.", labels=labels)
         for worker in workers:
             values = [worker.worker_id, worker.role]
@@ -207,8 +216,9 @@ class _SystemCollector:
             running.add_metric(values, worker.num_running)
             waiting.add_metric(values, worker.num_waiting)
             tokens.add_metric(values, worker.num_waiting_tokens)
+            draining.add_metric(values, float(worker.draining))
             steps.add_metric(values, worker.steps)
-        yield from (usage, running, waiting, tokens, steps)
+        yield from (usage, running, waiting, tokens, draining, steps)
 
     def _worker_counters(self, workers: Sequence[WorkerSnapshot]) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily] = {}

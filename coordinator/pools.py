@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..transport.messages import BlockEvents, Hello, Load, Role, from_hashes
+from ..transport.messages import BlockEvents, Drain, Hello, Load, Role, from_hashes
 
 WorkerId = tuple[str, int]
 """(worker id, incarnation)"""
@@ -23,6 +23,8 @@ class Worker:
     held: set[int] = field(default_factory=set)  # what it says it holds
     pending: dict[int, int] = field(default_factory=dict)  # prefill: by dispatch, prompt tokens not yet computed
     pending_blocks: int = 0  # decode: blocks of prompts dispatched and not yet joined
+    draining: bool = False  # it gets no new work, and leaves
+    drain: Drain | None = None  # what it is told until it says that it drains
 
     @property
     def id(self) -> WorkerId:
@@ -54,6 +56,13 @@ class Worker:
         known = self.load.blocks_free + self.load.blocks_cached if self.load else self.hello.num_blocks
         return known - self.pending_blocks
 
+    def has_room_for(self, num_tokens: int) -> bool:
+        """Whether this decode worker can take a sequence of this length now."""
+        if not self.dispatches:
+            return True  # what does not even fit into an idle worker is refused by it, with the reason
+        rows = len(self.dispatches) < self.hello.max_num_seqs
+        return rows and self.blocks_available > self.blocks_for(num_tokens)
+
     def match_prefix(self, hashes: list[bytes]) -> int:
         """How many leading blocks of a prompt this worker really has."""
         for i, block_hash in enumerate(hashes):
@@ -68,10 +77,16 @@ class Pools:
     def __init__(self, dead_after_s: float, progress_timeout_s: float) -> None:
         self._dead_after_s, self._progress_timeout_s = dead_after_s, progress_timeout_s
         self.workers: dict[WorkerId, Worker] = {}
+        self.max_sequence_tokens = 0
+        """The longest sequence that every live worker can hold, or could when there last was one."""
         self._came_or_went()
 
     def of_role(self, role: Role) -> list[Worker]:
         return self._of_role[role]
+
+    def open_of_role(self, role: Role) -> list[Worker]:
+        """Those that take new work."""
+        return [worker for worker in self._of_role[role] if not worker.draining]
 
     def _came_or_went(self) -> None:
         """Works out what depends only on who is here."""
@@ -82,8 +97,8 @@ class Pools:
         }
         self.gap = _gap(self._of_role["prefill"], self._of_role["decode"])
         """Why no request can be served now, as a sentence; empty where at least one prefill and one decode worker fit together."""
-        self.max_sequence_tokens = min((w.hello.max_model_len for w in workers), default=0)
-        """The longest sequence that every live worker can hold; 0 where there is none."""
+        if workers:
+            self.max_sequence_tokens = min(w.hello.max_model_len for w in workers)
 
     def add(self, hello: Hello, now: float) -> list[Worker]:
         """A worker says hello. Returns its earlier incarnations, which are dead."""
@@ -110,6 +125,8 @@ class Pools:
         if not load.busy or worker.load is None or load.steps > worker.load.steps:
             worker.progressed = now
         worker.heard, worker.load = now, load
+        if load.draining:
+            worker.draining, worker.drain = True, None
         return worker
 
     def book(self, events: BlockEvents) -> None:

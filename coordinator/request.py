@@ -81,7 +81,10 @@ class Dispatcher(Protocol):
         """True once a request has gone prefill, handoff, decode since the start."""
 
     def gap(self) -> str:
-        """Why nothing can be served now ("no decode worker is connected"), to be told to people; empty where all is there."""
+        """Why new requests are refused now ("no decode worker is connected"), to be told to people; empty where they are taken."""
+
+    def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None:
+        """Has a worker leave: it gets no new work and hands over what it runs. Returns what it holds, JSON-ready; None: no such worker."""
 
     def snapshot(self) -> dict[str, object]:
         """For /debug/state: JSON-ready."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -29,11 +30,14 @@ Body = TypeVar("Body", bound=BaseModel)
 class OrdinaryRoutes:
     """Everything but generation."""
 
-    def __init__(self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, metrics: Metrics) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, metrics: Metrics, more: Sequence[Route] = ()
+    ) -> None:
         self._dispatcher = dispatcher
         self._model = model
         self._limits = limits
         self._metrics = metrics
+        self._more = more
 
     def application(self) -> Starlette:
         """As an ASGI application whose every error has OpenAI's shape."""
@@ -46,9 +50,9 @@ class OrdinaryRoutes:
             Route("/ready", self._ready),
             Route("/metrics", self._render_metrics),
             Route("/debug/state", self._debug_state),
+            *self._more,
         ]
-        handlers: Any = {ApiError: _api_error, HTTPException: _http_error, ClientGone: _client_gone, Exception: _unexpected}
-        app = Starlette(routes=routes, exception_handlers=handlers)
+        app = Starlette(routes=routes, exception_handlers=error_handlers())
         app.router.redirect_slashes = False
         return app
 
@@ -113,6 +117,11 @@ class OrdinaryRoutes:
             return kind.model_validate_json(body)
         except ValidationError as error:
             raise from_validation(error) from error
+
+
+def error_handlers() -> Any:
+    """For starlette: every error in OpenAI's shape."""
+    return {ApiError: _api_error, HTTPException: _http_error, ClientGone: _client_gone, Exception: _unexpected}
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from .admin import AdminRoutes
 from .channel import Receive, Scope, Send
 from .errors import Unavailable
 from .generate import GenerationApi
@@ -31,10 +32,18 @@ POLL_S = 0.02
 class HttpApp:
     """ASGI: generation by its own short path, all else through starlette."""
 
-    def __init__(self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, system: Callable[[], SystemSnapshot]) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        model: ServedModel,
+        limits: HttpLimits,
+        system: Callable[[], SystemSnapshot],
+        admin: AdminRoutes | None = None,
+    ) -> None:
         self.metrics = Metrics(model.name, system)
         self.generation = GenerationApi(dispatcher, model, limits, self.metrics)
-        self._ordinary = OrdinaryRoutes(dispatcher, model, limits, self.metrics).application()
+        admin = admin or AdminRoutes(dispatcher, None)
+        self._ordinary = OrdinaryRoutes(dispatcher, model, limits, self.metrics, admin.routes()).application()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path")
@@ -59,9 +68,10 @@ def create_app(
     model: ServedModel,
     limits: HttpLimits | None = None,
     system: Callable[[], SystemSnapshot] = SystemSnapshot,
+    admin: AdminRoutes | None = None,
 ) -> HttpApp:
-    """The application. ``system`` is asked at each scrape of /metrics."""
-    return HttpApp(dispatcher, model, limits or HttpLimits(), system)
+    """The application. ``system`` is asked at each scrape of /metrics; ``admin``: default: for this host only, without a key."""
+    return HttpApp(dispatcher, model, limits or HttpLimits(), system, admin)
 
 
 class HttpServer:

@@ -36,13 +36,38 @@ class CoordinatorSettings(BaseModel):
     )
     routing: Routing = Field(default="hybrid", description="How workers are chosen for a request.")
     max_queue: int = Field(default=1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; more are refused with 429.")
-    request_timeout_s: float = Field(default=600, gt=0, le=86_400, description="Longest life of a request in seconds; then 504.")
+    request_timeout_s: float = Field(
+        default=600,
+        gt=0,
+        le=86_400,
+        description="Longest life of a request in seconds; then 504, or in mid-stream an error event. A request may ask for less.",
+    )
+    queue_timeout_s: float = Field(default=300, gt=0, le=86_400, description="Longest wait for a worker with room, each time; then 504.")
+    prefill_timeout_s: float = Field(default=300, gt=0, le=86_400, description="Longest time to compute a prompt; then 504.")
+    handoff_timeout_s: float = Field(
+        default=120, gt=0, le=86_400, description="Longest time from the first token until a decode worker has the KV blocks; then 504."
+    )
+    token_timeout_s: float = Field(
+        default=120, gt=0, le=86_400, description="Longest time between two tokens, whatever fails and recovers meanwhile; then 504."
+    )
     heartbeat_s: float = Field(default=0.25, ge=0.01, le=60, description="Seconds between the workers' reports.")
     dead_after_s: float = Field(default=1.5, ge=0.05, le=600, description="A worker silent for so many seconds is dead.")
     progress_timeout_s: float = Field(
         default=30, ge=0.1, le=3600, description="A busy worker that ends no step for so many seconds is dead."
     )
-    max_attempts: int = Field(default=4, ge=1, le=100, description="How often a request is dispatched at most when workers fail.")
+    max_attempts: int = Field(
+        default=4, ge=1, le=100, description="How often in a row a request may fail on workers before it ends with an error."
+    )
+    suspect_after: int = Field(
+        default=2, ge=1, le=100, description="A request that ran on so many workers in a row when they died is then run apart from others."
+    )
+    max_deaths: int = Field(
+        default=4, ge=1, le=100, description="A request that ran on so many workers in a row when they died ends with an error."
+    )
+    admin_key_file: Path | None = Field(
+        default=None,
+        description="File with the key that /admin asks for as a bearer token. Default: /admin answers to this host only, without a key.",
+    )
     max_body_mib: float = Field(default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413.")
     log_level: LogLevel = Field(default="info", description="Least level that is logged.")
 

@@ -9,35 +9,52 @@ import numpy as np
 
 from ..engine.batch import SamplingParams, SamplingState, StepOutput
 from ..engine.block_manager import BlockManager
-from ..transport.actions import Join, ReceiverAction, Supersede, ToCoordinator
+from ..transport.actions import Join, ReceiverAction, SenderAction, Supersede, ToCoordinator
 from ..transport.block_hash import chain, root_hash
 from ..transport.handoff import Key, PeerId
 from ..transport.handoff_receiver import HandoffReceiver
 from ..transport.messages import (
     BlockEvents,
     Cancel,
+    Drain,
     FailureKind,
     Joined,
     Load,
+    Meet,
     Message,
+    Move,
     RequestFailed,
     StepTokens,
     from_u32,
     u32,
 )
 from ..transport.reports import block_events, logprobs_message
+from .moving import Moving
 from .scheduler import DecodeResult, DecodeScheduler, DecodeStep
 
-DecodeAction = ToCoordinator | ReceiverAction
+DecodeAction = ToCoordinator | ReceiverAction | SenderAction
 
 
 class DecodeCore:
     """One decode worker's decisions; all times are ``now`` of one monotonic clock, in seconds."""
 
-    def __init__(self, worker: PeerId, scheduler: DecodeScheduler, receiver: HandoffReceiver, fingerprint: str) -> None:
+    def __init__(
+        self,
+        worker: PeerId,
+        scheduler: DecodeScheduler,
+        receiver: HandoffReceiver,
+        fingerprint: str,
+        meet: Meet | None = None,
+        drain_timeout_s: float = 10.0,
+    ) -> None:
+        """``meet``: how it introduces itself to other decode workers, to hand sequences over; None: it hands over none."""
         self.worker = worker
         self.scheduler, self.receiver = scheduler, receiver
-        self._fingerprint = fingerprint
+        self._fingerprint, self._meet = fingerprint, meet
+        self.moving = Moving(meet, scheduler, fingerprint) if meet is not None else None
+        self._drain_timeout_s = drain_timeout_s
+        self._asked_to_drain: float | None = None  # by the coordinator: within so many seconds
+        self._leave_by: float | None = None
         self._actions: list[DecodeAction] = []
         self.num_steps = 0
         self.num_tokens = 0
@@ -53,14 +70,31 @@ class DecodeCore:
         return actions
 
     def from_coordinator(self, message: Message) -> None:
-        """Cancel. (Welcome and Fenced are the shell's: see ``drop_others`` and ``rename``.)"""
+        """Cancel, Move or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and ``rename``.)"""
         if isinstance(message, Cancel):
             for dispatch in from_u32(message.dispatches):
                 self._drop((message.coordinator, dispatch))
+        elif isinstance(message, Move):
+            self._move(message)
+        elif isinstance(message, Drain):
+            self._asked_to_drain = self._drain_timeout_s if message.timeout_s is None else message.timeout_s
 
     def from_peer(self, peer: PeerId, message: Message, now: float) -> None:
-        """Any message of a prefill worker."""
+        """Any message of a prefill worker, or of another decode worker that hands something over."""
         self.receiver.receive(peer, message, now)
+
+    def drain(self, now: float, timeout_s: float | None = None) -> None:
+        """Says so to the coordinator, which sends nothing new and orders what runs here to other workers. What is left after
+        ``timeout_s`` (default: as configured) is given back."""
+        leave_by = now + (self._drain_timeout_s if timeout_s is None else timeout_s)
+        first, self._leave_by = self._leave_by is None, leave_by if self._leave_by is None else min(leave_by, self._leave_by)
+        if first:
+            self._actions.append(ToCoordinator(self.load()))
+
+    @property
+    def may_leave(self) -> bool:
+        """It drains, and nothing is left here."""
+        return self._leave_by is not None and not self._held()
 
     def schedule(self, now: float) -> DecodeStep | None:
         """The next step; sequences that found no block are given back to the coordinator."""
@@ -87,6 +121,10 @@ class DecodeCore:
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines and leases."""
         self.receiver.tick(now)
+        if self.moving is not None:
+            self.moving.tick(now)
+        if self._leave_by is not None and now >= self._leave_by:
+            self._give_back_all()
         for sequence in self.scheduler.sequences():
             if now >= sequence.deadline:
                 self._drop(sequence.key)
@@ -94,7 +132,7 @@ class DecodeCore:
 
     def drop_others(self, coordinator: int) -> None:
         """Only this coordinator's work is kept."""
-        for key in (*self.scheduler.held, *self.receiver.keys()):
+        for key in self._held():
             if key[0] != coordinator:
                 self._drop(key)
 
@@ -104,6 +142,9 @@ class DecodeCore:
             self._drop(key)
         self.worker = (self.worker[0], incarnation)
         self.receiver.rename(self.worker)
+        if self.moving is not None and self._meet is not None:
+            self._meet = self._meet.model_copy(update={"incarnation": incarnation})
+            self.moving.rename(self._meet)
 
     def load(self) -> Load:
         """The heartbeat."""
@@ -121,8 +162,14 @@ class DecodeCore:
             steps=self.num_steps,
             busy=s.num_running > 0,
             accepting=b.num_available > b.num_blocks // 16 and s.num_running + r.num_granted < s.max_num_seqs,
-            dispatches=u32([dispatch for _, dispatch in (*s.held, *r.keys())]),
-            counters={"preemptions": s.num_preemptions, "output_tokens": self.num_tokens, "corrupt_blocks": r.num_corrupt_blocks},
+            draining=self._leave_by is not None,
+            dispatches=u32([dispatch for _, dispatch in self._held()]),
+            counters={
+                "preemptions": s.num_preemptions,
+                "output_tokens": self.num_tokens,
+                "corrupt_blocks": r.num_corrupt_blocks,
+                "handed_over": self.moving.num_moved if self.moving else 0,
+            },
         )
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
@@ -135,6 +182,12 @@ class DecodeCore:
         return self.scheduler.max_num_seqs - running - self.receiver.num_granted, running
 
     def _settle(self, now: float) -> None:
+        if self._asked_to_drain is not None:
+            asked, self._asked_to_drain = self._asked_to_drain, None
+            self.drain(now, asked)
+        if self.moving is not None:
+            self.moving.advance(now)
+            self._actions += self.moving.take()
         for action in self.receiver.take():
             if isinstance(action, Join):
                 self._join(action, now)
@@ -179,6 +232,8 @@ class DecodeCore:
             logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
         if len(rows) == 0:
             return
+        for row, told in logprobs.items():
+            step.sequences[int(rows[row])].last_logprobs = told
         self.num_tokens += len(rows)
         message = StepTokens(
             coordinator=step.sequences[rows[0]].key[0],
@@ -193,6 +248,23 @@ class DecodeCore:
     def _say_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
         self._actions.append(ToCoordinator(RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])))
 
+    def _move(self, order: Move) -> None:
+        if self.moving is not None:
+            self.moving.begin(order)
+        else:
+            self._say_failed((order.spec.coordinator, order.spec.dispatch), "handoff_failed", "this worker hands nothing over")
+
+    def _held(self) -> list[Key]:
+        """Every dispatch of which anything is here."""
+        return [*self.scheduler.held, *self.receiver.keys(), *(self.moving.keys() if self.moving else ())]
+
+    def _give_back_all(self) -> None:
+        for key in self._held():
+            self._drop(key)
+            self._say_failed(key, "preempted", "the decode worker leaves, and no other had room in time")
+
     def _drop(self, key: Key) -> None:
+        if self.moving is not None:
+            self.moving.cancel(key)
         self.receiver.cancel(key)
         self.scheduler.drop(key)

@@ -17,7 +17,7 @@ from ..engine.block_manager import BlockManager
 from ..engine.stopping import finish_reason, last_output_index, stop_set
 from ..transport.block_hash import chain
 from ..transport.handoff import Key
-from ..transport.messages import FinishReason, u32
+from ..transport.messages import FinishReason, TokenLogprobs, u32
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +34,8 @@ class DecodeSequence:
     deadline: float
     row: int = -1
     doomed: bool = False
+    paused: bool = False  # it keeps its blocks and leaves the batch, with the end of a running step
+    last_logprobs: TokenLogprobs | None = None  # of its newest token, where they are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,10 @@ class DecodeScheduler:
     def sequences(self) -> list[DecodeSequence]:
         return list(self._by_key.values())
 
+    def get(self, key: Key) -> DecodeSequence | None:
+        """The sequence, if it is here."""
+        return self._by_key.get(key)
+
     def join(self, key: Key, request_id: str, state: SamplingState, blocks: list[int], last_hash: bytes, deadline: float) -> None:
         """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before it."""
         assert self.num_running < self.max_num_seqs, "a grant promises a row"
@@ -108,11 +114,33 @@ class DecodeScheduler:
         if sequence in self._joining:
             self._joining.remove(sequence)
             self.blocks.release(sequence.blocks)
+        elif sequence.row < 0:
+            self.blocks.release(sequence.blocks)
         elif self._in_step:
             sequence.doomed = True
         else:
             self._remove(sequence)
         return True
+
+    def pause(self, key: Key) -> None:
+        """The sequence leaves the batch and keeps its blocks: at once, or when the running step has given it its token."""
+        sequence = self._by_key[key]
+        sequence.paused = True
+        if sequence in self._joining:
+            self._joining.remove(sequence)
+        elif sequence.row >= 0 and not self._in_step:
+            self._leave_row(sequence)
+
+    def resume(self, key: Key) -> None:
+        """A paused sequence takes part in the next step again."""
+        sequence = self._by_key[key]
+        if sequence.paused and sequence.row < 0:
+            self._joining.append(sequence)
+        sequence.paused = False
+
+    def is_still(self, key: Key) -> bool:
+        """Whether a paused sequence has left the batch: its tokens and blocks are final."""
+        return self._by_key[key].row < 0
 
     def schedule(self) -> DecodeStep | None:
         """The next step over all running sequences; None where there are none. Preempted ones are left in ``preempted``."""
@@ -167,6 +195,9 @@ class DecodeScheduler:
             sequence = step.sequences[row]
             self._by_key.pop(sequence.key, None)
             self._remove(sequence)
+        for sequence in step.sequences:
+            if sequence.paused and sequence.row >= 0:
+                self._leave_row(sequence)
         return result
 
     def abort(self, step: DecodeStep) -> list[DecodeSequence]:
@@ -221,7 +252,13 @@ class DecodeScheduler:
         sequence.last_hash = block_hash
 
     def _remove(self, sequence: DecodeSequence) -> None:
-        """Frees the row (the last row moves into it) and the blocks."""
+        """Frees the row and the blocks."""
+        self._leave_row(sequence)
+        self.blocks.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _leave_row(self, sequence: DecodeSequence) -> None:
+        """Frees the row: the last row moves into it."""
         row, last = sequence.row, len(self._rows) - 1
         if row != last:
             moved = self._rows[last]
@@ -231,5 +268,3 @@ class DecodeScheduler:
             self._tables[row] = self._tables[last]
         self._rows.pop()
         sequence.row = -1
-        self.blocks.release(sequence.blocks)
-        sequence.blocks = []

@@ -31,7 +31,7 @@ from ..transport.handoff_receiver import HandoffReceiver, MoverEndpoints
 from ..transport.host import advertised_address, host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.liveness import ProcessIdentity
-from ..transport.messages import FROM_PREFILL, SECRET_BYTES, Hello, Meet, ModelIdentity
+from ..transport.messages import FROM_PREFILL, SECRET_BYTES, Goodbye, Hello, Meet, ModelIdentity
 from ..transport.movers.checksum import block_checksum
 from ..transport.movers.interface import PutTarget
 from ..transport.movers.shm import SharedPool, ShmTarget
@@ -44,6 +44,7 @@ from .settings import DecodeSettings
 TICK_S = 0.05
 SWITCH_S = 1e-4  # the step thread and the loop take turns: the default of 5 ms would show in every token
 RECEIVE_LIMIT = 256
+LINGER_S = 0.5  # for the last words
 _log = logging.getLogger(__name__)
 
 
@@ -55,14 +56,14 @@ class DecodeWorker:
         self._settings, self._model, self._shared = settings, model, shared
         self._identity = ModelIdentity.model_validate(model.identity)
         self._wakeup = Wakeup()
-        self._stopping = False
+        self._stopping = self._leaving = False
         self._ticked = self._reported = 0.0
         self._identities: dict[PeerId, bytes] = {}
         self._processes: dict[PeerId, ProcessIdentity | None] = {}
         self._peers = RouterChannel.bind(settings.listen, key, FROM_PREFILL)
         self._targets: list[PutTarget] = []
         endpoints = self._open_movers()
-        self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns)
+        self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns, settings.orphaned_after_s)
         blocks = BlockManager(len(model.pool))
         size = self._identity.block_size
         scheduler = DecodeScheduler(blocks, size, settings.max_num_seqs, model.max_model_len, model.eos_token_ids)
@@ -76,13 +77,18 @@ class DecodeWorker:
             lambda: secrets.token_bytes(SECRET_BYTES),
             HandoffTimes(lease=settings.lease_s),
         )
-        self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint)
+        self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint, drain_timeout_s=settings.drain_timeout_s)
         self._steps: StepThread[DecodeStep] = StepThread(model.runner, self._wakeup.set)
         self._poller = self._make_poller()
 
     def stop(self) -> None:
         """From a signal handler or another thread: leave the loop."""
         self._stopping = True
+        self._wakeup.set()
+
+    def leave(self) -> None:
+        """From a signal handler: drain, then leave the loop; said again, leave at once."""
+        self._stopping, self._leaving = self._leaving, True
         self._wakeup.set()
 
     def run(self) -> None:
@@ -98,6 +104,7 @@ class DecodeWorker:
                 self._carry_out(now)
                 self._launch(now)  # what was just verified joins at once
                 self._report(now)
+                self._leave_if_drained()
         finally:
             self._close()
 
@@ -120,6 +127,8 @@ class DecodeWorker:
             if target.socket in ready:
                 for lease, position in target.poll(RECEIVE_LIMIT):
                     self._core.receiver.arrived(lease, position)
+        if self._leaving:
+            self._core.drain(now)
         if now - self._ticked >= TICK_S:
             self._ticked = now
             self._core.tick(now)
@@ -163,6 +172,12 @@ class DecodeWorker:
         self._link.send(self._core.load())
         if (events := self._core.block_events()) is not None:
             self._link.send(events)
+
+    def _leave_if_drained(self) -> None:
+        if self._core.may_leave:
+            _log.info("drained: nothing is left here, leaving")
+            self._link.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._link.incarnation))
+            self._stopping = True
 
     # --- what the core wants done ----------------------------------------------------------------
 
@@ -257,12 +272,16 @@ class DecodeWorker:
         self._core.rename(incarnation)
         self._poller = self._make_poller()
 
+    def orphaned(self) -> None:
+        """See ``LinkedWorker``."""
+        self._core.drop_others(-1)
+
     def _close(self) -> None:
         self._steps.stop()
         for target in self._targets:
             target.close_all()
         self._peers.close()
-        self._link.close()
+        self._link.close(LINGER_S)
         self._wakeup.close()
 
 
@@ -284,5 +303,5 @@ def run(settings: DecodeSettings) -> None:
     model = WorkerModel.load(settings, allocate if settings.mover in ("auto", "shm") else None)
     worker = DecodeWorker(settings, model, key, shared[0] if shared else None)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: worker.stop())
+        signal.signal(number, lambda *_: worker.leave())
     worker.run()

@@ -57,6 +57,15 @@ class WorkerSettings(BaseModel):
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
     mover: Mover = Field(default="auto", description="How KV blocks travel. auto: shm between processes of one host, else zmq.")
+    drain_timeout_s: float = Field(
+        default=10,
+        ge=0,
+        le=3600,
+        description="Seconds that a worker told to stop (SIGTERM, or an admin call) gets to finish or hand over what it runs.",
+    )
+    orphaned_after_s: float = Field(
+        default=10, ge=1, le=3600, description="Seconds without a word of the coordinator after which a worker frees all it holds."
+    )
     log_level: LogLevel = Field(default="info", description="Least level that is logged.")
 
     @property

@@ -14,6 +14,7 @@ from ..transport.handoff_sender import HandoffSender
 from ..transport.messages import (
     BlockEvents,
     Cancel,
+    Drain,
     FailureKind,
     FinishReason,
     FirstToken,
@@ -42,6 +43,7 @@ class PrefillCore:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         times: HandoffTimes | None = None,
+        drain_timeout_s: float = 10.0,
     ) -> None:
         self.worker: PeerId = (meet.worker_id, meet.incarnation)
         self.scheduler = scheduler
@@ -50,6 +52,9 @@ class PrefillCore:
         self._prompt_logprobs: dict[Key, list[TokenLogprobs]] = {}
         self._actions: list[PrefillAction] = []
         self.num_steps = 0
+        self._drain_timeout_s = drain_timeout_s
+        self._leave_by: float | None = None
+        self._given_back = False  # what was left when the drain's time was over
 
     @property
     def blocks(self) -> BlockManager:
@@ -62,16 +67,32 @@ class PrefillCore:
         return actions
 
     def from_coordinator(self, message: Message, now: float) -> None:
-        """Prefill or Cancel. (Welcome and Fenced are the shell's: see ``drop_others`` and ``rename``.)"""
+        """Prefill, Cancel or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and ``rename``.)"""
         if isinstance(message, Prefill):
             self._add(message, now)
         elif isinstance(message, Cancel):
             for dispatch in from_u32(message.dispatches):
                 self._drop((message.coordinator, dispatch))
+        elif isinstance(message, Drain):
+            self.drain(now, message.timeout_s)
 
     def from_peer(self, peer: PeerId, message: Message, now: float) -> None:
         """Any message of a decode worker."""
         self.sender.receive(peer, message, now)
+
+    def drain(self, now: float, timeout_s: float | None = None) -> None:
+        """Says so to the coordinator, gives back what has not begun and finishes the rest. What is left after ``timeout_s`` (default: as
+        configured) is given back too."""
+        leave_by = now + (self._drain_timeout_s if timeout_s is None else timeout_s)
+        first, self._leave_by = self._leave_by is None, leave_by if self._leave_by is None else min(leave_by, self._leave_by)
+        if first:
+            self._actions.append(ToCoordinator(self.load()))
+            self._give_back(list(self.scheduler.waiting))
+
+    @property
+    def may_leave(self) -> bool:
+        """It drains, and nothing is left here."""
+        return self._leave_by is not None and (self._given_back or not self.scheduler.held)
 
     def schedule(self, now: float) -> PrefillStep | None:
         """The next step; prompts that start with it are offered to their decode workers."""
@@ -104,6 +125,9 @@ class PrefillCore:
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines."""
         self.sender.tick(now)
+        if self._leave_by is not None and now >= self._leave_by and not self._given_back:
+            self._given_back = True
+            self._give_back(self.scheduler.held)
         for sequence in [*self.scheduler.waiting.values(), *self.scheduler.running.values(), *self.scheduler.pinned.values()]:
             if now >= sequence.deadline and not sequence.doomed:
                 self._fail(sequence.key, "deadline", "the request's deadline passed on the prefill worker")
@@ -138,6 +162,7 @@ class PrefillCore:
             steps=self.num_steps,
             busy=bool(s.waiting or s.running),
             accepting=b.num_available > b.num_blocks // 16,
+            draining=self._leave_by is not None,
             dispatches=u32([dispatch for _, dispatch in s.held]),
             counters={"prompt_tokens": s.num_prompt_tokens, "cached_tokens": s.num_cached_tokens},
         )
@@ -150,7 +175,9 @@ class PrefillCore:
         spec = message.spec
         key = (spec.coordinator, spec.dispatch)
         needed = -(-spec.num_tokens // self.scheduler.block_size)
-        if needed > self.blocks.num_blocks:
+        if self._leave_by is not None:
+            self._say_failed(key, "preempted", f"prefill worker {self.worker[0]} leaves")
+        elif needed > self.blocks.num_blocks:
             reason = f"the prompt needs {needed} KV blocks; prefill worker {self.worker[0]} has {self.blocks.num_blocks} in all"
             self._say_failed(key, "refused", reason)
         elif key not in self.scheduler.held:
@@ -210,6 +237,10 @@ class PrefillCore:
                 self._say_failed(action.key, action.kind, action.message)
                 self._drop(action.key)
             self._actions.append(action)
+
+    def _give_back(self, keys: list[Key]) -> None:
+        for key in keys:
+            self._fail(key, "preempted", f"prefill worker {self.worker[0]} leaves")
 
     def _fail(self, key: Key, kind: FailureKind, reason: str) -> None:
         self._drop(key)

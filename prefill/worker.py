@@ -29,7 +29,7 @@ from ..transport.errors import TransportError
 from ..transport.handoff import PeerId
 from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
-from ..transport.messages import FROM_DECODE, Handoff, Hello, Meet, ModelIdentity, u64
+from ..transport.messages import FROM_DECODE, Goodbye, Handoff, Hello, Meet, ModelIdentity, u64
 from ..transport.movers.checksum import block_checksum
 from ..transport.movers.interface import PutSource
 from ..transport.movers.opening import open_source
@@ -41,6 +41,7 @@ from .settings import PrefillSettings
 TICK_S = 0.05
 SWITCH_S = 1e-4  # the step thread and the loop take turns: the default of 5 ms would show in every token
 RECEIVE_LIMIT = 256
+LINGER_S = 0.5  # for the last words
 _log = logging.getLogger(__name__)
 
 
@@ -54,11 +55,11 @@ class PrefillWorker:
         self._poller = zmq.Poller()
         self._channels: dict[PeerId, DealerChannel] = {}
         self._sources: dict[PeerId, PutSource] = {}
-        self._stopping = False
+        self._stopping = self._leaving = False
         self._ticked = self._reported = 0.0
         self._put_seconds = self._put_bytes = 0.0
         self._checksums: dict[int, int] = {}  # by own block, from when it was last put: its content stays until it is delivered
-        self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns)
+        self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns, settings.orphaned_after_s)
         scheduler = PrefillScheduler(
             BlockManager(len(model.pool)),
             self._identity.block_size,
@@ -66,7 +67,13 @@ class PrefillWorker:
             settings.max_batch_tokens,
             settings.max_num_seqs,
         )
-        self._core = PrefillCore(self._meet(self._link.incarnation), scheduler, model.eos_token_ids, model.max_model_len)
+        self._core = PrefillCore(
+            self._meet(self._link.incarnation),
+            scheduler,
+            model.eos_token_ids,
+            model.max_model_len,
+            drain_timeout_s=settings.drain_timeout_s,
+        )
         self._steps: StepThread[PrefillStep] = StepThread(model.runner, self._wakeup.set)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self._poller.register(self._link.socket, zmq.POLLIN)
@@ -74,6 +81,11 @@ class PrefillWorker:
     def stop(self) -> None:
         """From a signal handler or another thread: leave the loop."""
         self._stopping = True
+        self._wakeup.set()
+
+    def leave(self) -> None:
+        """From a signal handler: drain, then leave the loop; said again, leave at once."""
+        self._stopping, self._leaving = self._leaving, True
         self._wakeup.set()
 
     def run(self) -> None:
@@ -89,6 +101,7 @@ class PrefillWorker:
                 self._carry_out()
                 self._launch(now)  # blocks that were just freed are used at once
                 self._report(now)
+                self._leave_if_drained()
         finally:
             self._close()
 
@@ -112,6 +125,8 @@ class PrefillWorker:
                     self._core.from_peer(peer, message, now)
         for source in self._sources.values():
             source.poll()
+        if self._leaving:
+            self._core.drain(now)
         if now - self._ticked >= TICK_S:
             self._ticked = now
             self._core.tick(now)
@@ -144,6 +159,12 @@ class PrefillWorker:
         self._link.send(load.model_copy(update={"counters": counters}))
         if (events := self._core.block_events()) is not None:
             self._link.send(events)
+
+    def _leave_if_drained(self) -> None:
+        if self._core.may_leave:
+            _log.info("drained: nothing is left here, leaving")
+            self._link.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._link.incarnation))
+            self._stopping = True
 
     # --- what the core wants done ----------------------------------------------------------------
 
@@ -254,11 +275,15 @@ class PrefillWorker:
             worker_id=worker_id, incarnation=incarnation, host=host_identity(), pid=os.getpid(), model=self._identity, movers=movers
         )
 
+    def orphaned(self) -> None:
+        """See ``LinkedWorker``."""
+        self._core.drop_others(-1)
+
     def _close(self) -> None:
         self._steps.stop()
         for peer in list(self._channels):
             self._forget(peer)
-        self._link.close()
+        self._link.close(LINGER_S)
         self._wakeup.close()
 
 
@@ -268,5 +293,5 @@ def run(settings: PrefillSettings) -> None:
     model = WorkerModel.load(settings)
     worker = PrefillWorker(settings, model, key)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: worker.stop())
+        signal.signal(number, lambda *_: worker.leave())
     worker.run()

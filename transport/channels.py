@@ -139,9 +139,9 @@ class _Channel:
             _log.warning("dropped a message from %r: %s (%d bad ones so far)", peer, reason, self.counters.bad)
         return False
 
-    def close(self) -> None:
-        """Ends all connections at once; what is still queued is lost."""
-        self.socket.close(linger=0)
+    def close(self, linger_s: float = 0.0) -> None:
+        """Ends all connections; what is still queued is lost, but for what leaves within ``linger_s`` seconds."""
+        self.socket.close(linger=int(linger_s * 1000))
         self._context.term()
 
     def __enter__(self) -> Self:
@@ -197,8 +197,8 @@ class RouterChannel(_Channel):
             if (message := self._decode(data, frames)) is not None
         ]
 
-    def close(self) -> None:
-        super().close()
+    def close(self, linger_s: float = 0.0) -> None:
+        super().close(linger_s)
         if self._authenticator is not None:
             self._authenticator.join()
 

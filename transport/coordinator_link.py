@@ -10,9 +10,10 @@ import zmq
 
 from .channels import DealerChannel
 from .keys import ClusterKey
-from .messages import FROM_COORDINATOR, Fenced, Hello, Message, Welcome
+from .messages import FROM_COORDINATOR, Alive, Fenced, Hello, Message, Welcome
 
 HELLO_EVERY_S = 1.0
+ORPHANED_AFTER_S = 10.0  # the coordinator answers every heartbeat
 COMPLAIN_AFTER_S = 4.0  # then after twice as long, and so on
 RECEIVE_LIMIT = 256
 _log = logging.getLogger(__name__)
@@ -29,6 +30,9 @@ class LinkedWorker(Protocol):
 
     def fenced(self, incarnation: int) -> None:
         """All work is void; the worker goes on under a new incarnation."""
+
+    def orphaned(self) -> None:
+        """No coordinator has been heard of for long: nobody owns what the worker holds."""
 
 
 def identity_of(worker_id: str, incarnation: int, *more: int) -> bytes:
@@ -48,8 +52,18 @@ def worker_of(identity: bytes) -> tuple[str, int] | None:
 class CoordinatorLink:
     """One DEALER socket, made anew with each incarnation. ``clock`` gives a new incarnation's number (it must grow)."""
 
-    def __init__(self, address: str, key: ClusterKey | None, worker_id: str, worker: LinkedWorker, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: ClusterKey | None,
+        worker_id: str,
+        worker: LinkedWorker,
+        clock: Callable[[], int],
+        orphaned_after_s: float = ORPHANED_AFTER_S,
+    ) -> None:
         self._address, self._key, self._worker_id, self._worker, self._clock = address, key, worker_id, worker, clock
+        self._orphaned_after_s = orphaned_after_s
+        self._heard = 0.0  # when the coordinator last spoke
         self.incarnation = clock()
         self.coordinator: int | None = None  # the coordinator's incarnation, once it has welcomed us
         self.heartbeat_s = 0.25
@@ -71,11 +85,14 @@ class CoordinatorLink:
         """What the coordinator has said, but for what concerns the link itself."""
         messages = []
         for message in self._channel.receive(RECEIVE_LIMIT):
+            self._heard = now
             if isinstance(message, Welcome):
                 self._welcome(message)
             elif isinstance(message, Fenced):
                 self._fence(message)
                 return []
+            elif isinstance(message, Alive):
+                continue
             else:
                 messages.append(message)
         return messages
@@ -83,6 +100,10 @@ class CoordinatorLink:
     def tick(self, now: float) -> None:
         """Says hello again where it was not answered."""
         self._complain(now)
+        if self.coordinator is not None and now - self._heard >= self._orphaned_after_s:
+            _log.warning("no word from the coordinator at %s for %.0f s: freeing all it had asked for", self._address, now - self._heard)
+            self.coordinator, self._said_hello = None, float("-inf")
+            self._worker.orphaned()
         if self.coordinator is None and now - self._said_hello >= HELLO_EVERY_S:
             self._said_hello = now
             self.send(self._worker.hello(self.incarnation))
@@ -102,8 +123,9 @@ class CoordinatorLink:
                 now - self._waiting_since,
             )
 
-    def close(self) -> None:
-        self._channel.close()
+    def close(self, linger_s: float = 0.0) -> None:
+        """``linger_s``: how long what was sent last may take to leave."""
+        self._channel.close(linger_s)
 
     def _connect(self) -> DealerChannel:
         identity = identity_of(self._worker_id, self.incarnation)

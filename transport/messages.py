@@ -6,10 +6,12 @@ before any of them is believed. Times on the wire are *durations* in seconds; no
 
 Who says what:
 
-    worker      -> coordinator   Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed
-    coordinator -> worker        Welcome, Fenced, Prefill, Cancel
+    worker      -> coordinator   Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye
+    coordinator -> worker        Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain
     prefill     -> decode        Meet, Offer, Renew, Handoff, Release
     decode      -> prefill       Met, Grant, Refuse, Ack, Nack, Revoke
+
+A decode worker that leaves speaks to another decode worker as a prefill worker does.
 
 A *dispatch* names one attempt (one epoch) of one request: the coordinator numbers them and never
 uses a number twice in its life, so a message of an older epoch names a dispatch that is no longer
@@ -186,6 +188,7 @@ class Load(Message):
     steps: Count
     busy: bool
     accepting: bool
+    draining: bool = False  # it takes no new work and leaves as soon as it holds nothing
     dispatches: RowColumn = b""  # every dispatch this worker holds anything of: lost and orphaned ones show here
     counters: Annotated[dict[str, float], Field(max_length=64)] = {}  # cumulative since start
 
@@ -262,6 +265,13 @@ class RequestFailed(Message):
     message: Text
 
 
+class Goodbye(Message):
+    """A draining worker holds nothing any more, and ends."""
+
+    worker_id: Name
+    incarnation: Incarnation
+
+
 # --- coordinator -> worker -----------------------------------------------------------------------
 
 
@@ -270,6 +280,12 @@ class Welcome(Message):
 
     coordinator: Incarnation
     heartbeat_s: Duration
+
+
+class Alive(Message):
+    """The coordinator's heartbeat. A worker that misses it for long has no owner: it frees all it holds and says Hello again."""
+
+    coordinator: Incarnation
 
 
 class Fenced(Message):
@@ -284,6 +300,25 @@ class Prefill(Message):
 
     spec: RequestSpec
     decode: Peer
+
+
+class Move(Message):
+    """Hand the running sequence of ``dispatch`` with its KV blocks to ``decode``, where it goes on as ``spec.dispatch``.
+
+    ``spec.token_ids`` are the tokens that the coordinator has heard of; the worker puts those in their place that it has.
+    """
+
+    dispatch: Dispatch
+    spec: RequestSpec
+    decode: Peer
+
+
+class Drain(Message):
+    """Take no new work, hand over or finish what there is, say Goodbye and end. ``timeout_s``: give back by then what is left;
+    None: the worker's own setting."""
+
+    coordinator: Incarnation
+    timeout_s: Duration | None = None
 
 
 class Cancel(Message):
@@ -405,8 +440,8 @@ class Revoke(Message):
     reason: Text
 
 
-FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed)
-FROM_COORDINATOR = (Welcome, Fenced, Prefill, Cancel)
+FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
+FROM_COORDINATOR = (Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain)
 FROM_PREFILL = (Meet, Offer, Renew, Handoff, Release)
 FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke)
 

@@ -83,7 +83,7 @@ BUGS: list[tuple[Callable[[Patch], None], Faults]] = [
     (never_free_a_cancelled_prompt, NETWORK),
     (free_blocks_in_the_middle_of_a_step, Faults(cancel=0.6)),
     (never_repeat_what_was_not_answered, NETWORK),
-    (let_leases_run_on, PROCESSES),
+    (let_leases_run_on, Faults(freeze_in_put=0.02, freeze_every=2.0)),
 ]
 
 

@@ -171,7 +171,8 @@ class World:
     # --- the coordinator's shell -----------------------------------------------------------------
 
     def _new_coordinator(self) -> Lifecycle:
-        return Lifecycle(self.next_incarnation(), "hybrid", LifecycleLimits(max_attempts=30, max_queue=10**6, unserved_s=60.0))
+        limits = LifecycleLimits(max_attempts=30, max_deaths=30, max_queue=10**6, unserved_s=60.0)
+        return Lifecycle(self.next_incarnation(), "hybrid", limits)
 
     def _coordinator_tick(self) -> None:
         self.carry_out(self.coordinator.tick(self.now))
@@ -206,7 +207,7 @@ class World:
         self.counts[f"ended: {ended.error or ended.finish_reason or 'cancelled'}"] += 1
         if len(client.ended) > 1:
             self.violations.append(f"{request_id}: ended twice")
-        if ended.error in ("failed", "refused", "overloaded"):
+        if ended.error in ("failed", "refused", "overloaded", "deadline"):
             self.violations.append(f"{request_id}: {ended.error}: {ended.message}")
         if ended.finish_reason is not None and (client.tokens != client.expected or ended.finish_reason != client.reason):
             self.violations.append(f"{request_id}: finished with {len(client.tokens)} of {len(client.expected)} tokens")

@@ -77,6 +77,7 @@ class FakeDispatcher:
     requests: list[GenerationRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    drained: list[tuple[str, float | None]] = field(default_factory=list)
 
     def submit(self, request: GenerationRequest) -> None:
         self.requests.append(request)
@@ -129,6 +130,10 @@ class FakeDispatcher:
 
     def gap(self) -> str:
         return "" if self.workers else "no worker is connected"
+
+    def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None:
+        self.drained.append((worker_id, timeout_s))
+        return {"worker_id": worker_id, "draining": True} if worker_id == "prefill-0" else None
 
     def snapshot(self) -> dict[str, object]:
         return {"workers": [{"worker_id": "prefill-0", "role": "prefill"}]}

@@ -1,0 +1,80 @@
+"""What an operator may tell the running system: POST /admin/drain/{worker}.
+
+Without an admin key it answers to this host only; with one, to whoever has the key, from wherever. A browser's request is refused in
+either case: a web page that is open on this host must not reach it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from ipaddress import ip_address
+from pathlib import Path
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .errors import Forbidden, InvalidRequest, NotFound, Unauthorized
+from .request import Dispatcher
+
+MIN_KEY_CHARS = 16
+
+
+class AdminRoutes:
+    """``key``: the bearer token to ask for; None: none, but from this host only."""
+
+    def __init__(self, dispatcher: Dispatcher, key: str | None) -> None:
+        self._dispatcher, self._key = dispatcher, key
+
+    def routes(self) -> list[Route]:
+        return [Route("/admin/drain/{worker:path}", self._drain, methods=["POST"])]
+
+    async def _drain(self, request: Request) -> Response:
+        self._check(request)
+        worker_id = request.path_params["worker"]
+        held = self._dispatcher.drain(worker_id, _timeout_s(request))
+        if held is None:
+            known = ", ".join(sorted(_worker_ids(self._dispatcher.snapshot()))) or "none"
+            raise NotFound(f"There is no worker {worker_id!r} here; there are: {known}.", param="worker")
+        return Response(orjson.dumps(held), 202, media_type="application/json")
+
+    def _check(self, request: Request) -> None:
+        """Raises Forbidden or Unauthorized."""
+        if "origin" in request.headers:
+            raise Forbidden("/admin does not answer to browsers.")
+        if self._key is None:
+            if request.client is None or not ip_address(request.client.host).is_loopback:
+                raise Forbidden("/admin answers to its own host only; start the coordinator with --admin-key-file to reach it from others.")
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._key.encode()):
+            raise Unauthorized("This needs the admin key: send it as `Authorization: Bearer KEY`.")
+
+
+def admin_key(path: Path | None) -> str | None:
+    """The key in this file; None where there is no file. Raises ValueError where it is no good."""
+    if path is None:
+        return None
+    key = path.read_text(encoding="utf-8").strip()
+    if len(key) < MIN_KEY_CHARS or not key.isascii():
+        raise ValueError(f"{path}: an admin key has at least {MIN_KEY_CHARS} ASCII characters; `openssl rand -hex 32` makes one")
+    return key
+
+
+def _timeout_s(request: Request) -> float | None:
+    text = request.query_params.get("timeout_s")
+    if text is None:
+        return None
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = -1.0
+    if not 0 <= timeout_s <= 3600:
+        raise InvalidRequest(f"timeout_s: {text[:40]!r} is no number of seconds from 0 to 3600", param="timeout_s")
+    return timeout_s
+
+
+def _worker_ids(snapshot: dict[str, object]) -> list[str]:
+    workers = snapshot.get("workers")
+    return [str(worker["worker_id"]) for worker in workers] if isinstance(workers, list) else []

@@ -1,0 +1,74 @@
+"""Which request kills workers? Pure.
+
+A worker's death is charged to the requests that it ran. Who was there at several deaths in a row, without progress between, is a suspect.
+Suspects run one a worker: if that worker dies too, this one was it, and its neighbours are not charged. So one poisonous request costs a
+bounded number of workers, and nobody else's request fails for it.
+"""
+
+from __future__ import annotations
+
+from .flight import Flight
+from .flight_table import FlightTable
+from .lifecycle_limits import LifecycleLimits
+from .pools import Worker
+
+PROGRESS_TOKENS = 16
+"""An attempt that brought so many was worth it: what failed before counts no more."""
+
+
+class Suspicion:
+    """Charges deaths, and says who is to run apart."""
+
+    def __init__(self, table: FlightTable, limits: LifecycleLimits) -> None:
+        self._table, self._limits = table, limits
+        self._suspects: dict[str, Flight] = {}
+
+    def __len__(self) -> int:
+        return len(self._suspects)
+
+    def charge(self, worker: Worker) -> list[Flight]:
+        """This worker has died. Returns those of its requests that are tried no more."""
+        here = [self._table.by_dispatch[d] for d in sorted(worker.dispatches)]
+        running = [f for f in here if _ran(f, worker)]
+        for flight in running:
+            self.credit(flight)
+        guilty = [f for f in running if f.suspect] or running
+        for flight in guilty:
+            flight.num_deaths += 1
+            if flight.num_deaths >= self._limits.suspect_after:
+                flight.suspect = True
+                self._suspects[flight.request.request_id] = flight
+        return [f for f in guilty if f.num_deaths >= self._limits.max_deaths]
+
+    def credit(self, flight: Flight) -> None:
+        """Progress clears a request."""
+        if flight.num_gained >= PROGRESS_TOKENS:
+            flight.num_failures = flight.num_deaths = 0
+            self.forget(flight)
+
+    def credit_all(self) -> None:
+        """Whoever has made progress is no suspect any more."""
+        for flight in list(self._suspects.values()):
+            self.credit(flight)
+
+    def forget(self, flight: Flight) -> None:
+        """It has ended, or is cleared."""
+        flight.suspect = False
+        self._suspects.pop(flight.request.request_id, None)
+
+    def allowed(self, flight: Flight, workers: list[Worker]) -> list[Worker]:
+        """Where it may run: a suspect where no other suspect is, with as little company as there is; others rather not beside one."""
+        if not self._suspects:
+            return workers
+        watched = {id(w) for f in self._suspects.values() if f is not flight for w in (f.prefill, f.decode)}
+        apart = [w for w in workers if id(w) not in watched]
+        if not flight.suspect:
+            return apart or workers
+        least = min((len(w.dispatches) for w in apart), default=0)
+        return [w for w in apart if len(w.dispatches) == least]
+
+
+def _ran(flight: Flight, worker: Worker) -> bool:
+    if flight.stage == "prefill":
+        return flight.prefill is worker
+    return flight.decode is worker

@@ -1,0 +1,48 @@
+"""The requests that wait in the coordinator for workers with room: by priority, then by arrival. Pure."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+
+from .flight import Flight
+
+LOOK_AHEAD = 32
+"""So many requests at the head are tried when there may be room."""
+
+
+class WaitingLine:
+    """A sorted line; who does not fit is overtaken, but not for long."""
+
+    def __init__(self, starving_s: float) -> None:
+        """``starving_s``: who has waited so long is not overtaken any more."""
+        self._starving_s = starving_s
+        self._entries: list[tuple[int, float, int, Flight]] = []  # priority, arrival, tie-break
+        self._num_joined = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter([entry[3] for entry in self._entries])
+
+    def join(self, flight: Flight) -> None:
+        """One more waits. A request that comes back keeps the place of its arrival."""
+        self._num_joined += 1
+        bisect.insort(self._entries, (flight.request.priority, flight.request.arrival, self._num_joined, flight))
+
+    def leave(self, flight: Flight) -> None:
+        """It waits no more."""
+        self._entries = [entry for entry in self._entries if entry[3] is not flight]
+
+    def serve(self, place: Callable[[Flight], bool], now: float) -> None:
+        """Places from the head of the line whatever finds room."""
+        i = 0
+        while i < min(len(self._entries), LOOK_AHEAD):
+            flight = self._entries[i][3]
+            if place(flight):
+                del self._entries[i]
+            elif now - flight.request.arrival > self._starving_s and not flight.suspect:
+                return
+            else:
+                i += 1

@@ -1,0 +1,123 @@
+"""Sequences that leave this decode worker for another one, with their KV blocks. Pure.
+
+    runs --Move--> paused: out of the batch, its blocks as they are --offer, puts, Handoff--> Ack: it lives there now
+                      \\--refused, cancelled, no answer in time--> runs on here
+
+The other worker cannot tell it from a prompt that a prefill worker hands over: here too its blocks are kept until it has verified them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..transport.actions import Delivered, SenderAction, ToCoordinator, Undelivered
+from ..transport.block_hash import chain, root_hash
+from ..transport.handoff import HandoffTimes, Key, PeerId
+from ..transport.handoff_sender import HandoffSender
+from ..transport.messages import Meet, Message, Move, RequestFailed, u32
+from .scheduler import DecodeScheduler, DecodeSequence
+
+TIMES = HandoffTimes(resend=0.25, grant=2.0, ack=5.0)
+"""A stream stands still meanwhile: better it goes on here soon."""
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """``here``: under which dispatch it runs here; it is to run on as ``order.spec.dispatch``."""
+
+    here: Key
+    order: Move
+    offered: bool = False
+
+
+class Moving:
+    """Joins the batch scheduler and a sender of the handoff."""
+
+    def __init__(self, meet: Meet, scheduler: DecodeScheduler, fingerprint: str) -> None:
+        self.sender = HandoffSender(meet, TIMES)
+        self._scheduler, self._fingerprint = scheduler, fingerprint
+        self._leaving: dict[Key, _Leaving] = {}  # by the dispatch it will have there
+        self.num_moved = 0
+
+    def keys(self) -> list[Key]:
+        """The dispatches under which sequences will go on elsewhere."""
+        return list(self._leaving)
+
+    def begin(self, order: Move) -> None:
+        """The coordinator wants a sequence moved. One that is not here any more has ended, or has been told to."""
+        here, there = (order.spec.coordinator, order.dispatch), (order.spec.coordinator, order.spec.dispatch)
+        if self._scheduler.get(here) is not None and there not in self._leaving:
+            self._leaving[there] = _Leaving(here, order)
+            self._scheduler.pause(here)
+
+    def advance(self, now: float) -> None:
+        """Offers what has come to rest since; forgets what has ended."""
+        for there, leaving in list(self._leaving.items()):
+            sequence = self._scheduler.get(leaving.here)
+            if sequence is None:
+                self._forget(there)
+            elif not leaving.offered and self._scheduler.is_still(leaving.here):
+                leaving.offered = True
+                self._offer(there, leaving, sequence, now)
+
+    def cancel(self, key: Key) -> None:
+        """The coordinator has dropped this dispatch. If it names a move, the sequence runs on here."""
+        leaving = self._leaving.get(key)
+        if leaving is not None:
+            self._forget(key)
+            self._resume(leaving)
+
+    def receive(self, peer: PeerId, message: Message, now: float) -> None:
+        """Any message of another decode worker."""
+        self.sender.receive(peer, message, now)
+
+    def tick(self, now: float) -> None:
+        """At least ten times a second."""
+        self.advance(now)
+        self.sender.tick(now)
+
+    def rename(self, meet: Meet) -> None:
+        """A new incarnation: all moves of the old one are over."""
+        self._leaving.clear()
+        self.sender.rename(meet)
+
+    def take(self) -> list[ToCoordinator | SenderAction]:
+        """What is to be done since the last call, in order."""
+        actions: list[ToCoordinator | SenderAction] = []
+        for action in self.sender.take():
+            if isinstance(action, Delivered):
+                self._arrived(action.key)
+            elif isinstance(action, Undelivered):
+                self.cancel(action.key)
+                coordinator, dispatch = action.key
+                failed = RequestFailed(coordinator=coordinator, dispatch=dispatch, kind=action.kind, message=action.message[:4096])
+                actions.append(ToCoordinator(failed))
+            else:
+                actions.append(action)
+        return actions
+
+    def _arrived(self, there: Key) -> None:
+        leaving = self._leaving.pop(there, None)
+        if leaving is not None:
+            self._scheduler.drop(leaving.here)
+            self.num_moved += 1
+
+    def _offer(self, there: Key, leaving: _Leaving, sequence: DecodeSequence, now: float) -> None:
+        """All its tokens but the newest are in its blocks; the newest travels as a first token does."""
+        state, order = sequence.state, leaving.order
+        tokens = u32([*state.prompt_token_ids, *state.output_token_ids[:-1]])
+        deadline_s = max(0.0, sequence.deadline - now)
+        spec = order.spec.model_copy(update={"token_ids": tokens, "prompt_logprobs": None, "deadline_s": deadline_s})
+        hashes = chain(root_hash(self._fingerprint, spec.salt), tokens, self._scheduler.block_size)
+        blocks = sequence.blocks
+        self.sender.offer(order.decode, spec, len(blocks), hashes, now)
+        self.sender.blocks_ready(there, blocks, len(blocks))
+        self.sender.finish(there, state.output_token_ids[-1], sequence.last_logprobs, now)
+
+    def _resume(self, leaving: _Leaving) -> None:
+        if self._scheduler.get(leaving.here) is not None:
+            self._scheduler.resume(leaving.here)
+
+    def _forget(self, there: Key) -> None:
+        del self._leaving[there]
+        self.sender.abandon(there)

@@ -1,0 +1,80 @@
+"""A lifecycle with its workers played by the test, message by message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from splitserve.coordinator.flight import Action, End, Push, Send
+from splitserve.coordinator.lifecycle import Lifecycle, LifecycleLimits
+from splitserve.coordinator.request import Ended, GenerationRequest
+from splitserve.transport.messages import FirstToken, Hello, Joined, Load, Message, ModelIdentity, Sampling, StepTokens, u32
+
+MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=4, layout="l", block_bytes=8)
+
+
+class Sink:
+    def push(self, token_id: int, logprobs: object) -> None: ...
+    def push_prompt_logprobs(self, logprobs: object) -> None: ...
+    def flush(self) -> None: ...
+    def end(self, ended: object) -> None: ...
+
+
+class Bench:
+    """A lifecycle with one prefill and one decode worker, and a clock."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.now = 0.0
+        self.core = Lifecycle(7, "hybrid", LifecycleLimits(**limits))
+        self.hello("p", "prefill")
+        self.hello("d", "decode")
+
+    def hello(self, name: str, role: Any, incarnation: int = 1) -> list[Action]:
+        hello = Hello(
+            worker_id=name,
+            incarnation=incarnation,
+            role=role,
+            host="h",
+            pid=1,
+            model=MODEL,
+            max_model_len=100,
+            vocab_size=10,
+            num_blocks=50,
+            max_num_seqs=4,
+            max_batch_tokens=16,
+            peer_address="tcp://x:1",
+        )
+        return self.core.receive((name, incarnation), hello, self.now)
+
+    def submit(self, name: str = "r", **more: Any) -> list[Action]:
+        fields: dict[str, Any] = {"prompt_token_ids": [1, 2, 3], "sampling": Sampling(max_tokens=5), "arrival": self.now, "deadline": 100.0}
+        return self.core.submit(GenerationRequest(name, sink=Sink(), **{**fields, **more}), self.now)
+
+    def say(self, name: str, message: Message, incarnation: int = 1) -> list[Action]:
+        return self.core.receive((name, incarnation), message, self.now)
+
+    def first(self, dispatch: int, token: int = 5, index: int = 0, **more: Any) -> list[Action]:
+        return self.say("p", FirstToken(coordinator=7, dispatch=dispatch, index=index, token=token, **more))
+
+    def joined(self, dispatch: int, token: int = 5, index: int = 0, worker: str = "d") -> list[Action]:
+        return self.say(worker, Joined(coordinator=7, dispatch=dispatch, index=index, token=token))
+
+    def step(self, dispatch: int, index: int, token: int, finished: Any = None, worker: str = "d") -> list[Action]:
+        rows = {"dispatches": u32([dispatch]), "indices": u32([index]), "tokens": u32([token])}
+        return self.say(worker, StepTokens(coordinator=7, finished={0: finished} if finished else {}, **rows))
+
+    def load(self, name: str, held: list[int], steps: int = 0, busy: bool = False, draining: bool = False) -> list[Action]:
+        numbers = dict.fromkeys(("blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens"), 0)
+        more = {"blocks_free": 50, "steps": steps, "busy": busy, "accepting": True, "draining": draining, "dispatches": u32(held)}
+        return self.say(name, Load(worker_id=name, incarnation=1, **numbers, **more))
+
+
+def tokens(actions: list[Action]) -> list[int]:
+    return [a.token for a in actions if isinstance(a, Push)]
+
+
+def ends(actions: list[Action]) -> list[Ended]:
+    return [a.ended for a in actions if isinstance(a, End)]
+
+
+def sent(actions: list[Action], kind: type[Message]) -> list[Any]:
+    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
