@@ -1,13 +1,14 @@
 """The kernels a decoder is made of. One object with these methods per device; the model's code knows no other.
 
 Activations are [num_tokens, features], contiguous, in the model's dtype. The pool is
-[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim] in the same dtype.
+[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim] in the same dtype, or in float8_e4m3fn with ``kv_scales``
+(float32 [num_layers, 2, num_kv_heads]): a key is then what the pool holds times its head's scale. Only GPU kernels know the latter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class RopeInputs:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     norm_eps: float = 0.0
+    kv_scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class AttentionInputs:
     seq_lens        int32 [num_seqs]
     block_tables    int32 [num_seqs, max_blocks]  entries beyond a sequence's last block are never read
     sliding_window  a token sees itself and the sliding_window - 1 tokens before it; None: all
+    softcap         scores become softcap * tanh(scores / softcap); None: they stay
+    plans           what a kernel derives from the lengths once for all layers that share a window; one step long, by window
     """
 
     query_start_loc: Tensor
@@ -46,6 +50,9 @@ class AttentionInputs:
     block_tables: Tensor
     scale: float
     sliding_window: int | None = None
+    softcap: float | None = None
+    kv_scales: Tensor | None = None
+    plans: dict[int | None, Any] = field(default_factory=dict)
 
 
 class Linear(Protocol):

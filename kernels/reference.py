@@ -12,6 +12,8 @@ from torch import Tensor
 from .gumbel_noise import gumbel_noise
 from .interface import AttentionInputs, Linear, RopeInputs
 
+E4M3_LARGEST = 448.0
+
 
 class TorchLinear:
     """y = x W^T + bias, in the weight's dtype."""
@@ -48,8 +50,12 @@ class TorchKernels:
             k = _rms_norm(k, rope.k_norm, rope.norm_eps)
         angles = rope.cos_sin[rope.positions.long()].unsqueeze(1)  # [num_tokens, 1, head_dim]
         block_size = pool.shape[3]
-        blocks, offsets = rope.slot_mapping // block_size, rope.slot_mapping % block_size
-        pool[blocks, layer, 0, offsets] = _rotate(k, angles)
+        written = rope.slot_mapping >= 0
+        blocks, offsets = rope.slot_mapping[written] // block_size, rope.slot_mapping[written] % block_size
+        k, v = _rotate(k, angles)[written], v[written]
+        if rope.kv_scales is not None:
+            k, v = (quantize_e4m3(x, rope.kv_scales[layer, i]) for i, x in enumerate((k, v)))
+        pool[blocks, layer, 0, offsets] = k
         pool[blocks, layer, 1, offsets] = v
         return _rotate(q, angles)
 
@@ -59,7 +65,11 @@ class TorchKernels:
         for i, length in enumerate(inputs.seq_lens.tolist()):
             rows = slice(starts[i], starts[i + 1])
             keys, values = gather_kv(pool, layer, inputs.block_tables[i], length)
-            out[rows] = attention(q[rows], keys, values, inputs.scale, inputs.sliding_window)
+            if inputs.kv_scales is not None:
+                keys, values = (
+                    (x.float() * scale[:, None]).to(q.dtype) for x, scale in zip((keys, values), inputs.kv_scales[layer], strict=True)
+                )
+            out[rows] = attention(q[rows], keys, values, inputs.scale, inputs.sliding_window, inputs.softcap)
         return out.flatten(1)
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
@@ -81,7 +91,7 @@ def gather_kv(pool: Tensor, layer: int, block_table: Tensor, length: int) -> tup
     return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None, softcap: float | None = None) -> Tensor:
     """softmax(scale q k^T) v, causal; the queries are the last of the sequence's tokens. q [num_queries, num_heads, head_dim]."""
     num_queries, num_heads = q.shape[:2]
     length, num_kv_heads = keys.shape[:2]
@@ -91,8 +101,17 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_win
     repeated = num_heads // num_kv_heads
     k = keys.transpose(0, 1).repeat_interleave(repeated, dim=0)
     v = values.transpose(0, 1).repeat_interleave(repeated, dim=0)
+    if softcap is not None:
+        scores = softcap * torch.tanh(q.transpose(0, 1).float() @ k.transpose(1, 2).float() * (scale / softcap))
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        return (weights @ v.float()).transpose(0, 1).to(q.dtype)
     out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale)
     return out[0].transpose(0, 1)
+
+
+def quantize_e4m3(x: Tensor, scales: Tensor) -> Tensor:
+    """x [..., num_heads, head_dim] / scales [num_heads], to float8_e4m3fn; what is beyond its range becomes its largest value."""
+    return (x.float() / scales[:, None]).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,93 @@
+"""Compiles the GPU's kernels for sm_90 in the shapes of real models, on a machine without a GPU, and prints what became of them as JSON.
+
+python -m splitserve.bench.compile_kernels [name of a case ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..kernels.gpu.attention_tiles import TileShape, layer_of
+from ..kernels.gpu.decode_attention import decode_attention, plan_decode
+from ..kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
+from . import sm90
+
+BFLOAT16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+NUM_SEQS, MAX_BLOCKS = 64, 64
+
+
+def empty(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def decode(
+    head_dim: int, group: int = 4, num_kv_heads: int = 8, block_size: int = 64, dtype: torch.dtype = BFLOAT16, options: bool = False,
+    tile: TileShape | None = None,
+) -> None:  # fmt: skip
+    num_heads = group * num_kv_heads
+    pool, scales = _pool(head_dim, num_kv_heads, block_size, dtype)
+    lens, tables = empty(NUM_SEQS, dtype=torch.int32), empty(NUM_SEQS, MAX_BLOCKS, dtype=torch.int32)
+    window, softcap = (1000, 30.0) if options else (None, None)
+    plan = plan_decode(lens, MAX_BLOCKS, block_size, num_heads, num_kv_heads, head_dim, window)
+    q = empty(NUM_SEQS, num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads]
+    decode_attention(q, layer_of(pool, 1), lens, tables, plan, 0.1, window, softcap, scales, 3 * sm90.NUM_SMS, tile)
+
+
+def prefill(
+    head_dim: int, group: int = 4, num_kv_heads: int = 8, block_size: int = 64, dtype: torch.dtype = BFLOAT16, options: bool = False,
+    exact: bool = False,
+) -> None:  # fmt: skip
+    num_heads = group * num_kv_heads
+    pool, scales = _pool(head_dim, num_kv_heads, block_size, dtype)
+    starts, lens, tables = (empty(*shape, dtype=torch.int32) for shape in ((5,), (4,), (4, MAX_BLOCKS)))
+    q = empty(1024, num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads]
+    plan = plan_prefill(starts, lens, 1024, group, exact_tile(head_dim) if exact else prefill_tile(head_dim))
+    window, softcap = (1000, 30.0) if options else (None, None)
+    prefill_attention(q, layer_of(pool, 1), starts, lens, tables, plan, 0.1, window, softcap, scales, exact)
+
+
+def _pool(head_dim: int, num_kv_heads: int, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    scales = empty(2, num_kv_heads, dtype=torch.float32) if dtype == FP8 else None
+    return empty(4, 2, 2, block_size, num_kv_heads, head_dim, dtype=dtype), scales
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "decode 64": lambda: decode(64),
+    "decode 96": lambda: decode(96),
+    "decode 128": lambda: decode(128),
+    "decode 128 group 7": lambda: decode(128, group=7, num_kv_heads=4),
+    "decode 128 block 16": lambda: decode(128, block_size=16),
+    "decode 128 fp8": lambda: decode(128, dtype=FP8),
+    "decode 128 options": lambda: decode(128, options=True),
+    "decode 256": lambda: decode(256),
+    "decode 128 exact": lambda: decode(128, tile=exact_tile(128)),
+    "decode 256 exact": lambda: decode(256, tile=exact_tile(256)),
+    "prefill 64": lambda: prefill(64),
+    "prefill 96": lambda: prefill(96),
+    "prefill 128": lambda: prefill(128),
+    "prefill 128 group 7": lambda: prefill(128, group=7, num_kv_heads=4),
+    "prefill 128 fp8": lambda: prefill(128, dtype=FP8),
+    "prefill 128 options": lambda: prefill(128, options=True),
+    "prefill 256": lambda: prefill(256),
+    "prefill 128 exact": lambda: prefill(128, exact=True),
+    "prefill 256 exact": lambda: prefill(256, exact=True),
+}
+
+
+def compile_cases(names: list[str]) -> dict[str, list[sm90.Compiled]]:
+    """By case, its kernels in the order of their launches."""
+    compiled = {}
+    for name in names or CASES:
+        with sm90.compiling() as kernels:
+            CASES[name]()
+        compiled[name] = kernels
+    return compiled
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: [kernel.as_json() for kernel in kernels] for name, kernels in compile_cases(sys.argv[1:]).items()}))

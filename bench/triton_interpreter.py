@@ -1,0 +1,106 @@
+"""Makes Triton's interpreter compute bfloat16 and float8 as a GPU does. Call ``install`` before the first kernel runs.
+
+The interpreter of triton 3.6 holds bfloat16 as the bit patterns it is made of. Products and sums of those are silently wrong, and a
+float32 is truncated to it, not rounded. With numpy >= 2.4 it also refuses loops whose bounds are computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from numpy.typing import NDArray
+
+E4M3_VALUES: NDArray[np.float32] = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+
+def install() -> None:
+    """Once per process; more do no harm."""
+    builder: Any = interpreter.InterpreterBuilder
+    if hasattr(builder, "bfloat16_as_on_a_gpu"):
+        return
+    builder.bfloat16_as_on_a_gpu = True
+    cast, convert, binary, unary = builder.cast_impl, builder.create_fp_to_fp, builder.binary_op, builder.unary_op
+
+    def create_dot(self: Any, a: Any, b: Any, c: Any, *precision: Any) -> Any:
+        # in float64, for the order of BLAS's sums depends on where in the matrix a row stands
+        exact_a, exact_b = (_as_float32(x).astype(np.float64) for x in (a, b))
+        return interpreter.TensorHandle((exact_a @ exact_b + c.data).astype(c.data.dtype), c.dtype.scalar)
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        if _is_bfloat16(source) and target.scalar != tl.bfloat16:
+            wide = _widened(source)
+            return wide if target.scalar == tl.float32 else cast(self, wide, target)
+        if target.scalar == tl.bfloat16 and not _is_bfloat16(source):
+            exact = source if source.dtype.scalar == tl.float32 else cast(self, source, tl.float32)
+            return _narrowed(exact.data)
+        return cast(self, source, target)
+
+    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source.dtype.scalar == tl.float8e4nv:
+            exact = interpreter.TensorHandle(E4M3_VALUES[source.data], tl.float32)
+            return exact if target.scalar == tl.float32 else cast_impl(self, exact, target)
+        if target.scalar == tl.float8e4nv:
+            exact = _widened(source).data.astype(np.float32)
+            return interpreter.TensorHandle(torch.from_numpy(exact).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), tl.float8e4nv)
+        if _is_bfloat16(source) != (target.scalar == tl.bfloat16):
+            return cast_impl(self, source, target)
+        return convert(self, source, target, rounding)
+
+    def binary_op(self: Any, a: Any, b: Any, op: Any) -> Any:
+        if not (_is_bfloat16(a) and _is_bfloat16(b)):
+            return binary(self, a, b, op)
+        result = op(_widened(a).data, _widened(b).data)
+        return interpreter.TensorHandle(result, tl.int1) if result.dtype == bool else _narrowed(result)
+
+    def unary_op(self: Any, a: Any, op: Any) -> Any:
+        return _narrowed(op(_widened(a).data)) if _is_bfloat16(a) else unary(self, a, op)
+
+    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
+    builder.binary_op, builder.unary_op = binary_op, unary_op
+    _let_scalars_bound_loops()
+
+
+def _let_scalars_bound_loops() -> None:
+    patch: Any = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, *rest: Any) -> Any:
+        result = patch(tensor, *rest)
+
+        def index(self: Any) -> int:
+            return int(np.asarray(self.handle.data).reshape(-1)[0])
+
+        if rest and hasattr(rest[0], "set_attr"):
+            rest[0].set_attr(tensor, "__index__", index)
+        else:
+            tensor.__index__ = index
+        return result
+
+    module: Any = interpreter
+    module._patch_lang_tensor = patch_lang_tensor
+
+
+def _is_bfloat16(handle: Any) -> bool:
+    return bool(handle.dtype.scalar == tl.bfloat16)
+
+
+def _widened(handle: Any) -> Any:
+    """As float32, where it is bfloat16."""
+    if not _is_bfloat16(handle):
+        return handle
+    return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _as_float32(handle: Any) -> NDArray[Any]:
+    values: NDArray[Any] = E4M3_VALUES[handle.data] if handle.dtype.scalar == tl.float8e4nv else _widened(handle).data
+    return values
+
+
+def _narrowed(values: NDArray[Any]) -> Any:
+    """Rounded to the nearest bfloat16, ties to even."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
+    return interpreter.TensorHandle(np.where(np.isnan(values), np.uint16(0x7FC0), rounded).astype(np.uint16), tl.bfloat16)

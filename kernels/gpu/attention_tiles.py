@@ -1,0 +1,129 @@
+"""Softmax attention of some query rows over a range of cached keys, tile by tile: what decode and prefill have in common.
+
+    score[r, t] = cap(scale q[r] . k[t])      cap(x) = softcap tanh(x / softcap), or x
+    m = max_t score;  norm = sum_t 2^(score - m);  acc = sum_t 2^(score - m) v[t];  out = acc / norm        (scores in units of log2 e)
+
+The state (m, norm, acc) is built up in tiles that begin at absolute multiples of ``KEYS``, so a row's bits depend on its own position
+and keys only. A tile that shows a row nothing leaves its state as it was, bit for bit. ``fold`` joins the states of two ranges of
+keys, earlier and later; decode and exact prefill fold ranges of a fixed size in ascending order and so agree. (Milakov and
+Gimelshein, 2018; Dao et al., FlashAttention, 2022.)
+
+A pool's layer is [num_blocks, 2 (K, V), block_size, num_kv_heads, head_dim]; with float8_e4m3fn, times one scale a head for K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NO_WINDOW = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """``rows`` query rows (tokens times the heads of a group), ``keys`` cached tokens a tile; threads in warps of 32; tiles in flight."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def layer_of(pool: Tensor, layer: int) -> Tensor:
+    """[num_blocks, 2, block_size, num_kv_heads, head_dim] of one layer, checked for what the kernels take for granted."""
+    view = pool[:, layer]
+    assert view.stride(-1) == 1, "a head's values must be contiguous"
+    return view
+
+
+@triton.jit
+def attend(
+    q,  # [ROWS, DIMS]
+    positions,  # int32 [ROWS]; -1: a padding row, sees nothing
+    m,
+    norm,
+    acc,
+    keys,  # pointer to the head's keys of block 0
+    table,  # pointer to the sequence's block table
+    begin,  # a multiple of KEYS
+    end,
+    lowest,  # the first position that any row sees
+    window,
+    scale,  # of the scores, in units of log2 e and of K
+    softcap,  # in units of log2 e
+    stride_block,
+    stride_value,  # from a key to its value
+    stride_token,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,  # HEAD_DIM padded to a power of two
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,  # False: every row sees every key in [begin, end)
+):
+    """The state of the rows after the keys [begin, end)."""
+    offsets = tl.arange(0, KEYS)
+    dims = tl.arange(0, DIMS)
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        tokens = start + offsets
+        inside = (tokens >= lowest) & (tokens < end)
+        if BLOCK_SIZE % KEYS == 0:  # one block a tile: a scalar address and offsets that never change
+            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+            base = keys + block * stride_block + (start % BLOCK_SIZE) * stride_token
+            within = (offsets * stride_token)[:, None] + dims[None, :]
+        else:
+            blocks = tl.load(table + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            base = keys
+            within = (blocks * stride_block + (tokens % BLOCK_SIZE) * stride_token)[:, None] + dims[None, :]
+        if MASKED:
+            k = tl.load(base + within, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        elif DIMS != HEAD_DIM:
+            k = tl.load(base + within, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        else:
+            k = tl.load(base + within)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(scores * (2.0 / softcap)) - 1.0)
+        if MASKED:
+            visible = inside[None, :] & (tokens[None, :] <= positions[:, None])
+            if WINDOW:
+                visible = visible & (tokens[None, :] > positions[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+        highest = tl.maximum(m, tl.max(scores, 1))
+        finite = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores - finite[:, None])
+        shrink = tl.exp2(m - finite)
+        norm = tl.fma(norm, shrink, tl.sum(weights, 1))
+        if MASKED:
+            v = tl.load(base + stride_value + within, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        elif DIMS != HEAD_DIM:
+            v = tl.load(base + stride_value + within, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        else:
+            v = tl.load(base + stride_value + within)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+        m = highest
+    return m, norm, acc
+
+
+@triton.jit
+def fold(m, norm, acc, later_m, later_norm, later_acc):
+    """The state over both ranges of keys. With an empty range on either side: the other's, bit for bit."""
+    highest = tl.maximum(m, later_m)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    shrink = tl.exp2(m - base)
+    later_shrink = tl.exp2(later_m - base)
+    norm = tl.fma(later_norm, later_shrink, norm * shrink)  # fma spelled out: the compiler may not choose which product it rounds
+    acc = tl.fma(later_acc, later_shrink[:, None], acc * shrink[:, None])
+    return highest, norm, acc
+
+
+@triton.jit
+def normalize(norm, acc):
+    """Output rows; zero where a row saw no key."""
+    return acc / tl.where(norm == 0.0, 1.0, norm)[:, None]

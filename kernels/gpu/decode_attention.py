@@ -1,0 +1,209 @@
+"""Attention of one new token a sequence over its paged KV cache. Formula: attention_tiles.py.
+
+Bytes: every cached key and value once, 2 * num_kv_heads * head_dim * itemsize a token; everything else is small beside it.
+FLOPs: 4 * num_heads * head_dim a token, padded to 16 rows a KV head: far below what the bytes take.
+
+The heads of a group share their keys, so they are packed into the rows of one tile. The context is cut into splits of ``SPLIT``
+tokens at absolute positions, and a fixed number of programs takes (sequence, split, KV head) items from a list that a small kernel
+writes once a step: one CUDA graph serves every context length, and no sequence's bits depend on its batch. The program
+that finishes a (sequence, head) last folds all its splits in ascending order. Where the partial results would outgrow their buffer,
+a sequence is one item, whose splits are folded the same way in registers: fewer programs share it, the bits are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_tiles import LOG2_E, NO_WINDOW, TileShape, attend, fold, normalize
+
+SPLIT = 256  # tokens
+MAX_PARTIALS = 4096  # splits of a step whose partial results are kept: a million tokens, 64 MiB for 32 heads of 128
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """
+    items     int32 [any, 4]   sequence, first split, last split + 1, row of the partial result (-1: none, this item is all of it)
+    num_items int32 [1]
+    arrived   int32 [num_seqs, num_kv_heads]  zero between launches
+    states    float32 [rows, num_heads, 2]    m and norm of each partial result
+    sums      float32 [rows, num_heads, head_dim]
+    """
+
+    items: Tensor
+    num_items: Tensor
+    arrived: Tensor
+    states: Tensor
+    sums: Tensor
+
+
+def decode_tile(head_dim: int, group: int) -> TileShape:
+    """Sixteen rows are the smallest matrix product; stages are odd because a block number is loaded one stage ahead of its keys."""
+    rows = max(16, triton.next_power_of_2(group))
+    if head_dim in (64, 128):
+        return TileShape(rows, 64, 4, 5)
+    return TileShape(rows, 32, 4, 7) if head_dim < 128 else TileShape(rows, 32, 4, 5)
+
+
+def programs_per_sm(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> int:
+    """What registers and shared memory of an H100 or H200 hold of ``decode_tile``'s programs."""
+    if head_dim <= 64:
+        return 4
+    simple = group == triton.next_power_of_2(group) and block_size % 64 == 0 and dtype.itemsize == 2
+    return 3 if head_dim <= 128 and simple else 2
+
+
+def plan_decode(
+    seq_lens: Tensor, max_blocks: int, block_size: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None,
+    max_partials: int = MAX_PARTIALS,
+) -> DecodePlan:  # fmt: skip
+    """Cuts the sequences (int32 [num_seqs]; 0: a padding row, its output is zero) into items, on their device, without a look at them."""
+    num_seqs, device = len(seq_lens), seq_lens.device
+    most_splits = num_seqs * triton.cdiv(max_blocks * block_size, SPLIT)
+    rows = min(most_splits, max_partials)
+    plan = DecodePlan(
+        items=torch.empty((num_seqs + rows, 4), dtype=torch.int32, device=device),
+        num_items=torch.empty(1, dtype=torch.int32, device=device),
+        arrived=torch.empty((num_seqs, num_kv_heads), dtype=torch.int32, device=device),
+        states=torch.empty((rows, num_heads, 2), dtype=torch.float32, device=device),
+        sums=torch.empty((rows, num_heads, head_dim), dtype=torch.float32, device=device),
+    )
+    _plan_kernel[(num_seqs,)](
+        seq_lens, plan.items, plan.num_items, plan.arrived, num_seqs, NO_WINDOW if window is None else window, rows,
+        NUM_KV_HEADS=num_kv_heads, HEADS_PADDED=triton.next_power_of_2(num_kv_heads), SPLIT=SPLIT,
+        SEQS=triton.next_power_of_2(num_seqs), CHUNK=64, num_warps=1,
+    )  # fmt: skip
+    return plan
+
+
+def decode_attention(
+    q: Tensor, kv: Tensor, seq_lens: Tensor, block_tables: Tensor, plan: DecodePlan, scale: float, window: int | None,
+    softcap: float | None, kv_scales: Tensor | None, num_programs: int, tile: TileShape | None = None,
+) -> Tensor:  # fmt: skip
+    """q [num_seqs, num_heads, head_dim] (rows may be strided), kv one layer of the pool, kv_scales float32 [2, num_kv_heads]
+    -> [num_seqs, num_heads * head_dim]."""
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = kv.shape[3]
+    assert q.stride()[1:] == (head_dim, 1)
+    tile = tile or decode_tile(head_dim, num_heads // num_kv_heads)
+    out = torch.empty((num_seqs, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    _decode_kernel[(num_programs,)](
+        q, kv, seq_lens, block_tables, plan.items, plan.num_items, plan.arrived, plan.states, plan.sums, out, kv_scales,
+        scale, softcap or 0.0, NO_WINDOW if window is None else window, q.stride(0), block_tables.stride(0),
+        kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, ROWS=tile.rows, HEAD_DIM=head_dim,
+        DIMS=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SCALED=kv_scales is not None,
+        AT_ONCE=max(1, 8192 // (triton.next_power_of_2(head_dim) * tile.rows)), num_warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window", "max_partials"])
+def _plan_kernel(
+    seq_lens, items, num_items, arrived, num_seqs, window, max_partials,
+    NUM_KV_HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, SPLIT: tl.constexpr, SEQS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program a sequence; each looks at the lengths of all."""
+    b = tl.program_id(0)
+    i = tl.arange(0, SEQS)
+    lengths = tl.load(seq_lens + i, mask=i < num_seqs, other=0)
+    first_split = tl.maximum(lengths - window, 0) // SPLIT
+    num_splits = tl.cdiv(lengths, SPLIT) - first_split
+    rows = tl.where(num_splits > 1, num_splits, 0)
+    rows_up_to = tl.cumsum(rows, 0)
+    divided = (num_splits > 1) & (rows_up_to <= max_partials)
+    counts = tl.where(divided, num_splits, tl.where(i < num_seqs, 1, 0))
+    start = tl.sum(tl.where(i < b, counts, 0), 0)
+    count = tl.sum(tl.where(i == b, counts, 0), 0)
+    first = tl.sum(tl.where(i == b, first_split, 0), 0)
+    splits = tl.sum(tl.where(i == b, num_splits, 0), 0)
+    row = tl.sum(tl.where(i == b, rows_up_to - rows, 0), 0)
+    is_divided = tl.sum(tl.where((i == b) & divided, 1, 0), 0) > 0
+    step = tl.where(is_divided, 1, splits)
+    for done in range(0, count, CHUNK):
+        c = done + tl.arange(0, CHUNK)
+        item = items + (start + c) * 4
+        tl.store(item, tl.zeros([CHUNK], tl.int32) + b, mask=c < count)
+        tl.store(item + 1, first + c, mask=c < count)
+        tl.store(item + 2, first + c + step, mask=c < count)
+        tl.store(item + 3, tl.where(is_divided, row + c, -1), mask=c < count)
+    heads = tl.arange(0, HEADS_PADDED)
+    tl.store(arrived + b * NUM_KV_HEADS + heads, tl.zeros([HEADS_PADDED], tl.int32), mask=heads < NUM_KV_HEADS)
+    if b == num_seqs - 1:
+        tl.store(num_items, start + count)
+
+
+@triton.jit(do_not_specialize=["window", "stride_table"])
+def _decode_kernel(
+    q, kv, seq_lens, tables, items, num_items, arrived, states, sums, out, kv_scales, scale, softcap, window,
+    stride_q, stride_table, stride_block, stride_value, stride_token, stride_head,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Program p takes the items p, p + num_programs, ... of every KV head; the heads of one split are neighbours, as in memory."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    real = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    log2_scale = scale * LOG2_E
+    for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
+        head = work % NUM_KV_HEADS
+        item = items + (work // NUM_KV_HEADS) * 4
+        b = tl.load(item)
+        first = tl.load(item + 1)
+        last = tl.load(item + 2)
+        row = tl.load(item + 3)
+        length = tl.load(seq_lens + b)
+        lowest = tl.maximum(length - window, 0)
+        key_scale = 1.0
+        value_scale = 1.0
+        if SCALED:
+            key_scale = tl.load(kv_scales + head)
+            value_scale = tl.load(kv_scales + NUM_KV_HEADS + head)
+        heads = head * GROUP + rows
+        queries = tl.load(q + b.to(tl.int64) * stride_q + heads[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0)
+        positions = tl.where(rows < GROUP, length - 1, -1)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        norm = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIMS], tl.float32)
+        for split in range(first, last):
+            part_m, part_norm, part_acc = attend(
+                queries, positions,
+                tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIMS], tl.float32),
+                kv + head * stride_head, tables + b.to(tl.int64) * stride_table,
+                tl.maximum(split * SPLIT, lowest // KEYS * KEYS), tl.minimum((split + 1) * SPLIT, length), lowest, window,
+                log2_scale * key_scale, softcap * LOG2_E, stride_block, stride_value, stride_token,
+                HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
+            )  # fmt: skip
+            m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
+        destination = out + (b.to(tl.int64) * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + dims[None, :]
+        if row < 0:
+            tl.store(destination, (normalize(norm, acc) * value_scale).to(out.dtype.element_ty), mask=real)
+        else:
+            at = row.to(tl.int64) * NUM_KV_HEADS * GROUP + heads
+            tl.store(states + at * 2, m, mask=rows < GROUP)
+            tl.store(states + at * 2 + 1, norm, mask=rows < GROUP)
+            tl.store(sums + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=real)
+            tl.debug_barrier()  # all threads' stores come before the one that counts them
+            lowest_split = lowest // SPLIT
+            num_splits = tl.cdiv(length, SPLIT) - lowest_split
+            counter = arrived + b * NUM_KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
+                m = tl.full([ROWS], float("-inf"), tl.float32)
+                norm = tl.zeros([ROWS], tl.float32)
+                acc = tl.zeros([ROWS, DIMS], tl.float32)
+                top = row - (first - lowest_split)
+                for j in tl.range(0, num_splits, loop_unroll_factor=AT_ONCE):  # unrolled: several loads under way at a time
+                    at = (top + j).to(tl.int64) * NUM_KV_HEADS * GROUP + heads
+                    part_m = tl.load(states + at * 2, mask=rows < GROUP, other=float("-inf"), cache_modifier=".cg")
+                    part_norm = tl.load(states + at * 2 + 1, mask=rows < GROUP, other=0.0, cache_modifier=".cg")
+                    part_acc = tl.load(sums + at[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0, cache_modifier=".cg")
+                    m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
+                tl.store(destination, (normalize(norm, acc) * value_scale).to(out.dtype.element_ty), mask=real)
+                tl.store(counter, 0)

@@ -1,0 +1,205 @@
+"""Causal attention of chunks of new tokens over their sequences' paged KV caches. Formula: attention_tiles.py.
+
+FLOPs: 4 * num_heads * head_dim for each pair of a query and a key that it sees; a chunk of n tokens after c cached ones has
+n c + n (n + 1) / 2 pairs. Bytes: each tile of queries reads all keys that it sees; at 128 rows that is far below what the FLOPs take.
+
+The chunk's own keys and values are already in the cache. A tile is ``rows // group`` tokens with all heads of a group, so a key is read
+once for all of them. A small kernel lists the tiles of all chunks once a step, those with the longest context first, so that the last
+programs to finish are short ones. The middle of a tile's keys, which every row sees, runs without a mask.
+
+``split_folds``: every row's keys are folded in the same splits as decode folds them, in the same tile shape: a row's bits are then the
+same whether its token was prefilled, in whatever chunk, or decoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_tiles import LOG2_E, NO_WINDOW, TileShape, attend, fold, normalize
+from .decode_attention import SPLIT
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """
+    tiles     int32 [any, 2]   sequence, first of the tile's queries within its chunk
+    num_tiles int32 [1]
+    """
+
+    tiles: Tensor
+    num_tiles: Tensor
+    tile: TileShape
+
+
+def prefill_tile(head_dim: int) -> TileShape:
+    return TileShape(128, 64 if head_dim <= 128 else 32, 8, 3)
+
+
+def exact_tile(head_dim: int) -> TileShape:
+    """For prefill and decode alike, with ``split_folds``: 64 rows are the smallest product of a warp group."""
+    if head_dim <= 64:
+        return TileShape(64, 64, 4, 3)
+    return TileShape(64, 32, 4, 3) if head_dim <= 128 else TileShape(64, 16, 8, 3)
+
+
+def plan_prefill(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, group: int, tile: TileShape) -> PrefillPlan:
+    """Lists the tiles on the device, without a look at the lengths: room for as many as ``num_tokens`` can make."""
+    num_seqs, device = len(seq_lens), seq_lens.device
+    tokens = tile.rows // group
+    assert tokens > 0, f"{group} heads share a KV head; a tile has {tile.rows} rows"
+    plan = PrefillPlan(
+        tiles=torch.empty((num_tokens // tokens + num_seqs, 2), dtype=torch.int32, device=device),
+        num_tiles=torch.empty(1, dtype=torch.int32, device=device),
+        tile=tile,
+    )
+    _plan_kernel[(num_seqs,)](
+        query_start_loc, seq_lens, plan.tiles, plan.num_tiles, num_seqs, tokens,
+        SEQS=(seqs := triton.next_power_of_2(num_seqs)), CHUNK=max(1, 2048 // seqs), num_warps=4,
+    )  # fmt: skip
+    return plan
+
+
+def prefill_attention(
+    q: Tensor, kv: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor, plan: PrefillPlan, scale: float,
+    window: int | None, softcap: float | None, kv_scales: Tensor | None, split_folds: bool,
+) -> Tensor:  # fmt: skip
+    """q [num_tokens, num_heads, head_dim] (rows may be strided), kv one layer of the pool, kv_scales float32 [2, num_kv_heads]
+    -> [num_tokens, num_heads * head_dim]."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = kv.shape[3]
+    assert q.stride()[1:] == (head_dim, 1)
+    group, tile = num_heads // num_kv_heads, plan.tile
+    out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    _prefill_kernel[(len(plan.tiles) * num_kv_heads,)](
+        q, kv, query_start_loc, seq_lens, block_tables, plan.tiles, plan.num_tiles, out, kv_scales,
+        scale, softcap or 0.0, NO_WINDOW if window is None else window, q.stride(0), block_tables.stride(0),
+        kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=tile.rows, TOKENS=tile.rows // group, HEAD_DIM=head_dim,
+        DIMS=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
+        SPLIT=SPLIT if split_folds else 0, STAGES=tile.stages,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SCALED=kv_scales is not None, num_warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_seqs", "tokens"])
+def _plan_kernel(query_start_loc, seq_lens, tiles, num_tiles, num_seqs, tokens, SEQS: tl.constexpr, CHUNK: tl.constexpr):
+    """One program a sequence: a tile's place in the list is the number of tiles whose context is longer (or equal, of an earlier one)."""
+    b = tl.program_id(0)
+    i = tl.arange(0, SEQS)
+    starts = tl.load(query_start_loc + i, mask=i < num_seqs, other=0)
+    chunks = tl.load(query_start_loc + i + 1, mask=i < num_seqs, other=0) - starts
+    cached = tl.load(seq_lens + i, mask=i < num_seqs, other=0) - chunks
+    counts = tl.cdiv(chunks, tokens)
+    own_cached = tl.sum(tl.where(i == b, cached, 0), 0)
+    own_count = tl.sum(tl.where(i == b, counts, 0), 0)
+    for done in range(0, own_count, CHUNK):
+        j = done + tl.arange(0, CHUNK)
+        end = own_cached + (j + 1) * tokens
+        beyond = tl.maximum(end[:, None] - cached[None, :], 0)
+        longer = tl.maximum(counts[None, :] - beyond // tokens, 0)
+        equal = (beyond > 0) & (beyond % tokens == 0) & (beyond // tokens <= counts[None, :]) & (i < b)[None, :]
+        place = tl.sum(longer + equal.to(tl.int32), 1)
+        tl.store(tiles + place * 2, tl.zeros([CHUNK], tl.int32) + b, mask=j < own_count)
+        tl.store(tiles + place * 2 + 1, j * tokens, mask=j < own_count)
+    if b == 0:
+        tl.store(num_tiles, tl.sum(counts, 0))
+
+
+@triton.jit(do_not_specialize=["window", "stride_table"])
+def _prefill_kernel(
+    q, kv, query_start_loc, seq_lens, tables, tiles, num_tiles, out, kv_scales, scale, softcap, window,
+    stride_q, stride_table, stride_block, stride_value, stride_token, stride_head,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """One program a (tile, KV head)."""
+    place = tl.program_id(0) // NUM_KV_HEADS
+    head = tl.program_id(0) % NUM_KV_HEADS
+    if place >= tl.load(num_tiles):
+        return
+    b = tl.load(tiles + place * 2)
+    first_query = tl.load(tiles + place * 2 + 1)
+    chunk_start = tl.load(query_start_loc + b)
+    chunk = tl.load(query_start_loc + b + 1) - chunk_start
+    cached = tl.load(seq_lens + b) - chunk
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    query = first_query + rows // GROUP
+    real_row = (query < chunk) & (rows < TOKENS * GROUP)
+    real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
+    token = (chunk_start + query).to(tl.int64)
+    feature = (head * GROUP + rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    queries = tl.load(q + token[:, None] * stride_q + feature, mask=real, other=0.0)
+    positions = tl.where(real_row, cached + query, -1)
+
+    first_position = cached + first_query
+    last_position = cached + tl.minimum(first_query + TOKENS, chunk) - 1
+    lowest = tl.maximum(first_position - window + 1, 0)
+    middle = tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS  # from here to `diagonal` every row sees every key
+    diagonal = tl.maximum((first_position + 1) // KEYS * KEYS, middle)
+    key_scale = 1.0
+    value_scale = 1.0
+    if SCALED:
+        key_scale = tl.load(kv_scales + head)
+        value_scale = tl.load(kv_scales + NUM_KV_HEADS + head)
+    keys = kv + head * stride_head
+    table = tables + b.to(tl.int64) * stride_table
+    log2_scale = scale * LOG2_E * key_scale
+    log2_cap = softcap * LOG2_E
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    if SPLIT == 0:
+        m, norm, acc = _attend_three(
+            queries, positions, m, norm, acc, keys, table, lowest // KEYS * KEYS, middle, diagonal, last_position + 1, lowest, window,
+            log2_scale, log2_cap, stride_block, stride_value, stride_token,
+            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP,
+        )  # fmt: skip
+    else:
+        for split in range(lowest // SPLIT, tl.cdiv(last_position + 1, SPLIT)):
+            part_m, part_norm, part_acc = _attend_three(
+                queries, positions,
+                tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIMS], tl.float32),
+                keys, table, tl.maximum(lowest // KEYS * KEYS, split * SPLIT), middle, diagonal,
+                tl.minimum(last_position + 1, (split + 1) * SPLIT), lowest, window,
+                log2_scale, log2_cap, stride_block, stride_value, stride_token,
+                HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP,
+            )  # fmt: skip
+            m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
+    destination = out + token[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM) + feature
+    tl.store(destination, (normalize(norm, acc) * value_scale).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _attend_three(
+    q, positions, m, norm, acc, keys, table, begin, middle, diagonal, end, lowest, window,
+    scale, softcap, stride_block, stride_value, stride_token,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The keys [begin, end): the window's ragged beginning, the middle that every row sees, and the diagonal."""
+    middle = tl.minimum(tl.maximum(middle, begin), end)
+    diagonal = tl.minimum(tl.maximum(diagonal, middle), end)
+    if WINDOW:
+        m, norm, acc = attend(
+            q, positions, m, norm, acc, keys, table, begin, middle, lowest, window,
+            scale, softcap, stride_block, stride_value, stride_token,
+            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
+        )  # fmt: skip
+    m, norm, acc = attend(
+        q, positions, m, norm, acc, keys, table, middle, diagonal, lowest, window,
+        scale, softcap, stride_block, stride_value, stride_token,
+        HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=False,
+    )  # fmt: skip
+    return attend(
+        q, positions, m, norm, acc, keys, table, diagonal, end, lowest, window,
+        scale, softcap, stride_block, stride_value, stride_token,
+        HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""The GPU's attention kernels, in Triton's interpreter, compute what float64 does, and the same bits however the work is cut up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from splitserve.bench import triton_interpreter
+from splitserve.bench.kernel_inputs import LAYER, AttentionCase, attention_case, relative_error
+from splitserve.kernels.gpu.attention_tiles import TileShape, layer_of
+from splitserve.kernels.gpu.decode_attention import MAX_PARTIALS, decode_attention, plan_decode
+from splitserve.kernels.gpu.prefill_attention import plan_prefill, prefill_attention
+from splitserve.kernels.interface import AttentionInputs
+
+triton_interpreter.install()
+
+DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
+WINDOWS = st.none() | st.integers(1, 300)
+SOFTCAPS = st.none() | st.just(3.0)
+SMALL = TileShape(16, 32, 4, 3)
+ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+few = settings(max_examples=10, deadline=None)
+
+
+def decode(
+    case: AttentionCase, rows: slice = slice(None), max_partials: int = MAX_PARTIALS, programs: int = 3, tile: TileShape | None = None
+) -> Tensor:
+    q, pool, inputs = case.q[rows], case.pool, case.inputs
+    lens, tables = inputs.seq_lens[rows], inputs.block_tables[rows]
+    heads = (q.shape[1], pool.shape[4], q.shape[2])
+    plan = plan_decode(lens, tables.shape[1], pool.shape[3], *heads, inputs.sliding_window, max_partials)
+    out = decode_attention(q, layer_of(pool, LAYER), lens, tables, plan, *options(inputs), programs, tile)
+    assert not plan.arrived.any(), "the next layer counts from zero"
+    return out
+
+
+def prefill(case: AttentionCase, tile: TileShape = SMALL, split_folds: bool = False) -> Tensor:
+    q, pool, i = case.q, case.pool, case.inputs
+    plan = plan_prefill(i.query_start_loc, i.seq_lens, len(q), q.shape[1] // pool.shape[4], tile)
+    kv = layer_of(pool, LAYER)
+    return prefill_attention(q, kv, i.query_start_loc, i.seq_lens, i.block_tables, plan, *options(i), split_folds)
+
+
+def options(inputs: AttentionInputs) -> tuple[float, int | None, float | None, Tensor | None]:
+    scales = None if inputs.kv_scales is None else inputs.kv_scales[LAYER]
+    return inputs.scale, inputs.sliding_window, inputs.softcap, scales
+
+
+@few
+@given(
+    lengths=st.lists(st.integers(1, 60) | st.integers(200, 600), min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 2), (4, 1), (3, 2), (17, 1)]),
+    head_dim=st.sampled_from([64, 96, 16]),
+    block_size=st.sampled_from([16, 64, 24]),
+    dtype=DTYPES,
+    window=WINDOWS,
+    softcap=SOFTCAPS,
+    programs=st.integers(1, 5),
+)
+def test_decode(
+    lengths: list[int],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    programs: int,
+) -> None:
+    case = attention_case(
+        lengths, [1] * len(lengths), group=heads[0], num_kv_heads=heads[1], head_dim=head_dim, block_size=block_size,
+        dtype=dtype, window=window, softcap=softcap,
+    )  # fmt: skip
+    assert relative_error(decode(case, programs=programs), case.exact) < ALLOWED[dtype]
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float32), (128, torch.bfloat16), (256, torch.float16)])
+def test_decode_of_each_head_dim(head_dim: int, dtype: torch.dtype) -> None:
+    case = attention_case([5, 270], [1, 1], head_dim=head_dim, block_size=64, dtype=dtype)
+    assert relative_error(decode(case), case.exact) < ALLOWED[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_fp8_cache(dtype: torch.dtype) -> None:
+    case = attention_case([70, 300], [1, 1], block_size=64, dtype=dtype, fp8=True)
+    assert relative_error(decode(case), case.exact) < ALLOWED[dtype]
+    case = attention_case([70, 80], [70, 5], block_size=64, dtype=dtype, fp8=True)
+    assert relative_error(prefill(case), case.exact) < ALLOWED[dtype]
+
+
+def test_a_decode_row_depends_on_nothing_but_its_own_sequence() -> None:
+    """Neither on the batch, nor on the number of programs, nor on whether its partial results found room."""
+    case = attention_case([700, 3, 520, 256], [1] * 4, num_kv_heads=1)
+    together = decode(case)
+    for row in (0, 1, 2):
+        assert torch.equal(decode(case, slice(row, row + 1)), together[row : row + 1])
+    assert torch.equal(decode(case, programs=7), together)
+    for room in (0, 3):
+        assert torch.equal(decode(case, max_partials=room), together)
+
+
+def test_a_padding_row_is_zero() -> None:
+    case = attention_case([40, 0, 300, 0], [1] * 4)
+    out = decode(case)
+    assert not out[1].any()
+    assert not out[3].any()
+    assert relative_error(out[[0, 2]], case.exact[[0, 2]]) < ALLOWED[torch.bfloat16]
+
+
+@few
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 80), st.integers(1, 40)), min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 2), (4, 1), (3, 2), (7, 1)]),
+    head_dim=st.sampled_from([64, 96, 16]),
+    block_size=st.sampled_from([16, 64, 24]),
+    dtype=DTYPES,
+    window=st.none() | st.integers(1, 70),
+    softcap=SOFTCAPS,
+    split_folds=st.booleans(),
+)
+def test_prefill(
+    chunks: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    split_folds: bool,
+) -> None:
+    """Chunks (cached tokens, new tokens) of several sequences in one batch."""
+    case = attention_case(
+        [cached + new for cached, new in chunks], [new for _, new in chunks], group=heads[0], num_kv_heads=heads[1], head_dim=head_dim,
+        block_size=block_size, dtype=dtype, window=window, softcap=softcap,
+    )  # fmt: skip
+    assert relative_error(prefill(case, split_folds=split_folds), case.exact) < ALLOWED[dtype]
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.float32), (128, torch.bfloat16), (256, torch.float16)])
+def test_prefill_of_each_head_dim(head_dim: int, dtype: torch.dtype) -> None:
+    case = attention_case([45, 70], [45, 3], head_dim=head_dim, block_size=64, dtype=dtype)
+    assert relative_error(prefill(case, TileShape(32, 32, 4, 3)), case.exact) < ALLOWED[dtype]
+
+
+@given(chunks=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 90)), min_size=1, max_size=5), tokens=st.sampled_from([3, 8, 16]))
+@settings(max_examples=15, deadline=None)
+def test_the_longest_tiles_come_first(chunks: list[tuple[int, int]], tokens: int) -> None:
+    starts = torch.tensor([0, *(new for _, new in chunks)]).cumsum(0).int()
+    lens = torch.tensor([cached + new for cached, new in chunks], dtype=torch.int32)
+    plan = plan_prefill(starts, lens, int(starts[-1]), 2, TileShape(2 * tokens, 32, 4, 3))
+    expected = [(b, start) for b, (_, new) in enumerate(chunks) for start in range(0, new, tokens)]
+    found = [tuple(tile) for tile in plan.tiles[: int(plan.num_tiles)].tolist()]
+    assert sorted(found) == expected
+    ends = [chunks[b][0] + start + tokens for b, start in found]
+    assert ends == sorted(ends, reverse=True)
+
+
+@pytest.mark.parametrize("window", [None, 75])
+def test_prefilled_in_any_chunks_or_decoded_a_token_has_the_same_bits(window: int | None) -> None:
+    case = attention_case([300], [70], num_kv_heads=1, window=window)  # the queries are the tokens 230 to 299
+    whole = prefill(case, split_folds=True)
+    for start, stop in ((0, 7), (7, 40)):
+        lens = torch.tensor([230 + stop], dtype=torch.int32)
+        starts = torch.tensor([0, stop - start], dtype=torch.int32)
+        inputs = AttentionInputs(starts, lens, case.inputs.block_tables, case.inputs.scale, window)
+        chunk = AttentionCase(case.q[start:stop], case.pool, inputs, case.exact)
+        assert torch.equal(prefill(chunk, split_folds=True), whole[start:stop])
+    rows = [0, 25, 26, 69]
+    lens = torch.tensor(rows, dtype=torch.int32) + 231
+    starts = torch.arange(len(rows) + 1, dtype=torch.int32)
+    inputs = AttentionInputs(starts, lens, case.inputs.block_tables.expand(len(rows), -1), case.inputs.scale, window)
+    steps = AttentionCase(case.q[rows], case.pool, inputs, case.exact)
+    assert torch.equal(decode(steps, tile=SMALL), whole[rows])
