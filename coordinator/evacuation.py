@@ -6,7 +6,7 @@ go (no other worker, no room) runs on too, until the worker's own deadline gives
 
 from __future__ import annotations
 
-from ..transport.messages import Cancel, Move, Peer, u32
+from ..transport.messages import Cancel, Move, u32
 from .flight import Action, Flight, Send
 from .flight_table import FlightTable
 from .pools import Pools, Worker
@@ -30,7 +30,7 @@ class Evacuation:
 
     def has_successor(self, worker: Worker) -> bool:
         """Whether there is any decode worker that could take over."""
-        return any(w.hello.model == worker.hello.model for w in self._pools.open_of_role("decode"))
+        return any(w.kind == worker.kind for w in self._pools.open_of_role("decode"))
 
     def misdirected(self, worker: Worker) -> list[Flight]:
         """Requests whose prompts are being computed for this worker, which leaves."""
@@ -72,12 +72,11 @@ class Evacuation:
         if target is None:
             return []
         move = self._table.begin_move(flight, target, now)
-        peer = Peer(worker_id=target.hello.worker_id, incarnation=target.hello.incarnation, address=target.hello.peer_address)
-        order = Move(dispatch=flight.dispatch, spec=flight.spec(self._coordinator, now, move.dispatch), decode=peer)
+        order = Move(dispatch=flight.dispatch, spec=flight.spec(self._coordinator, now, move.dispatch), decode=target.peer)
         return [Send(worker.id, order)]
 
     def _choose(self, flight: Flight, worker: Worker) -> Worker | None:
-        others = [w for w in self._pools.open_of_role("decode") if w.hello.model == worker.hello.model]
+        others = [w for w in self._pools.open_of_role("decode") if w.kind == worker.kind]
         able = [w for w in others if w.has_room_for(flight.num_tokens)]
         if not able:
             return None

@@ -77,6 +77,7 @@ class Flight:
     early: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)  # tokens that overtook the prompt's logprobs
     early_finish: FinishReason | None = None
     named: tuple[str, int, list[bytes]] | None = None  # fingerprint, number of tokens, and the hashes for them
+    prompt: bytes = b""  # its tokens as uint32, once they were needed
     seconds: dict[Stage, float] = field(default_factory=lambda: {"queue": 0.0, "prefill": 0.0, "handoff": 0.0, "decode": 0.0})
 
     @property
@@ -117,7 +118,8 @@ class Flight:
 
     def column(self) -> bytes:
         """Prompt and the tokens the client has, as uint32."""
-        return u32(self.request.prompt_token_ids) + u32(self.tokens)
+        self.prompt = self.prompt or u32(self.request.prompt_token_ids)
+        return self.prompt + u32(self.tokens) if self.tokens else self.prompt
 
     def spec(self, coordinator: int, now: float, dispatch: int | None = None) -> RequestSpec:
         """This attempt, as the workers hear of it; ``dispatch``: the one it is to go on under, where not its own."""

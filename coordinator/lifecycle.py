@@ -27,7 +27,6 @@ from ..transport.messages import (
     Joined,
     Load,
     Message,
-    Peer,
     Prefill,
     RequestFailed,
     StepTokens,
@@ -455,13 +454,13 @@ class Lifecycle:
         decodes = [w for w in self.pools.open_of_role("decode") if w.has_room_for(flight.num_tokens)]
         if len(self._suspicion):
             prefills, decodes = self._suspicion.allowed(flight, prefills), self._suspicion.allowed(flight, decodes)
-        models = {w.hello.model for w in decodes}
-        prefills = [w for w in prefills if w.hello.model in models]
+        kinds = {w.kind for w in decodes}
+        prefills = [w for w in prefills if w.kind in kinds]
         if not prefills:
             return False
         need = Need(flight.num_tokens, flight.hashes(prefills[0]), flight.request.session, self._table.next_dispatch)
         prefill = choose_prefill(self._policy, prefills, need)
-        decode = choose_decode(self._policy, [w for w in decodes if prefill and w.hello.model == prefill.hello.model], need)
+        decode = choose_decode(self._policy, [w for w in decodes if prefill and w.kind == prefill.kind], need)
         if prefill is None or decode is None:
             return False
         self._dispatch(flight, prefill, decode, now)
@@ -471,14 +470,15 @@ class Lifecycle:
         if worker.load is not None and not worker.load.accepting and worker.dispatches:
             return False
         ahead = self.limits.queued_batches * worker.hello.max_batch_tokens
+        if worker.pending_tokens + flight.num_tokens <= ahead:
+            return True
         waiting = worker.tokens_ahead_of(flight.num_tokens)
         return waiting == 0 or waiting + flight.num_tokens <= ahead
 
     def _dispatch(self, flight: Flight, prefill: Worker, decode: Worker, now: float) -> None:
         self._table.assign(flight, prefill, decode)
         flight.enter("prefill", now)
-        peer = Peer(worker_id=decode.hello.worker_id, incarnation=decode.hello.incarnation, address=decode.hello.peer_address)
-        self._actions.append(Send(prefill.id, Prefill(spec=flight.spec(self.incarnation, now), decode=peer)))
+        self._actions.append(Send(prefill.id, Prefill(spec=flight.spec(self.incarnation, now), decode=decode.peer)))
 
     def _serve_or_give_up(self, now: float) -> None:
         """Admitted requests wait a while for workers to come back, not for ever."""

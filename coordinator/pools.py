@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..transport.messages import BlockEvents, Drain, Hello, Load, Role, from_hashes
+from ..transport.messages import BlockEvents, Drain, Hello, Load, ModelIdentity, Peer, Role, from_hashes
 
 WorkerId = tuple[str, int]
 """(worker id, incarnation)"""
@@ -16,6 +16,7 @@ class Worker:
 
     hello: Hello
     heard: float
+    kind: int = 0  # equal for workers that fit together
     load: Load | None = None
     progressed: float = 0.0  # when ``steps`` last grew, or the worker was last idle
     cached: set[bytes] = field(default_factory=set)
@@ -25,10 +26,14 @@ class Worker:
     pending_blocks: int = 0  # decode: blocks of prompts dispatched and not yet joined
     draining: bool = False  # it gets no new work, and leaves
     drain: Drain | None = None  # what it is told until it says that it drains
+    id: WorkerId = field(init=False)
+    peer: Peer = field(init=False)
+    """A decode worker as prefill workers reach it."""
 
-    @property
-    def id(self) -> WorkerId:
-        return (self.hello.worker_id, self.hello.incarnation)
+    def __post_init__(self) -> None:
+        hello = self.hello
+        self.id = (hello.worker_id, hello.incarnation)
+        self.peer = Peer(worker_id=hello.worker_id, incarnation=hello.incarnation, address=hello.peer_address)
 
     @property
     def role(self) -> Role:
@@ -77,6 +82,7 @@ class Pools:
     def __init__(self, dead_after_s: float, progress_timeout_s: float) -> None:
         self._dead_after_s, self._progress_timeout_s = dead_after_s, progress_timeout_s
         self.workers: dict[WorkerId, Worker] = {}
+        self._kinds: dict[ModelIdentity, int] = {}
         self.max_sequence_tokens = 0
         """The longest sequence that every live worker can hold, or could when there last was one."""
         self._came_or_went()
@@ -109,7 +115,8 @@ class Pools:
         if known is not None:
             known.heard = now
         else:
-            self.workers[(hello.worker_id, hello.incarnation)] = Worker(hello, now, progressed=now)
+            kind = self._kinds.setdefault(hello.model, len(self._kinds))
+            self.workers[(hello.worker_id, hello.incarnation)] = Worker(hello, now, kind, progressed=now)
         self._came_or_went()
         return replaced
 

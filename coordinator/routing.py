@@ -35,8 +35,8 @@ class Need:
 
 def choose_prefill(policy: Policy, workers: Sequence[Worker], need: Need) -> Worker | None:
     """The prefill worker for this prompt; None where there is none to choose from."""
-    if not workers:
-        return None
+    if len(workers) < 2:
+        return next(iter(workers), None)
     if policy == "hybrid":
         costs = {w.id: _uncached(w, need) + w.pending_tokens for w in workers}
         best = min(costs.values())
@@ -47,8 +47,8 @@ def choose_prefill(policy: Policy, workers: Sequence[Worker], need: Need) -> Wor
 
 def choose_decode(policy: Policy, workers: Sequence[Worker], need: Need) -> Worker | None:
     """The decode worker for this sequence; None where there is none to choose from."""
-    if not workers:
-        return None
+    if len(workers) < 2:
+        return next(iter(workers), None)
     if policy == "hybrid":
         return max(workers, key=lambda w: (_share_left(w, need), -_turn(w, need)))
     return _by_policy(policy, workers, need, lambda w: len(w.dispatches))
@@ -83,4 +83,3 @@ def _sticky(workers: Sequence[Worker], need: Need) -> Worker:
 def _turn(worker: Worker, need: Need) -> int:
     """A tie-break that rotates: the same worker is not always first."""
     return int.from_bytes(blake2b(f"{need.turn}\0{worker.hello.worker_id}".encode(), digest_size=4).digest(), "little")
-

@@ -10,11 +10,13 @@ block; the salt separates tenants on purpose. About 1 us a block.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import blake2b
 
 from .messages import HASH_BYTES
 
 
+@lru_cache(maxsize=1024)  # of a few models and tenants
 def root_hash(fingerprint: str, salt: bytes = b"") -> bytes:
     """The parent of a sequence's first block."""
     name = fingerprint.encode()

@@ -20,6 +20,8 @@ known, and is dropped. ``coordinator`` fields carry the coordinator's incarnatio
 
 from __future__ import annotations
 
+import sys
+from array import array
 from typing import Annotated, Literal, Self
 
 import numpy as np
@@ -448,6 +450,8 @@ FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke)
 
 def u32(values: list[int] | np.ndarray) -> bytes:
     """A column of uint32, little-endian."""
+    if isinstance(values, list) and sys.byteorder == "little":
+        return array("I", values).tobytes()  # some times quicker than by way of numpy
     return np.asarray(values, dtype="<u4").tobytes()
 
 
