@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
 from typing import Literal
 
@@ -18,7 +19,7 @@ TOKEN = 65
 class NullRunner:
     """Answers every batch at once with the same token."""
 
-    def execute(self, batch: Batch) -> StepOutput:
+    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         return StepOutput(np.full(batch.num_seqs, TOKEN, np.int32))
 
 

@@ -11,6 +11,7 @@ from ..engine.stopping import finish_reason, last_output_index, stop_set
 from ..transport.actions import Delivered, SenderAction, ToCoordinator, Undelivered
 from ..transport.handoff import HandoffTimes, Key, PeerId
 from ..transport.handoff_sender import HandoffSender
+from ..transport.layer_slicing import WHOLE_BLOCKS, LayerSlicing
 from ..transport.messages import (
     BlockEvents,
     Cancel,
@@ -44,10 +45,11 @@ class PrefillCore:
         max_model_len: int,
         times: HandoffTimes | None = None,
         drain_timeout_s: float = 10.0,
+        slicing: LayerSlicing = WHOLE_BLOCKS,
     ) -> None:
         self.worker: PeerId = (meet.worker_id, meet.incarnation)
         self.scheduler = scheduler
-        self.sender = HandoffSender(meet, times)
+        self.sender = HandoffSender(meet, times, slicing)
         self._eos, self._max_model_len = eos_token_ids, max_model_len
         self._prompt_logprobs: dict[Key, list[TokenLogprobs]] = {}
         self._actions: list[PrefillAction] = []
@@ -101,6 +103,19 @@ class PrefillCore:
         for key in self.scheduler.running.keys() - before:
             self._offer(self.scheduler.running[key], now)
         return step
+
+    def layer_stride(self, step: PrefillStep) -> int:
+        """Every how many layers ``layers_done`` is wanted while this step runs; 0: not at all."""
+        strides = [self.sender.layer_stride(c.sequence.key, self._num_final_blocks(c.sequence, c.start + c.count)) for c in step.chunks]
+        return min((stride for stride in strides if stride), default=0)
+
+    def layers_done(self, step: PrefillStep, num_layers: int) -> None:
+        """The running step has computed the keys and values of its first ``num_layers`` layers: they may leave."""
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if sequence.in_step and not sequence.doomed:
+                stop = self._num_final_blocks(sequence, chunk.start + chunk.count)
+                self.sender.layers_ready(sequence.key, sequence.blocks, stop, num_layers)
 
     def complete(self, step: PrefillStep, output: StepOutput, now: float) -> None:
         """A step has run: its finished blocks leave, and a prompt that is complete reports its first token."""
@@ -190,9 +205,10 @@ class PrefillCore:
             self._blocks_ready(sequence)
 
     def _blocks_ready(self, sequence: PrefillSequence) -> None:
-        done = sequence.num_computed == sequence.num_tokens
-        ready = len(sequence.blocks) if done else sequence.num_computed // self.scheduler.block_size
-        self.sender.blocks_ready(sequence.key, sequence.blocks, ready)
+        self.sender.blocks_ready(sequence.key, sequence.blocks, self._num_final_blocks(sequence, sequence.num_computed))
+
+    def _num_final_blocks(self, sequence: PrefillSequence, num_computed: int) -> int:
+        return len(sequence.blocks) if num_computed == sequence.num_tokens else num_computed // self.scheduler.block_size
 
     def _gather_prompt_logprobs(self, chunk: Chunk, logprobs: list[Logprobs] | None) -> None:
         if logprobs is not None:
@@ -219,8 +235,7 @@ class PrefillCore:
         if finished is not None:
             self._drop(sequence.key)
         else:
-            self._blocks_ready(sequence)
-            self.sender.finish(sequence.key, token, message.logprobs, now)
+            self.sender.finish(sequence.key, sequence.blocks, token, message.logprobs, now)
 
     def _finish_reason(self, sequence: PrefillSequence, token: int, index: int) -> FinishReason | None:
         state = sequence.state

@@ -22,14 +22,14 @@ import zmq
 from ..engine.block_manager import BlockManager
 from ..engine.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
-from ..transport.actions import CancelPuts, Connect, OpenMover, Put, SendHandoff, ToCoordinator, ToPeer
+from ..transport.actions import CancelPuts, Connect, OpenMover, Put, SendHandoff, SendPlaced, ToCoordinator, ToPeer
 from ..transport.channels import DealerChannel
 from ..transport.coordinator_link import CoordinatorLink, identity_of
 from ..transport.errors import TransportError
 from ..transport.handoff import PeerId
 from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
-from ..transport.messages import FROM_DECODE, Goodbye, Handoff, Hello, Meet, ModelIdentity, u64
+from ..transport.messages import FROM_DECODE, Goodbye, Handoff, Hello, Meet, ModelIdentity, Placed, u64
 from ..transport.movers.checksum import block_checksum
 from ..transport.movers.interface import PutSource
 from ..transport.movers.opening import open_source
@@ -176,6 +176,8 @@ class PrefillWorker:
                 self._channels[action.peer].send(action.message)
         elif isinstance(action, Put):
             self._put(action)
+        elif isinstance(action, SendPlaced):
+            self._send_placed(action)
         elif isinstance(action, SendHandoff):
             self._send_handoff(action)
         elif isinstance(action, CancelPuts):
@@ -208,6 +210,11 @@ class PrefillWorker:
             self._checksums[block] = block_checksum(self._model.pool[block])
         self._put_seconds += time.perf_counter() - start
         self._put_bytes += len(action.items) * self._identity.block_bytes
+
+    def _send_placed(self, action: SendPlaced) -> None:
+        if action.peer in self._channels:
+            sums = u64([self._checksums[block] for block in action.source_blocks])
+            self._channels[action.peer].send(Placed(lease=action.lease, first=action.first, checksums=sums))
 
     def _send_handoff(self, action: SendHandoff) -> None:
         if action.peer in self._channels:

@@ -6,7 +6,8 @@
               <------------------------- Met --
     OFFERED   -- Offer (again every second) --->    WAITING until there is room
               <----------------------- Grant --     GRANTED: blocks reserved under a lease
-    GRANTED   == puts of finished blocks ======>    lease renewed by Renew
+    GRANTED   == puts of finished layers ======>    lease renewed by Renew
+              -- Placed (checksums) ---------->     blocks are verified while others are computed
     SENT      -- Handoff (checksums) ---------->    VERIFYING once every block has arrived
               <------------- Nack(positions) --     a block is corrupt: once again, then given up
               <------------------------- Ack --     JOINED: the blocks are the sequence's

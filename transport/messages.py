@@ -361,6 +361,15 @@ class Renew(Message):
     leases: Annotated[bytes, Field(max_length=8 * MAX_ROWS), _whole(8)]  # uint64
 
 
+class Placed(Message):
+    """Blocks of this lease have been put whole, from position ``first`` on, with these checksums: they can be verified while the rest of
+    the prompt is computed. Lost, it is made good by Handoff, which names all."""
+
+    lease: Count
+    first: Count
+    checksums: ChecksumColumn
+
+
 class Handoff(Message):
     """All blocks have been put. ``checksums`` has one entry per granted block that was not already cached there."""
 
@@ -444,7 +453,7 @@ class Revoke(Message):
 
 FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
 FROM_COORDINATOR = (Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain)
-FROM_PREFILL = (Meet, Offer, Renew, Handoff, Release)
+FROM_PREFILL = (Meet, Offer, Renew, Placed, Handoff, Release)
 FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke)
 
 

@@ -55,7 +55,7 @@ class Memory:
             value = mix(value, slot)
         return value
 
-    def execute(self, batch: Batch) -> StepOutput:
+    def execute(self, batch: Batch, on_layer: object = None) -> StepOutput:
         """What a model runner does with a batch: writes each token's slot, reads all earlier ones."""
         tokens = np.full(batch.num_seqs, -1, np.int32)
         for row in range(batch.num_seqs):

@@ -32,7 +32,7 @@ def reuse_blocks_that_a_stalled_writer_may_still_write(patch: Patch) -> None:
 
 def believe_corrupt_blocks(patch: Patch) -> None:
     verified = HandoffReceiver.verified
-    patch.setattr(HandoffReceiver, "verified", lambda self, lease, bad, now: verified(self, lease, [], now))
+    patch.setattr(HandoffReceiver, "verified", lambda self, lease, positions, wrong, now: verified(self, lease, positions, [], now))
 
 
 def pass_on_tokens_whatever_their_index(patch: Patch) -> None:

@@ -26,7 +26,7 @@ from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.transport import actions as act
 from splitserve.transport.handoff import HandoffTimes
 from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.messages import Fenced, Handoff, Hello, Meet, Message, ModelIdentity, Sampling, Welcome, u64
+from splitserve.transport.messages import Fenced, Handoff, Hello, Meet, Message, ModelIdentity, Placed, Sampling, Welcome, u64
 
 BLOCK_SIZE = 4
 MODEL = ModelIdentity(fingerprint="simulated", dtype="int", block_size=BLOCK_SIZE, layout="simulated", block_bytes=8 * BLOCK_SIZE)
@@ -436,6 +436,9 @@ class PrefillShell(WorkerShell):
             self._send(action.peer, action.message)
         elif isinstance(action, act.Put):
             self._put(action)
+        elif isinstance(action, act.SendPlaced):
+            checksums = u64([self.memory.checksum(b) for b in action.source_blocks])
+            self._send(action.peer, Placed(lease=action.lease, first=action.first, checksums=checksums))
         elif isinstance(action, act.SendHandoff):
             checksums = u64([self.memory.checksum(b) for b in action.source_blocks])
             handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=checksums)
@@ -522,7 +525,7 @@ class DecodeShell(WorkerShell):
             bad = [p for p, block, checksum in pairs if self.memory.checksum(block) != checksum]
             if bad:
                 self.world.counts["corrupt blocks found"] += len(bad)
-            self.core.receiver.verified(action.lease, bad, self.world.now)
+            self.core.receiver.verified(action.lease, action.positions, bad, self.world.now)
             self.act()
 
     def _peer_hears(self, shell: PrefillShell, addressee: tuple[str, int], me: tuple[str, int], message: Message) -> None:
