@@ -104,7 +104,7 @@ class ModelRunner:
                 )
             )
 
-    def _hidden_states(self, batch: Batch, rows: list[int], on_layer: Callable[[int], None] | None) -> Tensor:
+    def _hidden_states(self, batch: Batch, rows: list[int], on_layer: Callable[[int], None] | None = None) -> Tensor:
         metadata = AttentionMetadata.from_batch(batch, self.device)
         token_ids = torch.from_numpy(batch.token_ids).to(self.device)
         every_row = rows == list(range(batch.num_tokens))

@@ -51,7 +51,7 @@ def test_nothing_is_lost(seed: int, faults: Faults) -> None:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_too_little_memory_preempts_and_finishes(seed: int) -> None:
-    world = simulate(seed, NONE, requests=80, prefill_blocks=40, decode_blocks=24)
+    world = simulate(seed, NONE, requests=80, prefill_blocks=40, decode_blocks=27)
     assert not world.violations, f"seed {seed}: {world.violations[:5]}; {dict(world.counts)}"
 
 
