@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.gpu.attention_tiles import TileShape, layer_of
+from ..kernels.gpu.block_checksum import block_checksums
+from ..kernels.gpu.block_copy import pack_blocks
 from ..kernels.gpu.decode_attention import decode_attention, plan_decode
+from ..kernels.gpu.elementwise import embedding, silu_mul
+from ..kernels.gpu.norm import add_rms_norm
 from ..kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
+from ..kernels.gpu.rope_store import rope_and_store
 from . import sm90
 
 BFLOAT16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -51,6 +56,32 @@ def prefill(
     prefill_attention(q, layer_of(pool, 1), starts, lens, tables, plan, 0.1, window, softcap, scales, exact)
 
 
+def norm(hidden: int) -> None:
+    add_rms_norm(empty(8, hidden), empty(8, hidden), empty(hidden), 1e-5)
+
+
+def rope(head_dim: int, dtype: torch.dtype = BFLOAT16) -> None:
+    pool, scales = _pool(head_dim, 8, 64, dtype)
+    positions, slots = empty(8, dtype=torch.int32), empty(8, dtype=torch.int64)
+    q_norm = empty(head_dim)
+    rope_and_store(
+        empty(8, 48 * head_dim),
+        layer_of(pool, 1),
+        positions,
+        slots,
+        empty(64, head_dim, dtype=torch.float32),
+        32,
+        q_norm,
+        q_norm,
+        1e-6,
+        scales,
+    )
+
+
+def block_bytes() -> tuple[Tensor, Tensor]:
+    return empty(4, 1 << 20, dtype=torch.uint8), empty(2, dtype=torch.int64)
+
+
 def _pool(head_dim: int, num_kv_heads: int, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     scales = empty(2, num_kv_heads, dtype=torch.float32) if dtype == FP8 else None
     return empty(4, 2, 2, block_size, num_kv_heads, head_dim, dtype=dtype), scales
@@ -76,6 +107,14 @@ CASES: dict[str, Callable[[], object]] = {
     "prefill 256": lambda: prefill(256),
     "prefill 128 exact": lambda: prefill(128, exact=True),
     "prefill 256 exact": lambda: prefill(256, exact=True),
+    "norm 4096": lambda: norm(4096),
+    "norm 2560": lambda: norm(2560),
+    "rope 128": lambda: rope(128),
+    "rope 128 fp8": lambda: rope(128, FP8),
+    "silu_mul": lambda: silu_mul(empty(8, 28672)),
+    "embedding": lambda: embedding(empty(1000, 4096), empty(8, dtype=torch.int32), BFLOAT16),
+    "pack": lambda: pack_blocks(*block_bytes(), empty(2, 1 << 19, dtype=torch.uint8), 4096),
+    "checksum": lambda: block_checksums(*block_bytes()),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
 from typing import Literal
 
@@ -18,7 +19,7 @@ TOKEN = 65
 class NullRunner:
     """Answers every batch at once with the same token."""
 
-    def execute(self, batch: Batch) -> StepOutput:
+    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         return StepOutput(np.full(batch.num_seqs, TOKEN, np.int32))
 
 
@@ -26,7 +27,7 @@ def null_model(num_blocks: int, max_model_len: int, block_bytes: int = 64) -> Wo
     """A model without weights whose KV blocks are ``block_bytes`` long."""
     return WorkerModel(
         runner=NullRunner(),
-        pool=np.zeros((num_blocks, block_bytes), np.uint8),
+        pool=np.zeros((num_blocks, 1, block_bytes), np.uint8),
         identity={"fingerprint": "null", "dtype": "uint8", "block_size": 16, "layout": "null", "block_bytes": block_bytes},
         eos_token_ids=frozenset(),
         max_model_len=max_model_len,

@@ -109,10 +109,8 @@ class Moving:
         deadline_s = max(0.0, sequence.deadline - now)
         spec = order.spec.model_copy(update={"token_ids": tokens, "prompt_logprobs": None, "deadline_s": deadline_s})
         hashes = chain(root_hash(self._fingerprint, spec.salt), tokens, self._scheduler.block_size)
-        blocks = sequence.blocks
-        self.sender.offer(order.decode, spec, len(blocks), hashes, now)
-        self.sender.blocks_ready(there, blocks, len(blocks))
-        self.sender.finish(there, state.output_token_ids[-1], sequence.last_logprobs, now)
+        self.sender.offer(order.decode, spec, len(sequence.blocks), hashes, now)
+        self.sender.finish(there, sequence.blocks, state.output_token_ids[-1], sequence.last_logprobs, now)
 
     def _resume(self, leaving: _Leaving) -> None:
         if self._scheduler.get(leaving.here) is not None:

@@ -4,7 +4,8 @@ wait for sockets, the step thread or the clock
 receive   what coordinator and prefill workers said, KV blocks that arrived   -> core
 collect   the step that has run                                               -> core
 launch    the core's next step                                                -> step thread
-carry out what the core wants done: messages, leases, checks of blocks
+carry out what the core wants done: messages, leases
+check     some of the blocks that have arrived
 report    heartbeat and cache events
 """
 
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 
 import zmq
 
@@ -45,6 +47,7 @@ TICK_S = 0.05
 SWITCH_S = 1e-4  # the step thread and the loop take turns: the default of 5 ms would show in every token
 RECEIVE_LIMIT = 256
 LINGER_S = 0.5  # for the last words
+CHECK_BYTES = 8 << 20  # verified in one turn of the loop: about a millisecond
 _log = logging.getLogger(__name__)
 
 
@@ -62,6 +65,7 @@ class DecodeWorker:
         self._processes: dict[PeerId, ProcessIdentity | None] = {}
         self._peers = RouterChannel.bind(settings.listen, key, FROM_PREFILL)
         self._targets: list[PutTarget] = []
+        self._checks: deque[Verify] = deque()
         endpoints = self._open_movers()
         self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns, settings.orphaned_after_s)
         blocks = BlockManager(len(model.pool))
@@ -102,6 +106,9 @@ class DecodeWorker:
                 self._collect(now)
                 self._launch(now)
                 self._carry_out(now)
+                if self._checks:
+                    self._check(now)
+                    self._carry_out(now)
                 self._launch(now)  # what was just verified joins at once
                 self._report(now)
                 self._leave_if_drained()
@@ -112,7 +119,7 @@ class DecodeWorker:
 
     def _wait(self) -> set[object]:
         """Returns the sockets with something to read."""
-        ready = {socket for socket, _ in self._poller.poll(int(TICK_S * 1000))}
+        ready = {socket for socket, _ in self._poller.poll(0 if self._checks else int(TICK_S * 1000))}
         if self._wakeup.fd in ready:
             self._wakeup.clear()
         return ready
@@ -188,7 +195,7 @@ class DecodeWorker:
             if action.peer in self._identities:
                 self._peers.send(self._identities[action.peer], action.message)
         elif isinstance(action, Verify):
-            self._verify(action, now)
+            self._checks.append(action)
         elif isinstance(action, OpenLease):
             for target in self._targets:
                 target.open(action.lease, action.secret, action.targets)
@@ -198,15 +205,26 @@ class DecodeWorker:
         elif isinstance(action, CloseLease):
             for target in self._targets:
                 target.close(action.lease)
+            self._checks = deque(check for check in self._checks if check.lease != action.lease)
 
-    def _verify(self, action: Verify, now: float) -> None:
-        rows = zip(action.positions, action.blocks, action.checksums, strict=True)
-        bad = [position for position, block, checksum in rows if block_checksum(self._model.pool[block]) != checksum]
-        if bad:
-            _log.warning("%d of %d KV blocks arrived corrupt", len(bad), len(action.blocks))
-        else:
-            self._model.store(action.blocks)
-        self._core.receiver.verified(action.lease, bad, now)
+    def _check(self, now: float) -> None:
+        """Verifies some of what has arrived: a little in each turn, so that a long prompt's blocks hold up nobody's tokens."""
+        room = max(1, CHECK_BYTES // self._identity.block_bytes)
+        while self._checks and room > 0:
+            check = self._checks.popleft()
+            if len(check.positions) > room:
+                check, rest = check.split(room)
+                self._checks.appendleft(rest)
+            room -= len(check.positions)
+            self._verify(check, now)
+
+    def _verify(self, check: Verify, now: float) -> None:
+        rows = zip(check.positions, check.blocks, check.checksums, strict=True)
+        wrong = {position for position, block, checksum in rows if block_checksum(self._model.pool[block]) != checksum}
+        if wrong:
+            _log.warning("%d of %d KV blocks arrived corrupt", len(wrong), len(check.blocks))
+        self._model.store([block for position, block in zip(check.positions, check.blocks, strict=True) if position not in wrong])
+        self._core.receiver.verified(check.lease, check.positions, sorted(wrong), now)
 
     def _bury_dead_writers(self) -> None:
         """A prefill process of this host that has ended writes no more: what it had leased is free."""

@@ -1,7 +1,8 @@
 """A copy in host memory of those blocks of a GPU's KV pool that travel: movers know host memory only.
 
-Row ``i`` of the mirror belongs to block ``i`` of the pool. Copies run on the calling thread in the default stream, so that they come
-after the step that wrote the blocks and before the step that reads them.
+Row ``i`` of the mirror belongs to block ``i`` of the pool. What is fetched must be final (the event of its layer has passed): it is
+copied in a stream of its own, beside the step that is running. What is stored is copied in the default stream, so that it comes before
+the step that reads it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class HostMirror:
     def __init__(self, device_pool: Tensor, allocate: PoolAllocator | None = None) -> None:
         """``allocate``: where the mirror's memory comes from (shared memory, say); None: from torch, page-locked for a GPU."""
         self._device_pool = device_pool
+        self._stream = torch.cuda.Stream(device_pool.device) if device_pool.is_cuda else None  # type: ignore[no-untyped-call]
         if allocate is None:
             self._host = torch.empty(device_pool.shape, dtype=torch.uint8, pin_memory=device_pool.is_cuda)
         else:
@@ -34,10 +36,12 @@ class HostMirror:
         view: NDArray[np.uint8] = self._host.numpy()
         return view
 
-    def fetch(self, blocks: Sequence[int]) -> None:
-        """Brings these blocks from the device: before they are sent."""
-        index = torch.tensor(blocks)
-        self._host[index] = self._device_pool[index.to(self._device_pool.device)].cpu()
+    def fetch(self, blocks: Sequence[int], first_layer: int = 0, num_layers: int | None = None) -> None:
+        """Brings ``num_layers`` layers of these blocks (None: all from ``first_layer``) from the device: before they are sent."""
+        index, end = torch.tensor(blocks), None if num_layers is None else first_layer + num_layers
+        with torch.cuda.stream(self._stream):  # of no effect where that is None
+            layers = self._device_pool[:, first_layer:end]
+            self._host[index, first_layer:end] = layers[index.to(self._device_pool.device)].cpu()
 
     def store(self, blocks: Sequence[int]) -> None:
         """Brings these blocks to the device: after they have arrived."""

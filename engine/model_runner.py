@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +67,11 @@ class ModelRunner:
         check_sequence_fits(layout, num_blocks, self.max_model_len)
         self.kv_cache = KVCache(layout, num_blocks, self.device, engine.pool_allocator)
 
-    def execute(self, batch: Batch) -> StepOutput:
-        """One step: writes the batch's keys and values to the cache and samples where ``batch.sampling`` asks."""
+    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        """One step: writes the batch's keys and values to the cache and samples where ``batch.sampling`` asks.
+
+        ``on_layer``: see ``DecoderModel.forward``.
+        """
         torch.set_num_threads(self._num_threads)  # a setting of the calling thread
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
@@ -77,7 +80,7 @@ class ModelRunner:
             first = int(batch.query_start_loc[i])
             rows += range(first, first + len(batch.next_prompt_ids[i]))
         with torch.inference_mode():
-            hidden = self._hidden_states(batch, rows)
+            hidden = self._hidden_states(batch, rows, on_layer)
             token_ids, logprobs = self._sample(batch, sampled, hidden[: len(sampled)])
             return StepOutput(token_ids, logprobs, self._prompt_logprobs(batch, reported, hidden[len(sampled) :]))
 
@@ -101,12 +104,12 @@ class ModelRunner:
                 )
             )
 
-    def _hidden_states(self, batch: Batch, rows: list[int]) -> Tensor:
+    def _hidden_states(self, batch: Batch, rows: list[int], on_layer: Callable[[int], None] | None = None) -> Tensor:
         metadata = AttentionMetadata.from_batch(batch, self.device)
         token_ids = torch.from_numpy(batch.token_ids).to(self.device)
         every_row = rows == list(range(batch.num_tokens))
         wanted = None if every_row else torch.tensor(rows, dtype=torch.int64, device=self.device)
-        return self._model.forward(token_ids, metadata, self.kv_cache.pool, wanted)
+        return self._model.forward(token_ids, metadata, self.kv_cache.pool, wanted, on_layer)
 
     def _sample(self, batch: Batch, sampled: Sequence[int], hidden: Tensor) -> tuple[np.ndarray, dict[int, Logprobs]]:
         token_ids = np.full(batch.num_seqs, -1, np.int32)

@@ -14,7 +14,8 @@ from .batch import Batch, StepOutput
 class Runner(Protocol):
     """Anything that executes batches (the model runner, or a stand-in that takes no time)."""
 
-    def execute(self, batch: Batch) -> StepOutput: ...
+    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        """``on_layer``, if given, is called with the number of layers whose keys and values are written, as it grows."""
 
 
 class Step(Protocol):
@@ -37,10 +38,13 @@ class Finished(Generic[S]):
 
 
 class StepThread(Generic[S]):
-    """``submit`` a step when idle; ``wake`` is called, from the thread, when it has run; then ``collect`` it."""
+    """``submit`` a step when idle; ``wake`` is called, from the thread, when it has run; then ``collect`` it.
 
-    def __init__(self, runner: Runner, wake: Callable[[], None]) -> None:
-        self._runner, self._wake = runner, wake
+    ``on_layer``: called, from the thread, as ``Runner.execute`` says.
+    """
+
+    def __init__(self, runner: Runner, wake: Callable[[], None], on_layer: Callable[[int], None] | None = None) -> None:
+        self._runner, self._wake, self._on_layer = runner, wake, on_layer
         self._inbox: queue.SimpleQueue[S | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Finished[S]] = queue.SimpleQueue()
         self.busy = False
@@ -70,7 +74,7 @@ class StepThread(Generic[S]):
     def _run(self) -> None:
         while (step := self._inbox.get()) is not None:
             try:
-                finished = Finished(step, self._runner.execute(step.batch), None)
+                finished = Finished(step, self._runner.execute(step.batch, self._on_layer), None)
             except Exception as error:  # reported to the loop, which gives the step's requests back
                 finished = Finished(step, None, error)
             self._outbox.put(finished)

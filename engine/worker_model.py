@@ -18,6 +18,7 @@ from .model_runner import EngineConfig, ModelRunner
 from .settings import WorkerSettings
 from .step_thread import Runner
 
+CPU = torch.device("cpu")
 DEFAULT_GPU_CACHE_GIB = 8.0  # its mirror takes as much host memory
 _log = logging.getLogger(__name__)
 
@@ -32,12 +33,17 @@ class WorkerModel:
     eos_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int
+    device: torch.device = CPU
     mirror: HostMirror | None = None  # set where the cache itself lies on a GPU
 
-    def fetch(self, blocks: Sequence[int]) -> None:
-        """Brings blocks into ``pool`` before they are sent."""
+    @property
+    def num_layers(self) -> int:
+        return int(self.pool.shape[1])
+
+    def fetch(self, blocks: Sequence[int], first_layer: int = 0, num_layers: int | None = None) -> None:
+        """Brings blocks (or ``num_layers`` of their layers) into ``pool`` before they are sent."""
         if self.mirror is not None:
-            self.mirror.fetch(blocks)
+            self.mirror.fetch(blocks, first_layer, num_layers)
 
     def store(self, blocks: Sequence[int]) -> None:
         """Brings blocks that have arrived in ``pool`` into the cache."""
@@ -92,5 +98,6 @@ class WorkerModel:
             eos_token_ids=frozenset(runner.config.eos_token_ids),
             max_model_len=runner.max_model_len,
             vocab_size=runner.config.vocab_size,
+            device=runner.device,
             mirror=mirror,
         )

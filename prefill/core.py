@@ -5,14 +5,13 @@ It joins the chunk scheduler and the sending side of the handoff; the shell (wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ..engine.batch import Logprobs, StepOutput
 from ..engine.block_manager import BlockManager
 from ..engine.stopping import finish_reason, last_output_index, stop_set
 from ..transport.actions import Delivered, SenderAction, ToCoordinator, Undelivered
-from ..transport.handoff import HandoffTimes, Key, PeerId, Wait
+from ..transport.handoff import HandoffTimes, Key, PeerId
 from ..transport.handoff_sender import HandoffSender
+from ..transport.layer_slicing import WHOLE_BLOCKS, LayerSlicing
 from ..transport.messages import (
     BlockEvents,
     Cancel,
@@ -29,7 +28,7 @@ from ..transport.messages import (
     from_u32,
     u32,
 )
-from ..transport.reports import CacheReporter, logprobs_message
+from ..transport.reports import block_events, logprobs_message
 from .scheduler import Chunk, PrefillScheduler, PrefillSequence, PrefillStep
 
 PrefillAction = ToCoordinator | SenderAction
@@ -46,12 +45,12 @@ class PrefillCore:
         max_model_len: int,
         times: HandoffTimes | None = None,
         drain_timeout_s: float = 10.0,
+        slicing: LayerSlicing = WHOLE_BLOCKS,
     ) -> None:
         self.worker: PeerId = (meet.worker_id, meet.incarnation)
         self.scheduler = scheduler
-        self.sender = HandoffSender(meet, times)
+        self.sender = HandoffSender(meet, times, slicing)
         self._eos, self._max_model_len = eos_token_ids, max_model_len
-        self._cache_reporter = CacheReporter(scheduler.blocks)
         self._prompt_logprobs: dict[Key, list[TokenLogprobs]] = {}
         self._actions: list[PrefillAction] = []
         self.num_steps = 0
@@ -105,6 +104,19 @@ class PrefillCore:
             self._offer(self.scheduler.running[key], now)
         return step
 
+    def layer_stride(self, step: PrefillStep) -> int:
+        """Every how many layers ``layers_done`` is wanted while this step runs; 0: not at all."""
+        strides = [self.sender.layer_stride(c.sequence.key, self._num_final_blocks(c.sequence, c.start + c.count)) for c in step.chunks]
+        return min((stride for stride in strides if stride), default=0)
+
+    def layers_done(self, step: PrefillStep, num_layers: int) -> None:
+        """The running step has computed the keys and values of its first ``num_layers`` layers: they may leave."""
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if sequence.in_step and not sequence.doomed:
+                stop = self._num_final_blocks(sequence, chunk.start + chunk.count)
+                self.sender.layers_ready(sequence.key, sequence.blocks, stop, num_layers)
+
     def complete(self, step: PrefillStep, output: StepOutput, now: float) -> None:
         """A step has run: its finished blocks leave, and a prompt that is complete reports its first token."""
         self.num_steps += 1
@@ -148,15 +160,6 @@ class PrefillCore:
         self.worker = (meet.worker_id, meet.incarnation)
         self.sender.rename(meet)
 
-    def waits(self) -> Iterator[Wait]:
-        """Everything that waits here, each until some time."""
-        yield from self.scheduler.waits()
-        yield from self.sender.waits()
-
-    def block_tables(self) -> Iterator[list[int]]:
-        """The blocks that are referenced, owner by owner."""
-        return self.scheduler.block_tables()
-
     def load(self) -> Load:
         """The heartbeat."""
         s, b = self.scheduler, self.blocks
@@ -176,13 +179,12 @@ class PrefillCore:
             accepting=b.num_available > b.num_blocks // 16,
             draining=self._leave_by is not None,
             dispatches=u32([dispatch for _, dispatch in s.held]),
-            num_cache_reports=self._cache_reporter.num_reports,
             counters={"prompt_tokens": s.num_prompt_tokens, "cached_tokens": s.num_cached_tokens},
         )
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
         """What the prefix cache gained and lost; with ``everything``, all it has."""
-        return self._cache_reporter.report(self.worker, everything)
+        return block_events(self.worker, self.blocks, everything)
 
     def _add(self, message: Prefill, now: float) -> None:
         spec = message.spec
@@ -203,9 +205,10 @@ class PrefillCore:
             self._blocks_ready(sequence)
 
     def _blocks_ready(self, sequence: PrefillSequence) -> None:
-        done = sequence.num_computed == sequence.num_tokens
-        ready = len(sequence.blocks) if done else sequence.num_computed // self.scheduler.block_size
-        self.sender.blocks_ready(sequence.key, sequence.blocks, ready)
+        self.sender.blocks_ready(sequence.key, sequence.blocks, self._num_final_blocks(sequence, sequence.num_computed))
+
+    def _num_final_blocks(self, sequence: PrefillSequence, num_computed: int) -> int:
+        return len(sequence.blocks) if num_computed == sequence.num_tokens else num_computed // self.scheduler.block_size
 
     def _gather_prompt_logprobs(self, chunk: Chunk, logprobs: list[Logprobs] | None) -> None:
         if logprobs is not None:
@@ -232,8 +235,7 @@ class PrefillCore:
         if finished is not None:
             self._drop(sequence.key)
         else:
-            self._blocks_ready(sequence)
-            self.sender.finish(sequence.key, token, message.logprobs, now)
+            self.sender.finish(sequence.key, sequence.blocks, token, message.logprobs, now)
 
     def _finish_reason(self, sequence: PrefillSequence, token: int, index: int) -> FinishReason | None:
         state = sequence.state

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from ..engine.settings import WorkerSettings
+from ..transport.layer_slicing import SlicingMode
 
 
 class PrefillSettings(WorkerSettings):
@@ -15,4 +16,9 @@ class PrefillSettings(WorkerSettings):
     role: ClassVar[str] = "prefill"
 
     max_batch_tokens: int = Field(default=512, ge=1, le=1 << 20, description="Most prompt tokens computed in one step: the chunk budget.")
+    kv_slicing: SlicingMode = Field(
+        default="auto",
+        description="How KV blocks leave while a chunk is computed. layers: each layer as soon as it is written; blocks: whole, when "
+        "the chunk is done; auto: a few layers at a time, by the chunk's size and the measured rate of the mover.",
+    )
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most prompts in one step.")

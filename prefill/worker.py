@@ -20,19 +20,22 @@ from collections.abc import Callable
 import zmq
 
 from ..engine.block_manager import BlockManager
+from ..engine.layer_progress import LayerProgress
 from ..engine.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
-from ..transport.actions import CancelPuts, Connect, OpenMover, Put, SendHandoff, ToCoordinator, ToPeer
+from ..transport.actions import CancelPuts, Connect, OpenMover, Put, SendHandoff, SendPlaced, ToCoordinator, ToPeer
 from ..transport.channels import DealerChannel
 from ..transport.coordinator_link import CoordinatorLink, identity_of
 from ..transport.errors import TransportError
 from ..transport.handoff import PeerId
 from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
-from ..transport.messages import FROM_DECODE, Goodbye, Handoff, Hello, Meet, ModelIdentity, u64
-from ..transport.movers.checksum import block_checksum
+from ..transport.layer_slicing import LayerSlicing
+from ..transport.messages import FROM_DECODE, Goodbye, Handoff, Hello, Meet, ModelIdentity, Placed, u64
+from ..transport.movers.checksum import RunningChecksums
 from ..transport.movers.interface import PutSource
 from ..transport.movers.opening import open_source
+from ..transport.transfer_clock import TransferClock
 from ..transport.wakeup import Wakeup
 from .core import PrefillAction, PrefillCore
 from .scheduler import PrefillScheduler, PrefillStep
@@ -57,8 +60,8 @@ class PrefillWorker:
         self._sources: dict[PeerId, PutSource] = {}
         self._stopping = self._leaving = False
         self._ticked = self._reported = 0.0
-        self._put_seconds = self._put_bytes = 0.0
-        self._checksums: dict[int, int] = {}  # by own block, from when it was last put: its content stays until it is delivered
+        self._transfers = TransferClock()
+        self._checksums = RunningChecksums(model.pool)
         self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns, settings.orphaned_after_s)
         scheduler = PrefillScheduler(
             BlockManager(len(model.pool)),
@@ -67,14 +70,14 @@ class PrefillWorker:
             settings.max_batch_tokens,
             settings.max_num_seqs,
         )
+        slicing = LayerSlicing(model.num_layers, self._identity.block_bytes, settings.kv_slicing)
+        meet = self._meet(self._link.incarnation)
         self._core = PrefillCore(
-            self._meet(self._link.incarnation),
-            scheduler,
-            model.eos_token_ids,
-            model.max_model_len,
-            drain_timeout_s=settings.drain_timeout_s,
+            meet, scheduler, model.eos_token_ids, model.max_model_len, drain_timeout_s=settings.drain_timeout_s, slicing=slicing
         )
-        self._steps: StepThread[PrefillStep] = StepThread(model.runner, self._wakeup.set)
+        self._progress = LayerProgress(model.device, self._wakeup.set)
+        self._steps: StepThread[PrefillStep] = StepThread(model.runner, self._wakeup.set, self._progress.reached)
+        self._running: PrefillStep | None = None
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self._poller.register(self._link.socket, zmq.POLLIN)
 
@@ -109,7 +112,7 @@ class PrefillWorker:
 
     def _wait(self) -> set[object]:
         """Returns the sockets with something to read."""
-        sending = any(source.pending() for source in self._sources.values())
+        sending = self._progress.pending or any(source.pending() for source in self._sources.values())
         ready = {socket for socket, _ in self._poller.poll(1 if sending else int(TICK_S * 1000))}
         if self._wakeup.fd in ready:
             self._wakeup.clear()
@@ -123,8 +126,9 @@ class PrefillWorker:
             if channel.socket in ready:
                 for message in channel.receive(RECEIVE_LIMIT):
                     self._core.from_peer(peer, message, now)
-        for source in self._sources.values():
+        for peer, source in self._sources.items():
             source.poll()
+            self._time(peer, source)
         if self._leaving:
             self._core.drain(now)
         if now - self._ticked >= TICK_S:
@@ -135,7 +139,10 @@ class PrefillWorker:
     def _collect(self, now: float) -> None:
         finished = self._steps.collect()
         if finished is None:
+            if self._running is not None and (num_layers := self._progress.num_layers()):
+                self._core.layers_done(self._running, num_layers)
             return
+        self._running = None
         if finished.output is not None:
             self._core.complete(finished.step, finished.output, now)
         else:
@@ -144,6 +151,8 @@ class PrefillWorker:
 
     def _launch(self, now: float) -> None:
         if not self._steps.busy and (step := self._core.schedule(now)) is not None:
+            self._running = step
+            self._progress.start(self._core.layer_stride(step))
             self._steps.submit(step)
 
     def _carry_out(self) -> None:
@@ -155,7 +164,7 @@ class PrefillWorker:
             return
         self._reported = now
         load = self._core.load()
-        counters = {**load.counters, "handoff_bytes": self._put_bytes, "handoff_seconds": self._put_seconds}
+        counters = {**load.counters, "handoff_bytes": self._transfers.num_bytes, "handoff_seconds": self._transfers.seconds}
         self._link.send(load.model_copy(update={"counters": counters}))
         if (events := self._core.block_events()) is not None:
             self._link.send(events)
@@ -176,6 +185,8 @@ class PrefillWorker:
                 self._channels[action.peer].send(action.message)
         elif isinstance(action, Put):
             self._put(action)
+        elif isinstance(action, SendPlaced):
+            self._send_placed(action)
         elif isinstance(action, SendHandoff):
             self._send_handoff(action)
         elif isinstance(action, CancelPuts):
@@ -191,8 +202,6 @@ class PrefillWorker:
         for earlier in [p for p in self._channels if p[0] == peer[0] and p != peer]:
             self._forget(earlier)
             self._core.sender.peer_lost(earlier, "it has restarted")
-        if peer in self._channels:
-            return  # it was given up, and is met again
         identity = identity_of(self._settings.worker_id, self._link.incarnation, peer[1])
         channel = DealerChannel.connect(action.peer.address, identity, self._key, FROM_DECODE)
         self._channels[peer] = channel
@@ -203,37 +212,49 @@ class PrefillWorker:
         _log.info("hands KV blocks to %s by %s", action.peer[0], action.met.mover)
 
     def _put(self, action: Put) -> None:
-        start = time.perf_counter()
-        self._model.fetch([block for _, block, _ in action.items])
-        self._with_mover(action.peer, lambda: self._sources[action.peer].put(action.lease, action.secret, action.items))
-        for _, block, _ in action.items:
-            self._checksums[block] = block_checksum(self._model.pool[block])
-        self._put_seconds += time.perf_counter() - start
-        self._put_bytes += len(action.items) * self._identity.block_bytes
+        blocks = [block for _, block, _ in action.items]
+        first, end = action.layers or (0, self._model.num_layers)
+        size = self._identity.block_bytes * (end - first) // self._model.num_layers
+        self._transfers.put(action.peer, len(blocks) * size, time.monotonic())
+
+        def put() -> None:
+            self._model.fetch(blocks, first, end - first)
+            source = self._sources[action.peer]
+            source.put(action.lease, action.secret, action.items, first, end - first)
+            self._time(action.peer, source)
+
+        self._with_mover(action.peer, put)
+        self._checksums.add(blocks, first, end - first)
+
+    def _time(self, peer: PeerId, source: PutSource) -> None:
+        if not source.pending() and (burst := self._transfers.settled(peer, time.monotonic())) is not None:
+            self._core.sender.moved(peer, *burst)
+
+    def _send_placed(self, action: SendPlaced) -> None:
+        if action.peer in self._channels:
+            sums = u64(self._checksums.of(action.source_blocks))
+            self._channels[action.peer].send(Placed(lease=action.lease, first=action.first, checksums=sums))
 
     def _send_handoff(self, action: SendHandoff) -> None:
         if action.peer in self._channels:
-            sums = u64([self._checksums[block] for block in action.source_blocks])
+            sums = u64(self._checksums.of(action.source_blocks))
             handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
             self._channels[action.peer].send(handoff)
 
     def _with_mover(self, peer: PeerId, use: Callable[[], None]) -> None:
-        """A mover that fails ends the handoffs to that peer; the coordinator tries them again. The channel stays: what is leased to us
-        there comes free when it hears that we have stopped."""
+        """A mover that fails ends the handoffs to that peer; the coordinator tries them again."""
         try:
             if peer in self._channels:
                 use()
         except (TransportError, KeyError) as error:
             _log.warning("cannot hand KV blocks to %s: %s", peer[0], error)
-            self._close_mover(peer)
+            self._forget(peer)
             self._core.sender.peer_lost(peer, f"the KV mover failed: {error}")
 
-    def _close_mover(self, peer: PeerId) -> None:
+    def _forget(self, peer: PeerId) -> None:
         if (source := self._sources.pop(peer, None)) is not None:
             source.close()
-
-    def _forget(self, peer: PeerId) -> None:
-        self._close_mover(peer)
+            self._transfers.forget(peer)
         if (channel := self._channels.pop(peer, None)) is not None:
             self._poller.unregister(channel.socket)
             channel.close()

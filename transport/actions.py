@@ -34,12 +34,16 @@ class ToPeer:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Move whole blocks: items are (position in the lease, own block, the peer's block)."""
+    """Move blocks, or the same layers of several: items are (position in the lease, own block, the peer's block).
+
+    ``layers``: [first, end) of those that move; None: whole blocks. The slices of a block leave in the order of their layers.
+    """
 
     peer: PeerId
     lease: int
     secret: bytes
     items: list[tuple[int, int, int]]
+    layers: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,16 @@ class CancelPuts:
 
     peer: PeerId
     lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlaced:
+    """Say Placed with the checksums of these own blocks, whose positions in the lease begin at ``first``."""
+
+    peer: PeerId
+    lease: int
+    first: int
+    source_blocks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +92,7 @@ class Undelivered:
     message: str
 
 
-SenderAction = Connect | OpenMover | ToPeer | Put | CancelPuts | SendHandoff | Delivered | Undelivered
+SenderAction = Connect | OpenMover | ToPeer | Put | CancelPuts | SendPlaced | SendHandoff | Delivered | Undelivered
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +119,21 @@ class CloseLease:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Compare these blocks with these checksums and report to ``HandoffReceiver.verified``."""
+    """Compare these blocks with these checksums and report to ``HandoffReceiver.verified``, in parts if that is better for those who
+    wait. Those that are right are taken into the cache. Of no use any more once the lease is closed."""
 
     lease: int
     positions: list[int]
     blocks: list[int]
     checksums: list[int]
+
+    def split(self, count: int) -> tuple[Verify, Verify]:
+        """The first ``count`` positions, and the rest."""
+        first, rest = slice(count), slice(count, None)
+        return (
+            Verify(self.lease, self.positions[first], self.blocks[first], self.checksums[first]),
+            Verify(self.lease, self.positions[rest], self.blocks[rest], self.checksums[rest]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
     34: (messages.Renew, Bounds(max_bytes=MIB)),
     35: (messages.Handoff, Bounds(max_bytes=13 * MIB, max_length=1024)),
     36: (messages.Release, Bounds()),
+    37: (messages.Placed, Bounds(max_bytes=9 * MIB)),
     48: (messages.Met, Bounds()),
     49: (messages.Grant, Bounds(max_bytes=5 * MIB)),
     50: (messages.Refuse, Bounds()),

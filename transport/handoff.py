@@ -6,7 +6,8 @@
               <------------------------- Met --
     OFFERED   -- Offer (again every second) --->    WAITING until there is room
               <----------------------- Grant --     GRANTED: blocks reserved under a lease
-    GRANTED   == puts of finished blocks ======>    lease renewed by Renew
+    GRANTED   == puts of finished layers ======>    lease renewed by Renew
+              -- Placed (checksums) ---------->     blocks are verified while others are computed
     SENT      -- Handoff (checksums) ---------->    VERIFYING once every block has arrived
               <------------- Nack(positions) --     a block is corrupt: once again, then given up
               <------------------------- Ack --     JOINED: the blocks are the sequence's
@@ -25,21 +26,11 @@ itself drops late puts (CloseLease), and the blocks are free at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 PeerId = tuple[str, int]
 """(worker id, incarnation)"""
 Key = tuple[int, int]
 """(coordinator incarnation, dispatch)"""
-
-
-class Wait(NamedTuple):
-    """Something that waits in a core: nothing may, without a time at which it gives up."""
-
-    key: Key | str  # a dispatch; with the coordinator a request id
-    what: str  # what it waits for
-    until: float  # seconds of the core's clock: a tick at that time ends it
-
 
 ONE_SIDED_MOVERS = frozenset({"shm"})
 

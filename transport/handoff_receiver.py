@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from .actions import CloseLease, ExpectAgain, Join, OpenLease, ReceiverAction, Supersede, ToPeer, Verify
-from .handoff import ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
+from .actions import CloseLease, ExpectAgain, Join, OpenLease, ReceiverAction, Supersede, ToPeer
+from .handoff import ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId
+from .incoming import Incoming
 from .messages import (
     Ack,
     Grant,
@@ -19,6 +20,7 @@ from .messages import (
     ModelIdentity,
     Nack,
     Offer,
+    Placed,
     Refuse,
     Release,
     Renew,
@@ -56,29 +58,6 @@ class MoverEndpoints:
     host: str
     shm_name: str = ""
     data_address: str = ""
-
-
-@dataclass(slots=True)
-class Incoming:
-    """One prompt on its way in. ``lease`` is 0 until granted."""
-
-    key: Key
-    peer: PeerId
-    request_id: str
-    epoch: int
-    num_tokens: int
-    hashes: list[bytes]
-    heard: float
-    lease: int = 0
-    grant: Grant | None = None
-    blocks: list[int] = field(default_factory=list)
-    num_cached: int = 0
-    expires: float = 0.0
-    arrived: set[int] = field(default_factory=set)
-    handoff: Handoff | None = None
-    handoff_at: float = 0.0
-    verifying: bool = False
-    retried: bool = False
 
 
 @dataclass(slots=True)
@@ -162,19 +141,6 @@ class HandoffReceiver:
     def keys(self) -> list[Key]:
         return [*self._waiting, *self._granted]
 
-    def waits(self) -> Iterator[Wait]:
-        """Every handoff here. (A lease in quarantine waits for its writer's word or death: time alone cannot end it.)"""
-        for offer in self._waiting.values():
-            yield Wait(offer.key, "room, while its offer is repeated", offer.heard + self._times.waiting)
-        for incoming in self._granted.values():
-            if not incoming.verifying:
-                yield Wait(incoming.key, "blocks, under a lease", incoming.expires)
-
-    def block_tables(self) -> Iterator[list[int]]:
-        """The blocks that are referenced here: under a lease, or in quarantine."""
-        yield from (incoming.blocks for incoming in self._granted.values())
-        yield from (ended.blocks for ended in self._quarantine.values())
-
     def take(self) -> list[ReceiverAction]:
         """What is to be done since the last call, in order."""
         actions, self._actions = self._actions, []
@@ -189,6 +155,8 @@ class HandoffReceiver:
         elif isinstance(message, Renew):
             for lease in from_u64(message.leases):
                 self._on_renew(peer, lease, now)
+        elif isinstance(message, Placed):
+            self._on_placed(peer, message)
         elif isinstance(message, Handoff):
             self._on_handoff(peer, message, now)
         elif isinstance(message, Release):
@@ -199,27 +167,15 @@ class HandoffReceiver:
         incoming = self._by_lease.get(lease)
         if incoming is not None:
             incoming.arrived.add(position)
-            self._try_verify(incoming)
+            self._check(incoming)
 
-    def verified(self, lease: int, bad_positions: list[int], now: float) -> None:
-        """The answer to a Verify action."""
+    def verified(self, lease: int, positions: list[int], wrong: list[int], now: float) -> None:
+        """The answer to a Verify action, or to a part of it: ``wrong`` are those of ``positions`` that differ."""
         incoming = self._by_lease.get(lease)
-        if incoming is None or incoming.handoff is None:
-            return
-        incoming.verifying = False
-        if not bad_positions:
-            self._join(incoming, now)
-            return
-        self.num_corrupt_blocks += len(bad_positions)
-        if incoming.retried:
-            self._end(incoming, f"{len(bad_positions)} KV blocks arrived corrupt twice")
-            return
-        incoming.retried, incoming.handoff = True, None
-        incoming.arrived.difference_update(bad_positions)
-        self._actions.append(ExpectAgain(lease, bad_positions))
-        coordinator, dispatch = incoming.key
-        nack = Nack(coordinator=coordinator, dispatch=dispatch, lease=lease, positions=u32(bad_positions))
-        self._actions.append(ToPeer(incoming.peer, nack))
+        if incoming is not None:
+            incoming.checked(positions, wrong)
+            self.num_corrupt_blocks += len(wrong)
+            self._settle(incoming, now)
 
     def cancel(self, key: Key) -> None:
         """The coordinator has dropped this dispatch."""
@@ -372,23 +328,47 @@ class HandoffReceiver:
         if incoming is None or incoming.key != key or incoming.peer != peer:
             self._revoke(key, message.lease, peer, "the decode worker knows no such lease")
             return
-        if incoming.verifying or incoming.handoff is not None:
+        if incoming.handoff is not None:
             return
-        if len(message.checksums) != 8 * (len(incoming.blocks) - incoming.num_cached) or message.spec.num_tokens != incoming.num_tokens:
+        if len(message.checksums) != 8 * incoming.num_travelling or message.spec.num_tokens != incoming.num_tokens:
             self._end(incoming, "the handoff does not match the grant")
             return
         incoming.handoff, incoming.handoff_at, incoming.expires = message, now, now + self._times.lease
-        if self._one_sided.get(peer, False):
-            incoming.arrived.update(range(incoming.num_cached, len(incoming.blocks)))
-        self._try_verify(incoming)
+        self._hear_checksums(incoming, incoming.num_cached, message.checksums)
+        self._settle(incoming, now)
 
-    def _try_verify(self, incoming: Incoming) -> None:
-        positions = list(range(incoming.num_cached, len(incoming.blocks)))
-        if incoming.handoff is None or incoming.verifying or not incoming.arrived.issuperset(positions):
-            return
-        incoming.verifying = True
-        blocks = incoming.blocks[incoming.num_cached :]
-        self._actions.append(Verify(incoming.lease, positions, blocks, from_u64(incoming.handoff.checksums)))
+    def _on_placed(self, peer: PeerId, message: Placed) -> None:
+        incoming = self._by_lease.get(message.lease)
+        if incoming is not None and incoming.peer == peer and incoming.handoff is None and not incoming.retried:
+            self._hear_checksums(incoming, message.first, message.checksums)
+
+    def _hear_checksums(self, incoming: Incoming, first: int, column: bytes) -> None:
+        checksums = from_u64(column)
+        if incoming.told(first, checksums):
+            if self._one_sided.get(incoming.peer, False):
+                incoming.arrived.update(range(first, first + len(checksums)))
+            self._check(incoming)
+
+    def _check(self, incoming: Incoming) -> None:
+        if (verify := incoming.checks()) is not None:
+            self._actions.append(verify)
+
+    def _settle(self, incoming: Incoming, now: float) -> None:
+        """Once the writer has put everything and no check is under way: joined, asked for again, or given up."""
+        if incoming.verified:
+            self._join(incoming, now)
+        elif incoming.handoff is not None and incoming.wrong and not incoming.checking:
+            if incoming.retried:
+                self._end(incoming, f"{len(incoming.wrong)} KV blocks arrived corrupt twice")
+            else:
+                self._ask_again(incoming)
+
+    def _ask_again(self, incoming: Incoming) -> None:
+        positions = incoming.expect_again()
+        self._actions.append(ExpectAgain(incoming.lease, positions))
+        coordinator, dispatch = incoming.key
+        nack = Nack(coordinator=coordinator, dispatch=dispatch, lease=incoming.lease, positions=u32(positions))
+        self._actions.append(ToPeer(incoming.peer, nack))
 
     def _join(self, incoming: Incoming, now: float) -> None:
         handoff = incoming.handoff

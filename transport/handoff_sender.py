@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, ToPeer, Undelivered
-from .handoff import HandoffTimes, Key, PeerId, Wait
+from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer, Undelivered
+from .handoff import HandoffTimes, Key, PeerId
+from .layer_slicing import UNSEEN_RATE, WHOLE_BLOCKS, LayerSlicing, seen
 from .messages import (
     Ack,
     FailureKind,
@@ -35,6 +35,7 @@ class _Contact:
     said: float = -1e9  # when Meet was last said
     born: float = 0.0  # when it was first said
     renewed: float = -1e9
+    rate: float | None = None  # of its mover, bytes a second
 
 
 @dataclass(slots=True)
@@ -52,7 +53,11 @@ class Outgoing:
     targets: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # own blocks, in order
     num_ready: int = 0  # leading own blocks that are final
-    num_put: int = 0
+    num_put: int = 0  # leading own blocks that have left whole
+    num_placed: int = 0  # of which the receiver was told
+    filling: int = 0  # blocks [num_ready, filling) are final down to layer ``layers_ready``
+    layers_ready: int = 0
+    layers_put: int = 0  # of blocks [num_put, filling), these layers have left
     first: tuple[int, TokenLogprobs | None] | None = None  # the first token: the prompt is complete
     sent: bool = False
     sent_again: bool = False
@@ -61,8 +66,8 @@ class Outgoing:
 class HandoffSender:
     """The prefill worker's side of all its handoffs. Feed it, then carry out what ``take`` returns."""
 
-    def __init__(self, meet: Meet, times: HandoffTimes | None = None) -> None:
-        self._meet = meet
+    def __init__(self, meet: Meet, times: HandoffTimes | None = None, slicing: LayerSlicing = WHOLE_BLOCKS) -> None:
+        self._meet, self._slicing = meet, slicing
         self._times = times or HandoffTimes()
         self._contacts: dict[PeerId, _Contact] = {}
         self._outgoing: dict[Key, Outgoing] = {}
@@ -81,12 +86,6 @@ class HandoffSender:
         for peer in peers:
             self._contact(peer)
 
-    def waits(self) -> Iterator[Wait]:
-        """Every handoff that waits for its peer. (One that waits for its own prompt ends with that.)"""
-        for out in self._outgoing.values():
-            if out.grant is None or out.sent:
-                yield Wait(out.key, "the decode worker's word", out.deadline)
-
     def take(self) -> list[SenderAction]:
         """What is to be done since the last call, in order."""
         actions, self._actions = self._actions, []
@@ -104,16 +103,40 @@ class HandoffSender:
         """The first ``num_ready`` of the prompt's own ``blocks`` have their final content."""
         out = self._outgoing.get(key)
         if out is not None:
-            out.blocks, out.num_ready = blocks, num_ready
+            out.blocks, out.num_ready, out.layers_ready = blocks, num_ready, 0
             self._push(out)
+            self._tell_placed(out)
 
-    def finish(self, key: Key, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
-        """The prompt is complete and has its first token."""
+    def layer_stride(self, key: Key, stop: int) -> int:
+        """Every how many layers ``layers_ready`` is of use while the chunk up to block ``stop`` is computed; 0: not at all."""
+        out = self._outgoing.get(key)
+        num_blocks = 0 if out is None else stop - max(out.num_put, out.num_ready)
+        stride = self._layers_per_put(out, num_blocks) if out is not None and num_blocks > 0 else 0
+        return stride if stride < self._slicing.num_layers else 0
+
+    def layers_ready(self, key: Key, blocks: list[int], stop: int, num_layers: int) -> None:
+        """While a chunk is computed that will make the first ``stop`` of the prompt's own ``blocks`` final: their first ``num_layers``
+        layers are."""
+        out = self._outgoing.get(key)
+        if out is not None and stop > out.num_ready:
+            out.blocks, out.filling, out.layers_ready = blocks, stop, num_layers
+            self._push(out)
+            self._tell_placed(out)
+
+    def finish(self, key: Key, blocks: list[int], token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """The prompt is complete, with all its ``blocks``, and has its first token."""
         out = self._outgoing.get(key)
         if out is not None:
+            out.blocks, out.num_ready, out.layers_ready = blocks, len(blocks), 0
             out.first = (token, logprobs)
             self._push(out)
             self._conclude(out, now)
+
+    def moved(self, peer: PeerId, num_bytes: int, seconds: float) -> None:
+        """The shell has timed a transfer to this peer: how finely the next ones are cut depends on it."""
+        contact = self._contacts.get(peer)
+        if contact is not None:
+            contact.rate = seen(contact.rate, num_bytes, seconds)
 
     def abandon(self, key: Key) -> None:
         """Nothing more will be sent for this dispatch, and nothing is under way."""
@@ -130,7 +153,9 @@ class HandoffSender:
             return
         out = self._outgoing.get((message.coordinator, message.dispatch))
         if out is None or out.peer != peer:
-            if isinstance(message, Grant | Revoke | Nack):
+            if out is not None and isinstance(message, Revoke) and out.grant is not None and out.grant.lease == message.lease:
+                self._fail(out, "peer_lost", message.reason)  # by the same process under a new incarnation: the lease is written no more
+            elif isinstance(message, Grant | Revoke | Nack):
                 self._actions.append(ToPeer(peer, Release(lease=message.lease, coordinator=message.coordinator, dispatch=message.dispatch)))
             return
         if isinstance(message, Grant):
@@ -147,10 +172,10 @@ class HandoffSender:
                 self._on_nack(out, message, now)
 
     def peer_lost(self, peer: PeerId, reason: str) -> None:
-        """The decode worker is dead, unreachable, or its mover failed: should it live, it hears that its leases are free."""
+        """The decode worker is dead, unreachable, or its mover failed."""
+        self._contacts.pop(peer, None)
         for out in [o for o in self._outgoing.values() if o.peer == peer]:
             self._fail(out, "peer_lost", reason)
-        self._contacts.pop(peer, None)
 
     def tick(self, now: float) -> None:
         """Says again what was not answered, renews leases, and ends what is past its deadline."""
@@ -227,16 +252,52 @@ class HandoffSender:
         if len(targets) != out.num_blocks or grant.num_cached_blocks > out.num_blocks:
             self._fail(out, "handoff_failed", "the grant does not match the offer")
             return
-        out.grant, out.targets, out.num_put = grant, targets, grant.num_cached_blocks
+        out.grant, out.targets = grant, targets
+        out.num_put = out.num_placed = grant.num_cached_blocks
         self._push(out)
+        if out.first is None:
+            self._tell_placed(out)
         self._conclude(out, now)
 
     def _push(self, out: Outgoing) -> None:
-        if out.grant is None or out.num_ready <= out.num_put:
+        """Starts what puts are due: the rest of blocks whose first layers have left, whole blocks, then layers of the running chunk."""
+        if out.grant is None:
             return
-        items = [(i, out.blocks[i], out.targets[i]) for i in range(out.num_put, out.num_ready)]
-        out.num_put = out.num_ready
-        self._actions.append(Put(out.peer, out.grant.lease, out.grant.secret, items))
+        if out.layers_put and out.num_ready >= out.filling:
+            self._put_layers(out, self._slicing.num_layers)
+        if out.num_ready > out.num_put:
+            self._put(out, out.num_put, out.num_ready)
+            out.num_put = out.num_ready
+        if out.filling > max(out.num_put, out.num_ready):
+            whole = out.layers_ready >= self._slicing.num_layers
+            wanted = self._layers_per_put(out, out.filling - out.num_put)
+            if out.layers_ready - out.layers_put >= wanted or (whole and out.layers_put):
+                self._put_layers(out, out.layers_ready)
+
+    def _layers_per_put(self, out: Outgoing, num_blocks: int) -> int:
+        contact = self._contacts.get(out.peer)
+        rate = contact.rate if contact is not None else None
+        return self._slicing.layers_per_put(num_blocks, rate or UNSEEN_RATE)
+
+    def _put_layers(self, out: Outgoing, end: int) -> None:
+        """The slice of the blocks being filled from the layer last put up to ``end``."""
+        num_layers = self._slicing.num_layers
+        layers = None if (out.layers_put, end) == (0, num_layers) else (out.layers_put, end)
+        self._put(out, out.num_put, out.filling, layers)
+        out.layers_put = end
+        if end == num_layers:
+            out.num_put, out.layers_put = out.filling, 0
+
+    def _put(self, out: Outgoing, start: int, stop: int, layers: tuple[int, int] | None = None) -> None:
+        assert out.grant is not None
+        items = [(i, out.blocks[i], out.targets[i]) for i in range(start, stop)]
+        self._actions.append(Put(out.peer, out.grant.lease, out.grant.secret, items, layers))
+
+    def _tell_placed(self, out: Outgoing) -> None:
+        if out.grant is not None and out.num_put > out.num_placed:
+            sources = out.blocks[out.num_placed : out.num_put]
+            self._actions.append(SendPlaced(out.peer, out.grant.lease, out.num_placed, sources))
+            out.num_placed = out.num_put
 
     def _conclude(self, out: Outgoing, now: float) -> None:
         if out.grant is not None and out.first is not None and out.num_put >= out.num_blocks and not out.sent:

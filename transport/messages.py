@@ -192,19 +192,14 @@ class Load(Message):
     accepting: bool
     draining: bool = False  # it takes no new work and leaves as soon as it holds nothing
     dispatches: RowColumn = b""  # every dispatch this worker holds anything of: lost and orphaned ones show here
-    num_cache_reports: Count = 0  # BlockEvents said so far: one that was lost shows here
     counters: Annotated[dict[str, float], Field(max_length=64)] = {}  # cumulative since start
 
 
 class BlockEvents(Message):
-    """Which block hashes a worker's prefix cache gained and lost since its last report. ``reset`` first forgets all.
-
-    ``number`` counts a worker's reports from 1; the coordinator takes them in order, and asks for everything where one is missing.
-    """
+    """Which block hashes a worker's prefix cache gained and lost since its last report. ``reset`` first forgets all."""
 
     worker_id: Name
     incarnation: Incarnation
-    number: Count = 0
     reset: bool = False
     stored: HashColumn = b""
     removed: HashColumn = b""
@@ -283,8 +278,7 @@ class Goodbye(Message):
 
 
 class Welcome(Message):
-    """Answer to Hello, and said again where BlockEvents were lost. A worker drops all work of any other coordinator incarnation, and
-    sends its whole cache as BlockEvents."""
+    """Answer to Hello. A worker drops all work of any other coordinator incarnation, and sends its whole cache as BlockEvents."""
 
     coordinator: Incarnation
     heartbeat_s: Duration
@@ -365,6 +359,15 @@ class Renew(Message):
     """Keeps these leases alive."""
 
     leases: Annotated[bytes, Field(max_length=8 * MAX_ROWS), _whole(8)]  # uint64
+
+
+class Placed(Message):
+    """Blocks of this lease have been put whole, from position ``first`` on, with these checksums: they can be verified while the rest of
+    the prompt is computed. Lost, it is made good by Handoff, which names all."""
+
+    lease: Count
+    first: Count
+    checksums: ChecksumColumn
 
 
 class Handoff(Message):
@@ -450,7 +453,7 @@ class Revoke(Message):
 
 FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
 FROM_COORDINATOR = (Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain)
-FROM_PREFILL = (Meet, Offer, Renew, Handoff, Release)
+FROM_PREFILL = (Meet, Offer, Renew, Placed, Handoff, Release)
 FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke)
 
 

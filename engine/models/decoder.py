@@ -9,6 +9,7 @@ T: num_tokens of the step, E: hidden_size, H: num_heads, KVH: num_kv_heads, D: h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -38,12 +39,11 @@ class DecoderLayer:
         self._gate_up = load.column([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], config.mlp_bias)
         self._down = load.row(f"{name}.mlp.down_proj", config.mlp_bias)
 
-    def forward(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs, attention: AttentionInputs) -> Tensor:
-        """``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E]; returns this layer's."""
-        return self.attend_and_mix(self.project(hidden, residual, pool, rope), residual, pool, attention)
-
     def project(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs) -> Tensor:
-        """Writes the tokens' keys and values to ``pool``; returns their queries [T, H, D]. ``residual`` takes ``hidden`` in."""
+        """Writes the tokens' keys and values to ``pool``; returns their queries [T, H, D].
+
+        ``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E], which takes it in.
+        """
         k = self._kernels
         normed = k.rms_norm(residual, self._input_norm, self._eps) if hidden is None else self._add_norm(hidden, residual, self._input_norm)
         if self._q_norm is not None:
@@ -51,7 +51,7 @@ class DecoderLayer:
         return k.rope_and_store(self._qkv(normed), pool, self._index, rope)  # of qkv [T, (H + 2 KVH) D]
 
     def attend_and_mix(self, q: Tensor, residual: Tensor, pool: Tensor, attention: AttentionInputs) -> Tensor:
-        """The rest of the layer for the queries at hand, whose residual rows these are."""
+        """The rest of the layer for the queries at hand, whose residual rows these are; returns its output, not yet added to them."""
         k = self._kernels
         if self._sliding_window is not None:
             attention = replace(attention, sliding_window=self._sliding_window)
@@ -74,19 +74,32 @@ class DecoderModel:
         self._head = load.vocabulary_head("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
         self._cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len).to(load.device)
 
-    def forward(self, token_ids: Tensor, metadata: AttentionMetadata, pool: Tensor, rows: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        pool: Tensor,
+        rows: Tensor | None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Runs the batch, writing its keys and values to ``pool``; final hidden states [n, E] of the token rows ``rows``.
 
-        ``rows`` int64 [n]; None: all, in order.
+        ``rows`` int64 [n]; None: all, in order. ``on_layer`` is called with the number of layers whose keys and values are written
+        (on a GPU: will be, once what is in the stream has run).
 
         Of the other rows the last layer needs keys and values only: its attention and MLP, 1 / num_layers of a prefill, are left out.
         """
         residual = self._embed(token_ids)
         hidden: Tensor | None = None
         rope, attention = self._rope_inputs(metadata), self._attention_inputs(metadata)
-        for layer in self._layers[:-1]:
-            hidden = layer.forward(hidden, residual, pool, rope, attention)
+        for index, layer in enumerate(self._layers[:-1], start=1):
+            q = layer.project(hidden, residual, pool, rope)
+            if on_layer is not None:
+                on_layer(index)
+            hidden = layer.attend_and_mix(q, residual, pool, attention)
         q = self._layers[-1].project(hidden, residual, pool, rope)
+        if on_layer is not None:
+            on_layer(len(self._layers))
         if rows is not None:
             q, residual, attention = q[rows], residual[rows], self._attention_inputs(metadata.of_rows(rows))
         if len(q) == 0:

@@ -50,6 +50,7 @@ EXAMPLES: list[m.Message] = [
     m.Meet(worker_id="p0", incarnation=1, host="h", pid=2, model=MODEL, movers=("shm", "zmq")),
     m.Offer(request_id="r", epoch=0, coordinator=1, dispatch=2, num_tokens=33, block_hashes=b"h" * 32),
     m.Renew(leases=m.u64([1, 2])),
+    m.Placed(lease=1, first=3, checksums=m.u64([1, 2])),
     m.Handoff(spec=SPEC, lease=1, token=2, checksums=m.u64([1, 2])),
     m.Release(lease=1, coordinator=2, dispatch=3),
     m.Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=4, shm_name="x"),

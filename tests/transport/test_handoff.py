@@ -15,6 +15,7 @@ from splitserve.transport.block_hash import chain, root_hash
 from splitserve.transport.handoff import HandoffTimes
 from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
 from splitserve.transport.handoff_sender import HandoffSender
+from splitserve.transport.layer_slicing import WHOLE_BLOCKS, LayerSlicing
 from splitserve.transport.messages import (
     Ack,
     Grant,
@@ -26,6 +27,7 @@ from splitserve.transport.messages import (
     Nack,
     Offer,
     Peer,
+    Placed,
     Refuse,
     Release,
     RequestSpec,
@@ -36,7 +38,7 @@ from splitserve.transport.messages import (
     u64,
 )
 
-BLOCK = 4
+BLOCK, NUM_LAYERS = 4, 6
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)
 PREFILL, DECODE = ("p", 1), ("d", 2)
 TARGET = Peer(worker_id="d", incarnation=2, address="tcp://d")
@@ -60,19 +62,23 @@ def spec(dispatch: int = 1, num_tokens: int = 10, request_id: str = "r", epoch: 
 class Pair:
     """A sender and a receiver, a clock, and the pipes between them. Own block ``i`` of the sender holds the prompt's block ``i``."""
 
-    def __init__(self, movers: tuple[str, ...] = ("zmq",), num_blocks: int = 16, model: ModelIdentity = MODEL) -> None:
+    def __init__(
+        self, movers: tuple[str, ...] = ("zmq",), num_blocks: int = 16, model: ModelIdentity = MODEL, slicing: LayerSlicing = WHOLE_BLOCKS
+    ) -> None:
         self.now = 0.0
         self.pool = BlockManager(num_blocks)
         self.room = (8, 0)
         meet = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=model, movers=movers)
-        self.sender = HandoffSender(meet, TIMES)
+        self.sender = HandoffSender(meet, TIMES, slicing)
         endpoints = MoverEndpoints(("shm", "zmq"), "h")
         self.receiver = HandoffReceiver(DECODE, MODEL, self.pool, endpoints, lambda: self.room, lambda: b"s" * 16, TIMES)
         self.to_receiver: list[Message] = []
         self.to_sender: list[Message] = []
         self.corrupt: list[set[int]] = []  # positions that fail the next check, and the one after it
         self.joined: list[act.Join] = []
-        self.puts: list[int] = []  # positions put
+        self.puts: list[int] = []  # positions put whole, or to the last layer
+        self.slices: list[tuple[int, int, tuple[int, int] | None]] = []  # (first position, number of blocks, layers)
+        self.checked: list[int] = []  # positions, as they were verified
         self.ended: list[act.Delivered | act.Undelivered] = []
 
     def collect(self) -> None:
@@ -83,7 +89,12 @@ class Pair:
             elif isinstance(action, act.SendHandoff):
                 sums = u64(action.source_blocks)
                 self.to_receiver.append(Handoff(spec=action.spec, lease=action.lease, token=action.token, checksums=sums))
+            elif isinstance(action, act.SendPlaced):
+                self.to_receiver.append(Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks)))
             elif isinstance(action, act.Put):
+                self.slices.append((action.items[0][0], len(action.items), action.layers))
+                if action.layers is not None and action.layers[1] < NUM_LAYERS:
+                    continue  # arrives with its last layer
                 for position, _, _ in action.items:
                     self.puts.append(position)
                     self.receiver.arrived(action.lease, position)
@@ -98,8 +109,9 @@ class Pair:
                 self.to_sender.append(received.message)
             elif isinstance(received, act.Verify):
                 found = self.corrupt.pop(0) if self.corrupt else set()
+                self.checked += received.positions
                 bad = [p for p in received.positions if p in found]
-                self.receiver.verified(received.lease, bad, self.now)
+                self.receiver.verified(received.lease, received.positions, bad, self.now)
             elif isinstance(received, act.Join):
                 self.joined.append(received)
 
@@ -124,7 +136,7 @@ class Pair:
     def compute(self, what: RequestSpec) -> None:
         blocks = list(range(-(-what.num_tokens // BLOCK)))
         self.sender.blocks_ready((7, what.dispatch), blocks, len(blocks))
-        self.sender.finish((7, what.dispatch), 42, None, self.now)
+        self.sender.finish((7, what.dispatch), blocks, 42, None, self.now)
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
@@ -169,6 +181,105 @@ def test_blocks_leave_while_the_prompt_is_computed() -> None:
     assert not pair.joined
 
 
+def test_layers_leave_while_later_ones_are_computed() -> None:
+    pair = Pair(slicing=LayerSlicing(NUM_LAYERS, 64, "layers"))
+    pair.offer(spec())
+    pair.deliver()
+    for layer in range(1, NUM_LAYERS + 1):
+        pair.sender.layers_ready((7, 1), [0, 1, 2], 3, layer)
+        pair.deliver()
+    assert pair.slices == [(0, 3, (layer, layer + 1)) for layer in range(NUM_LAYERS)]
+    pair.sender.finish((7, 1), [0, 1, 2], 42, None, pair.now)
+    pair.deliver()
+    assert len(pair.slices) == NUM_LAYERS
+    assert len(pair.joined) == 1
+
+
+def test_what_is_verified_early_is_not_verified_again() -> None:
+    pair = Pair()
+    pair.offer(spec())
+    pair.deliver()
+    pair.sender.blocks_ready((7, 1), [0, 1, 2], 2)
+    pair.deliver()
+    assert pair.checked == [0, 1]
+    pair.sender.finish((7, 1), [0, 1, 2], 42, None, pair.now)
+    pair.deliver()
+    assert pair.checked == [0, 1, 2]
+    assert len(pair.joined) == 1
+
+
+def test_a_block_found_corrupt_early_is_asked_for_with_the_handoff() -> None:
+    pair = Pair()
+    pair.corrupt = [{1}]
+    pair.offer(spec())
+    pair.deliver()
+    pair.sender.blocks_ready((7, 1), [0, 1, 2], 2)
+    pair.deliver()
+    pair.sender.finish((7, 1), [0, 1, 2], 42, None, pair.now)
+    pair.deliver()
+    assert pair.puts == [0, 1, 2, 1]
+    assert len(pair.joined) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    mode=st.sampled_from(["auto", "layers", "blocks"]),
+    rate=st.sampled_from([1e5, 1e6, 1e9]),
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    layers=st.lists(st.lists(st.integers(1, NUM_LAYERS), max_size=6), min_size=4, max_size=4),
+    granted_after=st.integers(0, 20),
+    num_cached=st.integers(0, 5),
+)
+def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
+    mode: Any, rate: float, chunks: list[int], layers: list[list[int]], granted_after: int, num_cached: int
+) -> None:
+    num_tokens = sum(chunks)
+    pair = Pair(slicing=LayerSlicing(NUM_LAYERS, 64, mode), num_blocks=32)
+    if num_cached:
+        whole(pair, spec(1, num_cached * BLOCK, "earlier"))
+        pair.slices.clear()
+    pair.room = (0, 0)
+    what = spec(2, num_tokens)
+    pair.offer(what)
+    pair.sender.moved(DECODE, int(rate), 1.0)
+    blocks = list(range(-(-num_tokens // BLOCK)))
+    put = dict.fromkeys(blocks, 0)
+    computed, moment = 0, 0
+
+    def moved_on(final: int, filling: int, num_layers: int) -> None:
+        nonlocal moment
+        moment += 1
+        if moment == granted_after:
+            pair.room = (8, 0)
+            pair.receiver.grant_waiting(pair.now)
+        pair.deliver()
+        for first, count, slice_ in pair.slices:
+            start, end = slice_ or (0, NUM_LAYERS)
+            for block in range(first, first + count):
+                assert put[block] == start
+                assert block < final or (block < filling and end <= num_layers)
+                put[block] = end
+        pair.slices.clear()
+
+    for chunk, seen in zip(chunks, layers, strict=False):
+        before, computed = computed // BLOCK, computed + chunk
+        stop = len(blocks) if computed == num_tokens else computed // BLOCK
+        assert 0 <= pair.sender.layer_stride((7, 2), stop) <= NUM_LAYERS
+        for num_layers in sorted(seen):
+            pair.sender.layers_ready((7, 2), blocks, stop, num_layers)
+            moved_on(before, stop, num_layers)
+        if computed < num_tokens:
+            pair.sender.blocks_ready((7, 2), blocks, stop)
+            moved_on(stop, stop, 0)
+    pair.sender.finish((7, 2), blocks, 42, None, pair.now)
+    granted_after = moment + 1
+    moved_on(len(blocks), len(blocks), 0)
+    assert len(pair.joined) == 1 + bool(num_cached)
+    already = pair.joined[-1].num_cached_blocks
+    assert already == min(num_cached, num_tokens // BLOCK)
+    assert [put[block] for block in blocks] == [0] * already + [NUM_LAYERS] * (len(blocks) - already)
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("fingerprint", "x"), ("dtype", "bfloat16"), ("block_size", 8), ("layout", "other"), ("block_bytes", 9)]
 )
@@ -179,6 +290,19 @@ def test_a_different_model_is_refused_in_a_sentence_that_names_the_field(field: 
     assert isinstance(ended, act.Undelivered)
     assert f"{field.replace('_', ' ')} differs" in ended.message
     assert repr(value) in ended.message
+
+
+def test_a_lease_revoked_under_a_new_incarnation_is_not_written_any_more() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver()
+    (lease,) = pair.receiver.leases()
+    revoke = Revoke(coordinator=7, dispatch=1, lease=lease, reason="fenced")
+    pair.sender.receive(("d", 3), revoke, pair.now)
+    pair.compute(spec())
+    pair.deliver()
+    assert pair.puts == []
+    assert isinstance(pair.ended[0], act.Undelivered)
 
 
 def test_no_mover_in_common() -> None:

@@ -27,28 +27,25 @@ class RunningChecksums:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._states: dict[int, xxh3_64] = {}
-        self._next_layer: dict[int, int] = {}
+        self._begun: dict[int, tuple[int, xxh3_64]] = {}  # the layer expected next, and the sum so far
+        self._done: dict[int, int] = {}
 
     def add(self, blocks: Iterable[int], first_layer: int = 0, num_layers: int | None = None) -> None:
         """These layers of these blocks are being put. Layer 0 starts a block's checksum anew; the others follow in order."""
-        end = self._pool.shape[1] if num_layers is None else first_layer + num_layers
+        size = self._pool.shape[1]
+        end = size if num_layers is None else first_layer + num_layers
         for block in blocks:
-            if first_layer == 0:
-                self._states[block] = xxh3_64()
+            if (first_layer, end) == (0, size):
+                self._done[block] = block_checksum(self._pool[block])
+                continue
+            expected, running = (0, xxh3_64()) if first_layer == 0 else self._begun.pop(block)
+            assert expected == first_layer, f"layers of block {block} put out of order"
+            running.update(self._pool[block, first_layer:end].data)
+            if end == size:
+                self._done[block] = running.intdigest()
             else:
-                assert self._next_layer.get(block) == first_layer, f"layers of block {block} put out of order"
-            self._states[block].update(self._pool[block, first_layer:end].data)
-            self._next_layer[block] = end
+                self._begun[block] = end, running
 
-    def of(self, block: int) -> int:
-        """The checksum of a block whose every layer has been put; equal to ``block_checksum``."""
-        assert self._next_layer.get(block) == self._pool.shape[1], f"not all layers of block {block} have been put"
-        checksum: int = self._states[block].intdigest()
-        return checksum
-
-    def forget(self, blocks: Iterable[int]) -> None:
-        """These blocks are no longer on their way."""
-        for block in blocks:
-            self._states.pop(block, None)
-            self._next_layer.pop(block, None)
+    def of(self, blocks: Iterable[int]) -> list[int]:
+        """The checksums of these blocks, each of which has been put with its last layer; equal to ``block_checksum``."""
+        return [self._done[block] for block in blocks]

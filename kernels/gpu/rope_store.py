@@ -1,0 +1,98 @@
+"""Per-head RMSNorm (where a model has it), rotary embedding and the write to the KV cache, in one pass over q, k and v.
+
+    q, k: x = rms_norm(x) * weight;  (a, b) = (x[:D/2], x[D/2:]);  (a cos - b sin, b cos + a sin)
+    q -> in place;  k, v -> pool[slot // block_size, layer, {0, 1}, slot % block_size], divided by their head's scale if it is float8
+
+Bytes: q, k and v of a token in and out: 4 (num_heads + 2 num_kv_heads) head_dim in 16 bits. About 10 FLOPs an element. One program
+takes some heads of one token.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS_AT_ONCE = 8
+
+
+def rope_and_store(
+    qkv: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    cos_sin: Tensor,
+    num_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm_eps: float,
+    kv_scales: Tensor | None,
+) -> Tensor:
+    """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], kv one layer of the pool, slot -1: a padding token, not written;
+    kv_scales float32 [2, num_kv_heads] -> q [num_tokens, num_heads, head_dim], which is part of ``qkv``."""
+    rows, (num_kv_heads, head_dim) = len(qkv), kv.shape[3:]
+    total = num_heads + 2 * num_kv_heads
+    assert qkv.shape[1] == total * head_dim
+    assert qkv.is_contiguous()
+    _rope_and_store_kernel[(rows, triton.cdiv(total, HEADS_AT_ONCE))](
+        qkv, kv, positions, slot_mapping, cos_sin, q_norm, k_norm, kv_scales, norm_eps, *kv.stride()[:4],
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=kv.shape[2], HEADS=HEADS_AT_ONCE,
+        DIMS=triton.next_power_of_2(head_dim // 2), NORM=q_norm is not None, SCALED=kv_scales is not None, num_warps=2,
+    )  # fmt: skip
+    return qkv.view(rows, total, head_dim)[:, :num_heads]
+
+
+@triton.jit
+def _rope_and_store_kernel(
+    qkv, kv, positions, slot_mapping, cos_sin, q_norm, k_norm, kv_scales, norm_eps,
+    stride_block, stride_value, stride_token, stride_head,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, DIMS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, DIMS)
+    is_dim = (dims < HALF)[None, :]
+    real = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_dim
+    at = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
+    a = tl.load(at, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(at + HALF, mask=real, other=0.0).to(tl.float32)
+    is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+    rotated_a = a
+    rotated_b = b
+    if NORM:
+        scale = 1.0 / tl.sqrt_rn((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + norm_eps)[:, None]
+        is_query = (heads < NUM_HEADS)[:, None]
+        weight_a = tl.where(is_query, _row(q_norm, dims, HALF), _row(k_norm, dims, HALF))
+        weight_b = tl.where(is_query, _row(q_norm + HALF, dims, HALF), _row(k_norm + HALF, dims, HALF))
+        rotated_a = (a * scale * weight_a).to(qkv.dtype.element_ty).to(tl.float32)
+        rotated_b = (b * scale * weight_b).to(qkv.dtype.element_ty).to(tl.float32)
+    angles = cos_sin + tl.load(positions + token).to(tl.int64) * HEAD_DIM
+    cos = _row(angles, dims, HALF)
+    sin = _row(angles + HALF, dims, HALF)
+    out_a = tl.where(is_value, a, rotated_a * cos - rotated_b * sin)
+    out_b = tl.where(is_value, b, rotated_b * cos + rotated_a * sin)
+
+    query = (heads < NUM_HEADS)[:, None] & is_dim
+    tl.store(at, out_a.to(qkv.dtype.element_ty), mask=query)
+    tl.store(at + HALF, out_b.to(qkv.dtype.element_ty), mask=query)
+    slot = tl.load(slot_mapping + token)
+    cached = heads - NUM_HEADS  # key heads, then value heads
+    stored = real & (cached >= 0)[:, None] & (slot >= 0)
+    if SCALED:
+        scale = tl.load(kv_scales + cached, mask=(cached >= 0) & (cached < 2 * NUM_KV_HEADS), other=1.0)[:, None]
+        out_a = tl.minimum(tl.maximum(out_a / scale, -448.0), 448.0)
+        out_b = tl.minimum(tl.maximum(out_b / scale, -448.0), 448.0)
+    slot = tl.maximum(slot, 0)
+    where = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_token
+    head = (cached // NUM_KV_HEADS) * stride_value + (cached % NUM_KV_HEADS) * stride_head
+    to = kv + where + head[:, None] + dims[None, :]
+    tl.store(to, out_a.to(kv.dtype.element_ty), mask=stored)
+    tl.store(to + HALF, out_b.to(kv.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _row(pointer, dims, HALF: tl.constexpr):
+    """float32 [1, DIMS]."""
+    return tl.load(pointer + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]

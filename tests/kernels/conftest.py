@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+GUARD = 4096  # bytes before and after each tensor
+UNTOUCHED = 0xA5
+
+
+@pytest.fixture
+def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What kernels allocate begins as NaN (integers: -1) and lies between guards, which must be whole at the end of the test."""
+    buffers: list[Tensor] = []
+    allocate = torch.empty
+
+    def guarded(*size: Any, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        num_bytes = shape.numel() * dtype.itemsize
+        buffers.append(allocate(num_bytes + 2 * GUARD, dtype=torch.uint8, device=device).fill_(UNTOUCHED))
+        return buffers[-1][GUARD : GUARD + num_bytes].fill_(0xFF).view(dtype).view(shape)
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    monkeypatch.setattr(torch, "empty_like", lambda x: guarded(*x.shape, dtype=x.dtype, device=x.device))
+    yield
+    for buffer in buffers:
+        assert (buffer[:GUARD] == UNTOUCHED).all(), "written before the beginning of a tensor"
+        assert (buffer[-GUARD:] == UNTOUCHED).all(), "written beyond the end of a tensor"

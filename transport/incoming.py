@@ -1,0 +1,81 @@
+"""One prompt on its way in: what has arrived of it, what is verified, and what is still to be checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .actions import Verify
+from .handoff import Key, PeerId
+from .messages import Grant, Handoff
+
+
+@dataclass(slots=True)
+class Incoming:
+    """``lease`` is 0 until granted. Positions count the prompt's blocks; those below ``num_cached`` do not travel."""
+
+    key: Key
+    peer: PeerId
+    request_id: str
+    epoch: int
+    num_tokens: int
+    hashes: list[bytes]
+    heard: float
+    lease: int = 0
+    grant: Grant | None = None
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    expires: float = 0.0
+    handoff: Handoff | None = None
+    handoff_at: float = 0.0
+    retried: bool = False
+    arrived: set[int] = field(default_factory=set)
+    checksums: dict[int, int] = field(default_factory=dict)  # as the sender told them
+    checking: set[int] = field(default_factory=set)
+    right: set[int] = field(default_factory=set)
+    wrong: set[int] = field(default_factory=set)
+
+    @property
+    def num_travelling(self) -> int:
+        return len(self.blocks) - self.num_cached
+
+    @property
+    def verifying(self) -> bool:
+        """The writer has done its part: what the lease waits for is our own check."""
+        return self.handoff is not None and bool(self.checking)
+
+    @property
+    def verified(self) -> bool:
+        return self.handoff is not None and len(self.right) == self.num_travelling
+
+    def told(self, first: int, checksums: list[int]) -> bool:
+        """Books what the sender says of the positions from ``first`` on. False: those are not positions that travel."""
+        if first < self.num_cached or first + len(checksums) > len(self.blocks):
+            return False
+        for position, checksum in enumerate(checksums, start=first):
+            if self.checksums.get(position, checksum) != checksum:
+                self.right.discard(position)  # put again with other content since it was checked
+            self.checksums[position] = checksum
+        return True
+
+    def checks(self) -> Verify | None:
+        """What has arrived, has a checksum, and is not checked yet."""
+        due = sorted(self.arrived & self.checksums.keys() - self.checking - self.right - self.wrong)
+        if not due:
+            return None
+        self.checking.update(due)
+        return Verify(self.lease, due, [self.blocks[p] for p in due], [self.checksums[p] for p in due])
+
+    def checked(self, positions: list[int], wrong: list[int]) -> None:
+        """Books the answer to (a part of) a Verify."""
+        self.checking.difference_update(positions)
+        self.right.update(positions)
+        self.right.difference_update(wrong)
+        self.wrong.update(wrong)
+
+    def expect_again(self) -> list[int]:
+        """The wrong positions, which are now taken as not arrived."""
+        wrong = sorted(self.wrong)
+        self.arrived -= self.wrong
+        self.wrong.clear()
+        self.retried, self.handoff = True, None
+        return wrong
