@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.select import select_kernels
+from ..kernels.select import InexactKernelsError, numerics, select_kernels
 from .attention_metadata import AttentionMetadata
 from .batch import Batch, Logprobs, SamplingParams, SamplingState, StepOutput
 from .config import ModelConfig
@@ -44,6 +44,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     max_model_len: int | None = None  # prompt and output tokens of one sequence
     num_threads: int = 1  # CPU threads of one step
+    exact: bool = False  # batch-invariant: see kernels/select.py
     pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
 
 
@@ -51,14 +52,18 @@ class ModelRunner:
     """Loads the model at construction. ``execute`` may be called from any one thread at a time."""
 
     def __init__(self, engine: EngineConfig) -> None:
-        torch.set_num_threads(engine.num_threads)
-        self._num_threads = engine.num_threads
+        self._num_torch_threads = 1 if engine.exact else engine.num_threads  # torch's own sums change with it
+        torch.set_num_threads(self._num_torch_threads)
         self.config = ModelConfig.from_folder(engine.model_path)
         self.device = select_device(engine.device)
         self.dtype = select_dtype(engine.dtype, self.device)
         self.max_model_len = _max_model_len(engine.max_model_len, self.config)
         self.fingerprint = model_fingerprint(engine.model_path)
-        kernels = select_kernels(self.device, engine.num_threads)
+        try:
+            kernels = select_kernels(self.device, engine.num_threads, engine.exact)
+        except InexactKernelsError as error:
+            raise ModelConfigError(str(error)) from error
+        self.numerics = numerics(engine.exact)
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self._model = DecoderModel(self.config, LayerLoader(checkpoint, kernels, self.dtype, self.device), self.max_model_len)
         self._sampler = Sampler(kernels, self.config.eos_token_ids)
@@ -72,7 +77,7 @@ class ModelRunner:
 
         ``on_layer``: see ``DecoderModel.forward``.
         """
-        torch.set_num_threads(self._num_threads)  # a setting of the calling thread
+        torch.set_num_threads(self._num_torch_threads)  # a setting of the calling thread
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
         rows = [int(batch.query_start_loc[i + 1]) - 1 for i in sampled]

@@ -2,7 +2,8 @@
 
 The order is: logit_bias and min_tokens, penalties, (greedy rows end here), temperature, min-p, top-k, top-p, noise. Penalties
 follow OpenAI and vLLM: repetition looks at prompt and output, presence and frequency at the output. Logprobs are those of the
-model's own distribution, before all of these. Every row depends on its own state only: never on the batch.
+model's own distribution, before all of these. Every row depends on its own state only: never on the batch. (torch's sums and
+exponentials round by where in memory a value lies, so a row that needs them is copied out first.)
 """
 
 from __future__ import annotations
@@ -72,12 +73,16 @@ class Sampler:
 
 def report_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
     """For each row of ``logits`` [n, vocab_size]: the chosen token's logprob and the ``counts[row]`` most likely tokens."""
-    norms = logits.logsumexp(dim=-1, keepdim=True)
-    own = (logits.gather(1, torch.tensor(chosen, device=logits.device).unsqueeze(1)) - norms).squeeze(1).tolist()
-    top = logits.topk(max(counts), dim=-1) if max(counts) else None
-    ids = top.indices.tolist() if top else [[]] * len(own)
-    values = (top.values - norms).tolist() if top else [[]] * len(own)
-    return [Logprobs(own[i], tuple(ids[i][:n]), tuple(values[i][:n])) for i, n in enumerate(counts)]
+    return [_report_row(row.clone(), token, count) for row, token, count in zip(logits, chosen, counts, strict=True)]
+
+
+def _report_row(row: Tensor, token: int, count: int) -> Logprobs:
+    norm = row.logsumexp(0)
+    own = float(row[token] - norm)
+    if count == 0:
+        return Logprobs(own)
+    top = row.topk(count)
+    return Logprobs(own, tuple(top.indices.tolist()), tuple((top.values - norm).tolist()))
 
 
 def _penalize_repetition(row: Tensor, state: SamplingState) -> None:

@@ -55,6 +55,11 @@ class WorkerSettings(BaseModel):
     max_model_len: int | None = Field(
         default=None, ge=1, le=1 << 20, description="Most tokens of prompt and output together. Default: the model's."
     )
+    exact: bool = Field(
+        default=False,
+        description="The same request gives the same tokens whatever shares its batch, however its prompt is chunked, whatever is cached, "
+        "and whether a worker dies on the way. All workers alike; CPUs only so far.",
+    )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
     mover: Mover = Field(default="auto", description="How KV blocks travel. auto: shm between processes of one host, else zmq.")
     drain_timeout_s: float = Field(

@@ -33,11 +33,12 @@ def keep_likely_tokens(row: Tensor, params: FilterParams) -> None:
 
 
 def _top_p_threshold(row: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The logit of the last token of the smallest set whose probability reaches top_p."""
+    """The logit of the last token of the smallest set whose probability reaches top_p. (A copy of the row lies at the same alignment
+    whatever row of the batch it is: torch's sums depend on it.)"""
     count = min(FIRST_LOOK, top_k)
     while True:
         likely = row.topk(count).values
-        norm = (likely if count == top_k else row if top_k == row.numel() else row.topk(top_k).values).logsumexp(0)
+        norm = (likely if count == top_k else row.clone() if top_k == row.numel() else row.topk(top_k).values).logsumexp(0)
         reached = (likely - norm).exp().cumsum(0) >= top_p
         if reached[-1]:
             return likely[reached.to(torch.uint8).argmax()]

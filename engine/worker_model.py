@@ -66,6 +66,7 @@ class WorkerModel:
                 kv_cache_bytes=int(cache_gib * 2**30) if cache_gib else None,
                 max_model_len=settings.max_model_len,
                 num_threads=settings.threads,
+                exact=settings.exact,
                 pool_allocator=None if on_gpu else allocate,
             )
         )
@@ -94,6 +95,7 @@ class WorkerModel:
                 "block_size": cache.layout.block_size,
                 "layout": cache.layout.description,
                 "block_bytes": cache.layout.block_bytes,
+                "numerics": runner.numerics,
             },
             eos_token_ids=frozenset(runner.config.eos_token_ids),
             max_model_len=runner.max_model_len,

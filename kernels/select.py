@@ -1,4 +1,8 @@
-"""Which kernels run a model: chosen once from the device, said in one log line."""
+"""Which kernels run a model: chosen once from the device, said in one log line.
+
+Exact kernels are batch-invariant: a token row's result does not depend on the rows beside it, on how its prompt was cut into chunks, on
+what was cached, nor on the number of threads. Two workers agree bit by bit if the names of their kernels (``numerics``) are equal.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,39 @@ from .reference import TorchKernels
 logger = logging.getLogger(__name__)
 
 
-def select_kernels(device: torch.device, num_threads: int) -> Kernels:
-    """Native kernels on CPUs where the C++ module was built; plain torch everywhere else."""
+class InexactKernelsError(Exception):
+    """Exact kernels were asked for where there are none; says what to do."""
+
+
+def select_kernels(device: torch.device, num_threads: int, exact: bool = False) -> Kernels:
+    """Native kernels on CPUs where the C++ module was built; plain torch everywhere else. Raises InexactKernelsError."""
     if device.type != "cpu":
+        if exact:
+            raise InexactKernelsError(f"exact is not available on {device}; leave it off, or use --device cpu")
         logger.info("kernels: plain torch on %s", device)
         return TorchKernels()
     try:
         from .native_cpu import INSTRUCTION_SET, NativeCpuKernels
     except ImportError:
+        if exact:
+            raise InexactKernelsError(
+                "exact needs the C++ kernels, which were not built: install a C++ compiler, then this package again; or leave exact off"
+            ) from None
         logger.warning("kernels: plain torch, slower: the C++ kernels were not built (install a C++ compiler, then this package again)")
         return TorchKernels()
-    onednn = cpu_multiplies_bfloat16()
-    logger.info("kernels: C++ for %s%s, %d thread(s)", INSTRUCTION_SET, ", bfloat16 by oneDNN" if onednn else "", num_threads)
+    onednn = cpu_multiplies_bfloat16() and not exact  # its products change with the number of rows
+    how = ", exact" if exact else ", bfloat16 by oneDNN" if onednn else ""
+    logger.info("kernels: C++ for %s%s, %d thread(s)", INSTRUCTION_SET, how, num_threads)
     return NativeCpuKernels(num_threads, onednn)
+
+
+def numerics(exact: bool) -> str:
+    """Names how results come about on this CPU: what two exact workers must share. Of those that are not exact, only that they are not."""
+    if not exact:
+        return "fast"
+    from .native_cpu import INSTRUCTION_SET
+
+    return f"exact, C++ {INSTRUCTION_SET}"
 
 
 def cpu_multiplies_bfloat16() -> bool:

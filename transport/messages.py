@@ -145,6 +145,7 @@ class ModelIdentity(Message):
     block_size: Annotated[int, Field(ge=1, le=4096)]
     layout: Name  # e.g. "block-major/v1 [num_layers=12, 2, block_size=16, num_kv_heads=4, head_dim=64]"
     block_bytes: Annotated[int, Field(ge=1, le=1 << 32)]
+    numerics: Name = "fast"  # or which exact kernels: bits agree only among the same
 
 
 class Peer(Message):

@@ -2,7 +2,11 @@
 // Online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022): running maximum m, sum l and accumulator.
 //   one query:    4 d FLOPs a key and head; bytes: each key and value once for the heads that share it. Memory-bound.
 //   many queries: tiles of KEYS keys are copied out once (transposed for q k^T) and serve all rows of a query tile. Compute-bound.
-// Keys are taken in runs that begin at multiples of the run's length in the sequence, so a row's result does not depend on chunking.
+// Keys are taken in runs that begin at multiples of the run's length in the sequence, and both kernels add in one order: a row's bits
+// are the same whichever of them computes it, in whatever chunk and batch.
+//   score:   lane j of a vector takes d = j, j + W, ...; then the lanes are added (sum8).
+//   softmax: key t of a run adds to partial sum t % W; then those are added by halves (sum).
+//   values:  one chain of fused multiply-adds in the order of the keys.
 
 constexpr int64_t KEYS = 64;  // in a run
 
@@ -44,6 +48,13 @@ static inline void sum8(const vf* x, float* out) {
 #else
   for (int i = 0; i < 8; ++i) out[i] = sum(x[i]);
 #endif
+}
+
+// The rows' partial sums, in the order of sum().
+static inline vf sum_by_halves(vf* x) {
+  for (int64_t half = W / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) x[i] += x[i + half];
+  return x[0];
 }
 
 // The running softmax of one row: p becomes exp(scores - new maximum), padded with 0 to a multiple of W.
@@ -141,19 +152,19 @@ struct OneQuery {
     }
   }
 
-  void update() {  // scores become exp(scores - new maximum)
+  void update(int64_t position) {  // scores become exp(scores - new maximum); the first key's position
     for (int64_t row = 0; row < lanes; row += W) {
       const vf before = load(m + row);
-      vf top = before, total = {};
+      vf top = before, totals[W] = {};
       for (int64_t t = 0; t < count; ++t) top = vmax(load(scores + t * lanes + row), top);
       for (int64_t t = 0; t < count; ++t) {
         const vf p = vexp(load(scores + t * lanes + row) - top);
         store(scores + t * lanes + row, p);
-        total += p;
+        totals[(position + t) % W] += p;
       }
       const vf scale = vexp(before - top);
       store(m + row, top);
-      store(l + row, load(l + row) * scale + total);
+      store(l + row, load(l + row) * scale + sum_by_halves(totals));
       store(rescale + row, scale);
     }
     for (int64_t row = 0; row < rows; ++row)
@@ -180,18 +191,70 @@ struct OneQuery {
     for (int64_t t = larger(0, length - g.window); t < length; t += count) {
       count = kv.run(t, length, item.head * D, offsets);
       score_run();
-      update();
+      update(t);
       add_run();
     }
     write_rows(acc, l, rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D);
   }
 };
 
-// scores[rows][KEYS] = q keys, keys transposed [head_dim][KEYS].
-static inline void score_strip(int rows, const float* q, int64_t head_dim, const float* keys, float* scores) {
+// A tile [MR][NV vectors] of scores; keys transposed, q [MR][head_dim]. Lanes are summed apart, then added as sum8 adds them.
+template <int MR, int NV>
+static inline __attribute__((always_inline)) void sum_lane(int64_t lane, const float* q, int64_t head_dim, const float* keys,
+                                                           vf (&acc)[MR][NV]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) acc[i][j] = vf{};
+  for (int64_t d = lane; d < head_dim; d += W) {
+    vf key[NV];
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) key[j] = load(keys + d * KEYS + j * W);
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i) {
+      const vf x = splat(q[i * head_dim + d]);
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) acc[i][j] += key[j] * x;
+    }
+  }
+}
+
+constexpr int kLeaves = W == 8 ? 8 : W / 2;  // sum8 first adds the halves of a vector of 4 or 16
+
+template <int MR, int NV, int kLeaf, int kCount>
+static inline __attribute__((always_inline)) void sum_lanes(const float* q, int64_t head_dim, const float* keys, vf (&acc)[MR][NV]) {
+  if constexpr (kCount == 1 && kLeaves == W) return sum_lane<MR, NV>(kLeaf, q, head_dim, keys, acc);
+  else {
+    vf left[MR][NV];
+    if constexpr (kCount == 1) {
+      sum_lane<MR, NV>(kLeaf, q, head_dim, keys, left);
+      sum_lane<MR, NV>(kLeaf + kLeaves, q, head_dim, keys, acc);
+    } else {
+      sum_lanes<MR, NV, kLeaf, kCount / 2>(q, head_dim, keys, left);
+      sum_lanes<MR, NV, kLeaf + kCount / 2, kCount / 2>(q, head_dim, keys, acc);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) acc[i][j] += left[i][j];
+  }
+}
+
+template <int MR>
+static void score_rows(const float* q, int64_t head_dim, const float* keys, float* scores) {
   constexpr int NV = 2;
-  for (int64_t t = 0; t < KEYS; t += NV * W) switch (rows) {
-#define ROWS(R) case R: multiply_tile<R, NV, false>(q, head_dim, 1, keys + t, KEYS, head_dim, nullptr, scores + t, KEYS); break;
+  for (int64_t t = 0; t < KEYS; t += NV * W) {
+    vf acc[MR][NV];
+    sum_lanes<MR, NV, 0, kLeaves>(q, head_dim, keys + t, acc);
+    for (int i = 0; i < MR; ++i)
+      for (int j = 0; j < NV; ++j) store(scores + i * KEYS + t + j * W, acc[i][j]);
+  }
+}
+
+// scores[rows][KEYS] = q keys.
+static inline void score_strip(int rows, const float* q, int64_t head_dim, const float* keys, float* scores) {
+  switch (rows) {
+#define ROWS(R) case R: return score_rows<R>(q, head_dim, keys, scores);
     ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #undef ROWS
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -159,19 +160,49 @@ def test_paged_attention(
     assert_close(native.paged_attention(q, pool, 1, inputs), exact.to(dtype))
 
 
-def test_attention_rows_do_not_depend_on_how_the_prompt_was_chunked(native: native_cpu.NativeCpuKernels) -> None:
-    length, block_size = 200, 16
-    pool = randn(13, 1, 2, block_size, 2, 32, dtype=torch.float32)
-    q = randn(length, 6, 32, dtype=torch.float32)
-    tables = torch.arange(13, dtype=torch.int32)[None]
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    dtype=DTYPES,
+    head_dim=HEAD_DIMS,
+    group=st.integers(1, 7),
+    length=st.integers(1, 300),
+    block_size=st.sampled_from([1, 16, 24]),
+    window=st.none() | st.integers(1, 150),
+    cuts=st.lists(st.integers(1, 299), max_size=6),
+    others=st.integers(0, 3),
+)
+def test_attention_gives_a_row_the_same_bits_in_any_chunk_and_batch(
+    native: native_cpu.NativeCpuKernels,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    length: int,
+    block_size: int,
+    window: int | None,
+    cuts: list[int],
+    others: int,
+) -> None:
+    """Whole, in chunks, token by token: so prefill and decode agree, whatever was cached."""
+    num_blocks = -(-length // block_size)
+    pool = randn(num_blocks, 1, 2, block_size, 2, head_dim, dtype=dtype) * 3
+    q = randn(length, 2 * group, head_dim, dtype=dtype, seed=1) * 3
+    tables = torch.randperm(num_blocks).int()[None]
 
     def run(start: int, stop: int) -> Tensor:
-        ends = (torch.tensor([0, stop - start], dtype=torch.int32), torch.tensor([stop], dtype=torch.int32))
-        return native.paged_attention(q[start:stop], pool, 0, AttentionInputs(*ends, tables, scale=0.2))
+        """The rows [start, stop), beside ``others`` sequences of one query each."""
+        rows = torch.cat((q[:others], q[start:stop]))
+        starts = torch.tensor([*range(others + 1), others + stop - start], dtype=torch.int32)
+        lengths = torch.tensor([min(7, length)] * others + [stop], dtype=torch.int32)
+        inputs = AttentionInputs(starts, lengths, tables.repeat(others + 1, 1), head_dim**-0.5, window)
+        return native.paged_attention(rows, pool, 0, inputs)[others:]
 
+    others = min(others, length)
     whole = run(0, length)
-    for start, stop in ((0, 7), (7, 100), (100, 164), (164, 200)):
+    edges = sorted({0, length, *(c for c in cuts if c < length)})
+    for start, stop in itertools.pairwise(edges):
         assert torch.equal(run(start, stop), whole[start:stop])
+    for row in {0, length // 2, length - 1}:
+        assert torch.equal(run(row, row + 1), whole[row : row + 1])
 
 
 def test_gumbel_argmax(native: native_cpu.NativeCpuKernels) -> None:

@@ -281,7 +281,15 @@ def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("fingerprint", "x"), ("dtype", "bfloat16"), ("block_size", 8), ("layout", "other"), ("block_bytes", 9)]
+    ("field", "value"),
+    [
+        ("fingerprint", "x"),
+        ("dtype", "bfloat16"),
+        ("block_size", 8),
+        ("layout", "other"),
+        ("block_bytes", 9),
+        ("numerics", "exact, C++ avx2"),
+    ],
 )
 def test_a_different_model_is_refused_in_a_sentence_that_names_the_field(field: str, value: Any) -> None:
     pair = Pair(model=MODEL.model_copy(update={field: value}))
