@@ -12,8 +12,9 @@ no worker holds is lost and tried again; one that a worker holds and nobody want
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from ..transport.handoff import Wait
 from ..transport.messages import (
     Alive,
     BlockEvents,
@@ -95,6 +96,11 @@ class Lifecycle:
             "moves_given_up": self._evacuation.num_given_up,
             **{f"deadlines_{stage}": count for stage, count in self.num_deadlines.items()},
         }
+
+    def waits(self) -> Iterator[Wait]:
+        """Every request here."""
+        for request_id, flight in self._flights.items():
+            yield Wait(request_id, flight.stage, flight.request.deadline)
 
     def request_ids(self, dispatches: Iterable[int]) -> list[str]:
         """The requests behind these dispatches, for people."""
@@ -192,9 +198,11 @@ class Lifecycle:
             return  # the socket says another name than the message
         for replaced in self.pools.add(hello, now):
             self._lose(replaced, "restarted", now)
-        welcome = Welcome(coordinator=self.incarnation, heartbeat_s=self.limits.heartbeat_s)
-        self._actions.append(Send(worker_id, welcome))
+        self._welcome(worker_id)
         self._pump(now)
+
+    def _welcome(self, worker_id: WorkerId) -> None:
+        self._actions.append(Send(worker_id, Welcome(coordinator=self.incarnation, heartbeat_s=self.limits.heartbeat_s)))
 
     def _fence(self, worker_id: WorkerId, now: float) -> None:
         if now - self._fenced.get(worker_id, -1e9) >= 1.0:
@@ -251,6 +259,9 @@ class Lifecycle:
         self._actions.append(Send(worker.id, Alive(coordinator=self.incarnation)))
         if worker.drain is not None:  # it has not heard yet
             self._actions.append(Send(worker.id, worker.drain))
+        if load.num_cache_reports > worker.num_cache_reports and now - worker.asked_for_cache >= self.limits.lost_after_s:
+            worker.asked_for_cache = now
+            self._welcome(worker.id)
         orphans = sorted(d for d in held if d not in self._by_dispatch)
         if orphans:
             self._actions.append(Send(worker.id, Cancel(coordinator=self.incarnation, dispatches=u32(orphans))))

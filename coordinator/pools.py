@@ -20,6 +20,8 @@ class Worker:
     load: Load | None = None
     progressed: float = 0.0  # when ``steps`` last grew, or the worker was last idle
     cached: set[bytes] = field(default_factory=set)
+    num_cache_reports: int = 0  # the last one that is booked in ``cached``
+    asked_for_cache: float = -1e9
     dispatches: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # what it says it holds
     pending: dict[int, int] = field(default_factory=dict)  # prefill: by dispatch, prompt tokens not yet computed
@@ -137,12 +139,15 @@ class Pools:
         return worker
 
     def book(self, events: BlockEvents) -> None:
-        """What a worker's prefix cache gained and lost."""
+        """What a worker's prefix cache gained and lost. A report that is old, or has one missing before it, is not booked."""
         worker = self.workers.get((events.worker_id, events.incarnation))
-        if worker is None:
+        if worker is None or events.number <= worker.num_cache_reports:
             return
         if events.reset:
             worker.cached.clear()
+        elif events.number != worker.num_cache_reports + 1:
+            return
+        worker.num_cache_reports = events.number
         worker.cached.update(from_hashes(events.stored))
         worker.cached.difference_update(from_hashes(events.removed))
 

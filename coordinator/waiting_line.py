@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator
+from math import inf
 
 from .flight import Flight
 
@@ -37,12 +38,13 @@ class WaitingLine:
 
     def serve(self, place: Callable[[Flight], bool], now: float) -> None:
         """Places from the head of the line whatever finds room."""
-        i = 0
+        i, too_long = 0, inf  # where a prompt finds no room, no longer one does
         while i < min(len(self._entries), LOOK_AHEAD):
             flight = self._entries[i][3]
-            if place(flight):
+            if flight.num_tokens < too_long and place(flight):
                 del self._entries[i]
             elif now - flight.request.arrival > self._starving_s and not flight.suspect:
                 return
             else:
+                too_long = too_long if flight.suspect else min(too_long, flight.num_tokens)
                 i += 1

@@ -5,13 +5,15 @@ It joins the batch scheduler and the receiving side of the handoff; the shell (w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ..engine.batch import SamplingParams, SamplingState, StepOutput
 from ..engine.block_manager import BlockManager
 from ..transport.actions import Join, ReceiverAction, SenderAction, Supersede, ToCoordinator
 from ..transport.block_hash import chain, root_hash
-from ..transport.handoff import Key, PeerId
+from ..transport.handoff import Key, PeerId, Wait
 from ..transport.handoff_receiver import HandoffReceiver
 from ..transport.messages import (
     BlockEvents,
@@ -28,7 +30,7 @@ from ..transport.messages import (
     from_u32,
     u32,
 )
-from ..transport.reports import block_events, logprobs_message
+from ..transport.reports import CacheReporter, logprobs_message
 from .moving import Moving
 from .scheduler import DecodeResult, DecodeScheduler, DecodeStep
 
@@ -55,6 +57,7 @@ class DecodeCore:
         self._drain_timeout_s = drain_timeout_s
         self._asked_to_drain: float | None = None  # by the coordinator: within so many seconds
         self._leave_by: float | None = None
+        self._cache_reporter = CacheReporter(scheduler.blocks)
         self._actions: list[DecodeAction] = []
         self.num_steps = 0
         self.num_tokens = 0
@@ -146,6 +149,18 @@ class DecodeCore:
             self._meet = self._meet.model_copy(update={"incarnation": incarnation})
             self.moving.rename(self._meet)
 
+    def waits(self) -> Iterator[Wait]:
+        """Everything that waits here, each until some time."""
+        yield from self.scheduler.waits()
+        yield from self.receiver.waits()
+        if self.moving is not None:
+            yield from self.moving.sender.waits()
+
+    def block_tables(self) -> Iterator[list[int]]:
+        """The blocks that are referenced, owner by owner."""
+        yield from self.scheduler.block_tables()
+        yield from self.receiver.block_tables()
+
     def load(self) -> Load:
         """The heartbeat."""
         b, s, r = self.blocks, self.scheduler, self.receiver
@@ -164,6 +179,7 @@ class DecodeCore:
             accepting=b.num_available > b.num_blocks // 16 and s.num_running + r.num_granted < s.max_num_seqs,
             draining=self._leave_by is not None,
             dispatches=u32([dispatch for _, dispatch in self._held()]),
+            num_cache_reports=self._cache_reporter.num_reports,
             counters={
                 "preemptions": s.num_preemptions,
                 "output_tokens": self.num_tokens,
@@ -174,7 +190,7 @@ class DecodeCore:
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
         """What the prefix cache gained and lost; with ``everything``, all it has."""
-        return block_events(self.worker, self.blocks, everything)
+        return self._cache_reporter.report(self.worker, everything)
 
     def room(self) -> tuple[int, int]:
         """For the receiver: (rows free, blocks to leave for the sequences that run)."""

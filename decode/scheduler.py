@@ -7,6 +7,7 @@ the tokens it has).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..engine.batch import Batch, SamplingState, StepOutput
 from ..engine.block_manager import BlockManager
 from ..engine.stopping import finish_reason, last_output_index, stop_set
 from ..transport.block_hash import chain
-from ..transport.handoff import Key
+from ..transport.handoff import Key, Wait
 from ..transport.messages import FinishReason, TokenLogprobs, u32
 
 
@@ -97,6 +98,16 @@ class DecodeScheduler:
         """The sequence, if it is here."""
         return self._by_key.get(key)
 
+    def waits(self) -> Iterator[Wait]:
+        """Every sequence here."""
+        for sequence in self._by_key.values():
+            yield Wait(sequence.key, "its end", sequence.deadline)
+
+    def block_tables(self) -> Iterator[list[int]]:
+        """The blocks that are referenced here; those of a dropped sequence too while a step uses them."""
+        yield from (sequence.blocks for sequence in self._rows)
+        yield from (sequence.blocks for sequence in self._by_key.values() if sequence.row < 0)
+
     def join(self, key: Key, request_id: str, state: SamplingState, blocks: list[int], last_hash: bytes, deadline: float) -> None:
         """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before it."""
         assert self.num_running < self.max_num_seqs, "a grant promises a row"
@@ -148,6 +159,8 @@ class DecodeScheduler:
         for sequence in self._joining:
             self._enter(sequence)
         self._joining.clear()
+        if not self._rows:
+            return None
         self._grow()
         n = len(self._rows)
         if n == 0:
@@ -188,7 +201,7 @@ class DecodeScheduler:
         self._tokens[:n] = output.token_ids
         self._positions[:n] += 1
         self._indices[:n] += 1
-        for row in np.flatnonzero(self._positions[:n] % self.block_size == 0).tolist():
+        for row in (self._positions[:n] % self.block_size == 0).nonzero()[0].tolist():
             if not step.sequences[row].doomed:
                 self._commit_newest(step.sequences[row])
         for row in [*result.finished, *result.dropped]:
@@ -222,7 +235,7 @@ class DecodeScheduler:
     def _grow(self) -> None:
         """Gives every row that begins a new block one, oldest first."""
         n = len(self._rows)
-        begins = np.flatnonzero(self._positions[:n] % self.block_size == 0).tolist()
+        begins = (self._positions[:n] % self.block_size == 0).nonzero()[0].tolist()
         for sequence in [self._rows[row] for row in begins]:
             if sequence.row < 0 or len(sequence.blocks) * self.block_size > self._positions[sequence.row]:
                 continue  # preempted just now, or the block is there

@@ -5,11 +5,13 @@ It joins the chunk scheduler and the sending side of the handoff; the shell (wor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..engine.batch import Logprobs, StepOutput
 from ..engine.block_manager import BlockManager
 from ..engine.stopping import finish_reason, last_output_index, stop_set
 from ..transport.actions import Delivered, SenderAction, ToCoordinator, Undelivered
-from ..transport.handoff import HandoffTimes, Key, PeerId
+from ..transport.handoff import HandoffTimes, Key, PeerId, Wait
 from ..transport.handoff_sender import HandoffSender
 from ..transport.layer_slicing import WHOLE_BLOCKS, LayerSlicing
 from ..transport.messages import (
@@ -28,7 +30,7 @@ from ..transport.messages import (
     from_u32,
     u32,
 )
-from ..transport.reports import block_events, logprobs_message
+from ..transport.reports import CacheReporter, logprobs_message
 from .scheduler import Chunk, PrefillScheduler, PrefillSequence, PrefillStep
 
 PrefillAction = ToCoordinator | SenderAction
@@ -51,6 +53,7 @@ class PrefillCore:
         self.scheduler = scheduler
         self.sender = HandoffSender(meet, times, slicing)
         self._eos, self._max_model_len = eos_token_ids, max_model_len
+        self._cache_reporter = CacheReporter(scheduler.blocks)
         self._prompt_logprobs: dict[Key, list[TokenLogprobs]] = {}
         self._actions: list[PrefillAction] = []
         self.num_steps = 0
@@ -160,6 +163,15 @@ class PrefillCore:
         self.worker = (meet.worker_id, meet.incarnation)
         self.sender.rename(meet)
 
+    def waits(self) -> Iterator[Wait]:
+        """Everything that waits here, each until some time."""
+        yield from self.scheduler.waits()
+        yield from self.sender.waits()
+
+    def block_tables(self) -> Iterator[list[int]]:
+        """The blocks that are referenced, owner by owner."""
+        return self.scheduler.block_tables()
+
     def load(self) -> Load:
         """The heartbeat."""
         s, b = self.scheduler, self.blocks
@@ -179,12 +191,13 @@ class PrefillCore:
             accepting=b.num_available > b.num_blocks // 16,
             draining=self._leave_by is not None,
             dispatches=u32([dispatch for _, dispatch in s.held]),
+            num_cache_reports=self._cache_reporter.num_reports,
             counters={"prompt_tokens": s.num_prompt_tokens, "cached_tokens": s.num_cached_tokens},
         )
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
         """What the prefix cache gained and lost; with ``everything``, all it has."""
-        return block_events(self.worker, self.blocks, everything)
+        return self._cache_reporter.report(self.worker, everything)
 
     def _add(self, message: Prefill, now: float) -> None:
         spec = message.spec

@@ -8,7 +8,7 @@ another prompt waits for it instead of computing it twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..engine.batch import Batch, SamplingParams, SamplingState
 from ..engine.block_manager import BlockManager
 from ..transport.block_hash import chain, root_hash
-from ..transport.handoff import Key, PeerId
+from ..transport.handoff import Key, PeerId, Wait
 from ..transport.messages import Peer, RequestSpec, from_u32
 
 
@@ -107,6 +107,16 @@ class PrefillScheduler:
     def held(self) -> list[Key]:
         """Every prompt of which anything is kept here."""
         return [*self.waiting, *self.running, *self.pinned]
+
+    def waits(self) -> Iterator[Wait]:
+        """Every prompt here, but for those that the running step takes along."""
+        for sequence in (*self.waiting.values(), *self.running.values(), *self.pinned.values()):
+            if not sequence.doomed:
+                yield Wait(sequence.key, "its handoff" if sequence.key in self.pinned else "its turn", sequence.deadline)
+
+    def block_tables(self) -> Iterator[list[int]]:
+        """The blocks that are referenced here."""
+        yield from (sequence.blocks for sequence in (*self.running.values(), *self.pinned.values()))
 
     def add(self, spec: RequestSpec, decode: Peer, now: float) -> PrefillSequence:
         """Takes a prompt in. ``spec`` has at least one token and fits the model (the coordinator saw to that)."""

@@ -202,6 +202,8 @@ class PrefillWorker:
         for earlier in [p for p in self._channels if p[0] == peer[0] and p != peer]:
             self._forget(earlier)
             self._core.sender.peer_lost(earlier, "it has restarted")
+        if peer in self._channels:
+            return  # it was given up, and is met again
         identity = identity_of(self._settings.worker_id, self._link.incarnation, peer[1])
         channel = DealerChannel.connect(action.peer.address, identity, self._key, FROM_DECODE)
         self._channels[peer] = channel
@@ -242,19 +244,23 @@ class PrefillWorker:
             self._channels[action.peer].send(handoff)
 
     def _with_mover(self, peer: PeerId, use: Callable[[], None]) -> None:
-        """A mover that fails ends the handoffs to that peer; the coordinator tries them again."""
+        """A mover that fails ends the handoffs to that peer; the coordinator tries them again. The channel stays: what is leased to us
+        there comes free when it hears that we have stopped."""
         try:
             if peer in self._channels:
                 use()
         except (TransportError, KeyError) as error:
             _log.warning("cannot hand KV blocks to %s: %s", peer[0], error)
-            self._forget(peer)
+            self._close_mover(peer)
             self._core.sender.peer_lost(peer, f"the KV mover failed: {error}")
 
-    def _forget(self, peer: PeerId) -> None:
+    def _close_mover(self, peer: PeerId) -> None:
         if (source := self._sources.pop(peer, None)) is not None:
             source.close()
             self._transfers.forget(peer)
+
+    def _forget(self, peer: PeerId) -> None:
+        self._close_mover(peer)
         if (channel := self._channels.pop(peer, None)) is not None:
             self._poller.unregister(channel.socket)
             channel.close()

@@ -26,11 +26,21 @@ itself drops late puts (CloseLease), and the blocks are free at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 PeerId = tuple[str, int]
 """(worker id, incarnation)"""
 Key = tuple[int, int]
 """(coordinator incarnation, dispatch)"""
+
+
+class Wait(NamedTuple):
+    """Something that waits in a core: nothing may, without a time at which it gives up."""
+
+    key: Key | str  # a dispatch; with the coordinator a request id
+    what: str  # what it waits for
+    until: float  # seconds of the core's clock: a tick at that time ends it
+
 
 ONE_SIDED_MOVERS = frozenset({"shm"})
 

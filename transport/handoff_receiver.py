@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from .actions import CloseLease, ExpectAgain, Join, OpenLease, ReceiverAction, Supersede, ToPeer
-from .handoff import ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId
+from .handoff import ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
 from .incoming import Incoming
 from .messages import (
     Ack,
@@ -140,6 +140,19 @@ class HandoffReceiver:
 
     def keys(self) -> list[Key]:
         return [*self._waiting, *self._granted]
+
+    def waits(self) -> Iterator[Wait]:
+        """Every handoff here. (A lease in quarantine waits for its writer's word or death: time alone cannot end it.)"""
+        for offer in self._waiting.values():
+            yield Wait(offer.key, "room, while its offer is repeated", offer.heard + self._times.waiting)
+        for incoming in self._granted.values():
+            if not incoming.verifying:
+                yield Wait(incoming.key, "blocks, under a lease", incoming.expires)
+
+    def block_tables(self) -> Iterator[list[int]]:
+        """The blocks that are referenced here: under a lease, or in quarantine."""
+        yield from (incoming.blocks for incoming in self._granted.values())
+        yield from (ended.blocks for ended in self._quarantine.values())
 
     def take(self) -> list[ReceiverAction]:
         """What is to be done since the last call, in order."""

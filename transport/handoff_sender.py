@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer, Undelivered
-from .handoff import HandoffTimes, Key, PeerId
+from .handoff import HandoffTimes, Key, PeerId, Wait
 from .layer_slicing import UNSEEN_RATE, WHOLE_BLOCKS, LayerSlicing, seen
 from .messages import (
     Ack,
@@ -85,6 +86,12 @@ class HandoffSender:
         self._meet, self._contacts = meet, {}
         for peer in peers:
             self._contact(peer)
+
+    def waits(self) -> Iterator[Wait]:
+        """Every handoff that waits for its peer. (One that waits for its own prompt ends with that.)"""
+        for out in self._outgoing.values():
+            if out.grant is None or out.sent:
+                yield Wait(out.key, "the decode worker's word", out.deadline)
 
     def take(self) -> list[SenderAction]:
         """What is to be done since the last call, in order."""
@@ -172,10 +179,10 @@ class HandoffSender:
                 self._on_nack(out, message, now)
 
     def peer_lost(self, peer: PeerId, reason: str) -> None:
-        """The decode worker is dead, unreachable, or its mover failed."""
-        self._contacts.pop(peer, None)
+        """The decode worker is dead, unreachable, or its mover failed: should it live, it hears that its leases are free."""
         for out in [o for o in self._outgoing.values() if o.peer == peer]:
             self._fail(out, "peer_lost", reason)
+        self._contacts.pop(peer, None)
 
     def tick(self, now: float) -> None:
         """Says again what was not answered, renews leases, and ends what is past its deadline."""

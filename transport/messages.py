@@ -193,14 +193,19 @@ class Load(Message):
     accepting: bool
     draining: bool = False  # it takes no new work and leaves as soon as it holds nothing
     dispatches: RowColumn = b""  # every dispatch this worker holds anything of: lost and orphaned ones show here
+    num_cache_reports: Count = 0  # BlockEvents said so far: one that was lost shows here
     counters: Annotated[dict[str, float], Field(max_length=64)] = {}  # cumulative since start
 
 
 class BlockEvents(Message):
-    """Which block hashes a worker's prefix cache gained and lost since its last report. ``reset`` first forgets all."""
+    """Which block hashes a worker's prefix cache gained and lost since its last report. ``reset`` first forgets all.
+
+    ``number`` counts a worker's reports from 1; the coordinator takes them in order, and asks for everything where one is missing.
+    """
 
     worker_id: Name
     incarnation: Incarnation
+    number: Count = 0
     reset: bool = False
     stored: HashColumn = b""
     removed: HashColumn = b""
@@ -279,7 +284,8 @@ class Goodbye(Message):
 
 
 class Welcome(Message):
-    """Answer to Hello. A worker drops all work of any other coordinator incarnation, and sends its whole cache as BlockEvents."""
+    """Answer to Hello, and said again where BlockEvents were lost. A worker drops all work of any other coordinator incarnation, and
+    sends its whole cache as BlockEvents."""
 
     coordinator: Incarnation
     heartbeat_s: Duration

@@ -26,17 +26,30 @@ class LogprobsEntry(Protocol):
     def top_logprobs(self) -> tuple[float, ...]: ...
 
 
-def block_events(worker: PeerId, cache: PrefixCache, everything: bool) -> BlockEvents | None:
-    """What the prefix cache gained and lost since the last report; with ``everything``, all it has. None: nothing to say."""
-    stored, removed = cache.take_events()
-    if everything:
-        stored, removed = cache.cached_hashes(), []
-    if not (stored or removed or everything):
-        return None
-    worker_id, incarnation = worker
-    return BlockEvents(
-        worker_id=worker_id, incarnation=incarnation, reset=everything, stored=b"".join(stored), removed=b"".join(removed)
-    )
+class CacheReporter:
+    """Numbers what a worker says of its prefix cache."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self.num_reports = 0
+
+    def report(self, worker: PeerId, everything: bool) -> BlockEvents | None:
+        """What the cache gained and lost since the last report; with ``everything``, all it has. None: nothing to say."""
+        stored, removed = self._cache.take_events()
+        if everything:
+            stored, removed = self._cache.cached_hashes(), []
+        if not (stored or removed or everything):
+            return None
+        self.num_reports += 1
+        worker_id, incarnation = worker
+        return BlockEvents(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            number=self.num_reports,
+            reset=everything,
+            stored=b"".join(stored),
+            removed=b"".join(removed),
+        )
 
 
 def logprobs_message(entry: LogprobsEntry) -> TokenLogprobs:

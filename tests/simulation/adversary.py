@@ -1,0 +1,87 @@
+"""What befalls processes: it strikes at random times until the world is calm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+class Adversary:
+    """Kills, freezes, hangs, slows down, cuts off and spills; how often is the scenario's."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.random, self.counts = world, world.random, world.counts
+        faults = world.scenario.faults
+        for every, strike in (
+            (faults.kill_every, self.kill),
+            (faults.freeze_every, self.freeze),
+            (faults.hang_every, self.hang),
+            (faults.slow_every, self.slow_down),
+            (faults.partition_every, self.partition),
+            (faults.spill_every, self.spill),
+            (faults.coordinator_restart_every, self.restart_coordinator),
+            (faults.coordinator_freeze_every, self.freeze_coordinator),
+        ):
+            if every:
+                self._again(every, strike)
+
+    def _again(self, every: float, strike: Callable[[], None]) -> None:
+        self.world.queue.after(self.random.expovariate(1 / every), self._strike, every, strike)
+
+    def _strike(self, every: float, strike: Callable[[], None]) -> None:
+        if not self.world.calm:
+            strike()
+            self._again(every, strike)
+
+    def _some_worker(self) -> str:
+        return self.random.choice(sorted(self.world.workers))
+
+    def _some_seconds(self) -> float:
+        """From a tenth of a second to three: shorter and longer than what anybody's patience is."""
+        return 0.1 * 30.0 ** self.random.random()
+
+    def kill(self) -> None:
+        worker = self.world.workers[self._some_worker()]
+        if worker.alive:
+            self.counts["kills"] += 1
+            self.world.kill(worker)
+
+    def freeze(self) -> None:
+        self.counts["freezes"] += 1
+        self.world.workers[self._some_worker()].freeze(self._some_seconds())
+
+    def hang(self) -> None:
+        """Longer than the coordinator's patience with a busy worker, or shorter."""
+        self.counts["hangs"] += 1
+        self.world.workers[self._some_worker()].hung_until = self.world.queue.now + 2 * self._some_seconds()
+
+    def slow_down(self) -> None:
+        self.counts["slow workers"] += 1
+        self.world.workers[self._some_worker()].slow_until = self.world.queue.now + self._some_seconds()
+
+    def partition(self) -> None:
+        """Between any two processes, one way or both."""
+        one, other = self.random.sample([*sorted(self.world.workers), "coordinator"], 2)
+        seconds, holds = self._some_seconds(), self.random.random() < 0.5
+        self.world.network.cut(one, other, seconds, holds)
+        if self.random.random() < 0.5:
+            self.counts["partitions"] += 1
+            self.world.network.cut(other, one, seconds, holds)
+        else:
+            self.counts["one-way partitions"] += 1
+
+    def spill(self) -> None:
+        self.counts["spills"] += 1
+        self.world.workers[self._some_worker()].blocks.spill()
+
+    def restart_coordinator(self) -> None:
+        if self.world.coordinator.alive:
+            self.counts["coordinator restarts"] += 1
+            self.world.restart_coordinator(after=self._some_seconds() / 2)
+
+    def freeze_coordinator(self) -> None:
+        self.counts["coordinator freezes"] += 1
+        self.world.coordinator.freeze(self._some_seconds() / 2)

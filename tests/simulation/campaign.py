@@ -1,0 +1,128 @@
+"""Many worlds: how they are run, what is counted, how a failure is told."""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from simulation.scenario import NAMED, Scenario, draw_scenario
+from simulation.world import World
+
+REQUESTS = 150
+"""Requests a world."""
+REST_S = 60.0
+"""Once the faults have stopped, everything must have ended and come to rest within so many (virtual) seconds."""
+
+
+def simulate(seed: int, scenario: Scenario, requests: int = REQUESTS) -> World:
+    """Requests arrive among faults; then the faults stop, and everything must come to rest. Stops at the first violation."""
+    world = World(seed, scenario)
+    try:
+        _live(world, requests)
+    except Exception as error:  # an invariant inside a core spoke first
+        traceback.print_exc()
+        world.violated(repr(error))
+    return world
+
+
+def _live(world: World, requests: int) -> None:
+    world.queue.run(0.5)
+    number = 0
+    while number < requests and not world.violations:
+        number += world.clients.arrive(number)
+        world.queue.run(world.queue.now + world.random.expovariate(world.scenario.rate))
+    if not world.violations:
+        world.queue.run(world.queue.now + world.random.random())
+        _come_to_rest(world)
+
+
+def _come_to_rest(world: World) -> None:
+    world.calm = True
+    world.network.heal()
+    calm_since = world.queue.now
+    world.queue.run_until(lambda: world.checks.at_rest() or bool(world.violations), REST_S)
+    world.rest_s = world.queue.now - calm_since
+    world.queue.run(world.queue.now + 1.0)
+    world.checks.at_end()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Worlds are thrown away whole: looking for garbage in the middle of one is wasted."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@dataclass
+class Report:
+    """What a campaign has done."""
+
+    num_requests: int = 0
+    num_worlds: int = 0
+    num_events: int = 0
+    processor_s: float = 0.0
+    longest_rest_s: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, world: World, replay: str) -> None:
+        self.num_worlds += 1
+        self.num_requests += len(world.clients.all)
+        self.num_events += world.queue.num_events
+        self.longest_rest_s = max(self.longest_rest_s, world.rest_s)
+        self.counts.update(world.counts)
+        self.messages.update(world.network.said)
+        if world.violations:
+            self.failures.append(f"{world.violations[0]}   replay: {replay}")
+
+
+    def merge(self, other: Report) -> None:
+        self.num_worlds += other.num_worlds
+        self.num_requests += other.num_requests
+        self.num_events += other.num_events
+        self.processor_s += other.processor_s
+        self.longest_rest_s = max(self.longest_rest_s, other.longest_rest_s)
+        self.counts.update(other.counts)
+        self.messages.update(other.messages)
+        self.failures += other.failures
+
+    def summary(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {
+            "requests": self.num_requests,
+            "worlds": self.num_worlds,
+            "events": self.num_events,
+            "processor_s": round(self.processor_s, 1),
+            "requests_per_processor_s": round(self.num_requests / self.processor_s, 1),
+            "longest_rest_s": round(self.longest_rest_s, 2),
+            "counts": dict(sorted(self.counts.items())),
+            "messages": dict(sorted(self.messages.items())),
+            "failures": self.failures,
+        }
+
+
+def run(first_seed: int, num_requests: int, name: str = "drawn", stop_at_failures: int = 1) -> Report:
+    """Worlds of seeds ``first_seed`` and following, until so many requests have been simulated."""
+    report = Report()
+    began, seed = time.process_time(), first_seed
+    while report.num_requests < num_requests and len(report.failures) < stop_at_failures:
+        with no_garbage_collection():
+            report.add(simulate_named(name, seed), f"cd tests && python -m simulation --scenario {name} --seed {seed}")
+        gc.collect(0)
+        seed += 1
+    report.processor_s = time.process_time() - began
+    return report
+
+
+def simulate_named(name: str, seed: int) -> World:
+    """``name``: one of ``NAMED``, or ``drawn``: the seed draws its own scenario."""
+    return simulate(seed, draw_scenario(seed) if name == "drawn" else NAMED[name])

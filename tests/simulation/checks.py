@@ -1,0 +1,79 @@
+"""The invariants that no single event shows: looked at after some ticks of each process, thoroughly now and then, and at the end.
+
+What one event can break is checked where it happens: tokens and ends in clients.py, writes and reuse of blocks in watched_blocks.py
+and decode_process.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from simulation.coordinator_process import CoordinatorProcess
+    from simulation.worker_process import WorkerProcess
+    from simulation.world import World
+
+
+class Checks:
+    """Each finding goes to ``world.violated``."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def look(self, worker: WorkerProcess, thorough: bool) -> None:
+        """Nothing waits longer than it said it would; with ``thorough``, every block's owners too."""
+        for wait in worker.core.waits():
+            if not worker.now < wait.until < inf:
+                self.world.violated(f"{worker.name}: {wait.key} waits for {wait.what} until {wait.until}, and it is {worker.now}")
+        if thorough:
+            worker.blocks.audit(worker.block_tables())
+
+    def look_at_coordinator(self, coordinator: CoordinatorProcess) -> None:
+        """Every client that waits is known, and its wait ends."""
+        waits = list(coordinator.core.waits())
+        if {wait.key for wait in waits} != {i for i, c in self.world.clients.pending.items() if c.coordinator is coordinator}:
+            self.world.violated("the coordinator and the clients do not agree on who waits")
+        for wait in waits:
+            if not coordinator.now < wait.until < inf:
+                self.world.violated(f"coordinator: {wait.key} waits for {wait.what} until {wait.until}, and it is {coordinator.now}")
+
+    def at_rest(self) -> bool:
+        """Faults have stopped: is everybody done, and has everybody let go?"""
+        world = self.world
+        return not world.clients.pending and not any(True for _ in self.left_over())
+
+    def left_over(self) -> Iterable[str]:
+        """What should not be there once everybody is done."""
+        for worker in self.world.workers.values():
+            if not worker.awake:
+                yield f"{worker.name} is dead or frozen"
+            elif worker.blocks.num_used:
+                yield f"{worker.name}: {worker.blocks.num_used} blocks are in use"
+            elif list(worker.core.waits()):
+                yield f"{worker.name}: waits for {next(iter(worker.core.waits()))}"
+        core = self.world.coordinator.core
+        if not self.world.coordinator.awake:
+            yield "the coordinator is dead or frozen"
+        if core.num_flights or core.num_queued:
+            yield f"the coordinator holds {core.num_flights} requests"
+        if {w.id for w in self.world.workers.values()} != set(core.pools.workers):
+            yield f"the coordinator knows {sorted(core.pools.workers)}"
+        for known in core.pools.workers.values():
+            if known.dispatches or known.pending or known.pending_blocks:
+                yield f"the coordinator counts work for {known.hello.worker_id}"
+
+    def at_end(self) -> None:
+        """At rest for a while: nothing is left over, and the coordinator knows what is really cached where."""
+        for client in self.world.clients.pending.values():
+            self.world.violated(f"{client.request.request_id}: never ended")
+        for what in self.left_over():
+            self.world.violated(f"at the end: {what}")
+        known = self.world.coordinator.core.pools.workers
+        for worker in self.world.workers.values():
+            worker.blocks.audit(worker.block_tables())
+            if worker.blocks.num_free + worker.blocks.num_cached != worker.num_blocks:
+                self.world.violated(f"{worker.name}: {worker.blocks.num_used} blocks leaked")
+            if worker.id in known and known[worker.id].cached != set(worker.blocks.cached_hashes()):
+                self.world.violated(f"the coordinator does not know what {worker.name} has cached")

@@ -1,0 +1,171 @@
+"""The clients: what they ask, what they see, and whether it is what they were promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from simulation.model import EOS, VOCABULARY, expected_output, logprob
+from simulation.worker_process import MAX_MODEL_LEN
+
+from splitserve.coordinator.flight import End, Push, PushPromptLogprobs
+from splitserve.coordinator.request import Ended, GenerationRequest
+from splitserve.transport.messages import Sampling
+
+if TYPE_CHECKING:
+    from simulation.coordinator_process import CoordinatorProcess
+    from simulation.world import World
+
+FAIR_ENDS = ("deadline", "unavailable")
+"""Errors that a client may meet; whether each was due is checked."""
+
+
+class NullSink:
+    """The lifecycle never calls a sink; its shell does."""
+
+    def push(self, token_id: int, logprobs: object) -> None: ...
+    def push_prompt_logprobs(self, logprobs: object) -> None: ...
+    def flush(self) -> None: ...
+    def end(self, ended: object) -> None: ...
+
+
+SINK = NullSink()
+
+
+@dataclass(slots=True)
+class Client:
+    """What one client has seen."""
+
+    request: GenerationRequest
+    coordinator: CoordinatorProcess  # its connection breaks with this process
+    expected: list[int]
+    reason: str
+    num_tokens: int = 0
+    has_prompt_logprobs: bool = False
+    ended: Ended | None = None
+    cancelled: bool = False
+    orphaned: bool = False
+
+
+class Clients:
+    """Every client that ever was. Each event is checked when it comes."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.random, self.counts = world, world.random, world.counts
+        self.faults = world.scenario.faults
+        self.all: dict[str, Client] = {}
+        self.pending: dict[str, Client] = {}
+
+    # --- what they ask ---------------------------------------------------------------------------
+
+    def arrive(self, number: int) -> int:
+        """One client's request: one sequence, or a few of the same prompt (n > 1). Returns how many."""
+        draw = self.random
+        prefix = [1 + (draw.randrange(4) * 31 + i) % (VOCABULARY - 1) for i in range(draw.choice((0, 0, 8, 30)))]
+        prompt = prefix + [draw.randrange(1, VOCABULARY) for _ in range(draw.choice((2, 7, 16, 40)))]
+        priority, salt = draw.choice((0, 0, 0, 1, -1)), draw.choice((b"", b"", b"", b"tenant"))
+        num_choices = draw.choice((1,) * 9 + (3,))
+        sampling, prompt_logprobs = self._sampling()
+        timeout = draw.uniform(0.02, 2.0) if self.faults.short_deadline and draw.random() < self.faults.short_deadline else 90.0
+        for i in range(num_choices):
+            request = GenerationRequest(f"r{number + i}", prompt, sampling, SINK, 0.0, timeout, priority, salt)
+            request.prompt_logprobs, request.session = prompt_logprobs, draw.choice(("", "a", "b"))
+            self.world.coordinator.run(self._submit, request, self.world.coordinator)
+        return num_choices
+
+    def _sampling(self) -> tuple[Sampling, int | None]:
+        draw = self.random
+        max_tokens = draw.choice((1, 2, 4, 8, 16, 30))
+        prompt_logprobs = 0 if draw.random() < 0.03 else None
+        if prompt_logprobs is not None and draw.random() < 0.3:
+            max_tokens = 0
+        sampling = Sampling(
+            max_tokens=max_tokens,
+            min_tokens=draw.choice((0, 0, 0, 3)),
+            temperature=0.0,
+            ignore_eos=draw.random() < 0.3,
+            stop_token_ids=(draw.randrange(VOCABULARY),),
+            logprobs=draw.choice((None, None, None, None, 0)),
+        )
+        return sampling, prompt_logprobs
+
+    def _submit(self, request: GenerationRequest, coordinator: CoordinatorProcess) -> None:
+        """The coordinator reads it: it counts from now on."""
+        request.arrival, request.deadline = coordinator.now, coordinator.now + request.deadline
+        sampling = request.sampling
+        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else EOS)
+        expected, reason = expected_output(request.prompt_token_ids, sampling.max_tokens, sampling.min_tokens, stops, MAX_MODEL_LEN)
+        client = Client(request, coordinator, expected, reason)
+        self.all[request.request_id] = self.pending[request.request_id] = client
+        coordinator.submit(request)
+        if self.faults.cancel and self.random.random() < self.faults.cancel:
+            self.world.queue.after(self.random.choice((0.02, 0.2, 1.0)) * self.random.random(), self._leave, client)
+
+    def _leave(self, client: Client) -> None:
+        if client.ended is None and not client.orphaned:
+            self.counts["cancellations"] += 1
+            client.cancelled = True
+            client.coordinator.run(client.coordinator.cancel, client.request.request_id)
+
+    def coordinator_died(self, coordinator: CoordinatorProcess) -> None:
+        for client in list(self.pending.values()):
+            if client.coordinator is coordinator:
+                client.orphaned = True
+                del self.pending[client.request.request_id]
+
+    # --- what they see ---------------------------------------------------------------------------
+
+    def pushed(self, push: Push) -> None:
+        client = self.all[push.request.request_id]
+        at, token = client.num_tokens, push.token
+        client.num_tokens += 1
+        if client.ended is not None:
+            self._violated(client, "a token after the end")
+        if at >= len(client.expected) or client.expected[at] != token:
+            self._violated(client, f"token {at} is wrong")
+        asked = client.request.sampling.logprobs is not None
+        if asked != (push.logprobs is not None) or (push.logprobs is not None and push.logprobs.logprob != logprob(token)):
+            self._violated(client, f"the logprobs of token {at} are wrong")
+        if client.request.prompt_logprobs is not None and not client.has_prompt_logprobs:
+            self._violated(client, "a token before the prompt's logprobs")
+
+    def pushed_prompt_logprobs(self, push: PushPromptLogprobs) -> None:
+        client = self.all[push.request.request_id]
+        if client.has_prompt_logprobs or client.ended is not None:
+            self._violated(client, "the prompt's logprobs came again or too late")
+        client.has_prompt_logprobs = True
+        if [entry.logprob for entry in push.logprobs] != [logprob(t) for t in client.request.prompt_token_ids[1:]]:
+            self._violated(client, "the prompt's logprobs are wrong")
+
+    def ended(self, end: End, coordinator: CoordinatorProcess) -> None:
+        ended, client = end.ended, self.all[end.request.request_id]
+        if client.ended is not None:
+            self._violated(client, "ended twice")
+            return
+        client.ended = ended
+        self.pending.pop(client.request.request_id, None)
+        self.counts[f"ended: {ended.error or ended.finish_reason or 'cancelled'}"] += 1
+        for problem in self._problems(client, ended, coordinator):
+            self._violated(client, problem)
+
+    def _problems(self, client: Client, ended: Ended, coordinator: CoordinatorProcess) -> Iterable[str]:
+        request, now = client.request, coordinator.now
+        if ended.error is not None and ended.error not in FAIR_ENDS:
+            yield f"{ended.error}: {ended.message}"
+        if ended.error == "deadline" and now < request.deadline - 2.1 * self.faults.clock_drift * (request.deadline - request.arrival):
+            yield "its deadline had not passed"
+        if ended.error == "unavailable" and not coordinator.core.pools.gap:
+            yield "unavailable, but the workers are there"
+        if ended.finish_reason is not None and (client.num_tokens != len(client.expected) or ended.finish_reason != client.reason):
+            yield f"finished with {client.num_tokens} of {len(client.expected)} tokens, by {ended.finish_reason}"
+        if ended.finish_reason is None and ended.error is None and not client.cancelled:
+            yield "ended as if cancelled"
+        if request.prompt_logprobs is not None and ended.finish_reason is not None and not client.has_prompt_logprobs:
+            yield "the prompt's logprobs never came"
+        stages = ended.stages
+        if abs(stages.queue + stages.prefill + stages.handoff + stages.decode - (now - request.arrival)) > 1e-3:
+            yield "its stages do not add up to its time"
+
+    def _violated(self, client: Client, what: str) -> None:
+        self.world.violated(f"{client.request.request_id}: {what}")

@@ -1,0 +1,74 @@
+"""The coordinator's process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simulation.process import Process
+from simulation.worker_process import HEARTBEAT_S, PeerId
+
+from splitserve.coordinator.flight import Action, End, Push, PushPromptLogprobs, Send
+from splitserve.coordinator.lifecycle import Lifecycle, LifecycleLimits
+from splitserve.coordinator.request import GenerationRequest
+from splitserve.transport.messages import Message
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+TICK_S = 0.05
+LIMITS = LifecycleLimits(
+    max_queue=10**6,
+    max_attempts=40,
+    max_deaths=40,
+    dead_after_s=0.6,
+    progress_timeout_s=2.0,
+    heartbeat_s=HEARTBEAT_S,
+    lost_after_s=0.4,
+    unserved_s=30.0,
+    starving_s=1.0,
+)
+
+
+class CoordinatorProcess(Process):
+    """The real lifecycle; what it says to clients goes to ``world.clients``."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, "coordinator")
+        self.core = Lifecycle(world.next_number(), world.scenario.cluster.policy, LIMITS)
+        self._num_ticks = 0
+        self._tick()
+
+    def submit(self, request: GenerationRequest) -> None:
+        self._carry_out(self.core.submit(request, self.now))
+
+    def cancel(self, request_id: str) -> None:
+        self._carry_out(self.core.cancel(request_id, self.now))
+
+    def hear(self, worker: PeerId, message: Message) -> None:
+        self._carry_out(self.core.receive(worker, message, self.now))
+
+    def _tick(self) -> None:
+        self.after(TICK_S, self._tick)
+        self._carry_out(self.core.tick(self.now))
+        self._num_ticks += 1
+        if self._num_ticks % 4 == 0:
+            self.world.checks.look_at_coordinator(self)
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        clients = self.world.clients
+        for action in actions:
+            if type(action) is Push:
+                clients.pushed(action)
+            elif type(action) is Send:
+                self._send(action)
+            elif type(action) is End:
+                clients.ended(action, self)
+            elif type(action) is PushPromptLogprobs:
+                clients.pushed_prompt_logprobs(action)
+            else:
+                raise TypeError(f"the simulator does not know the action {action}")
+
+    def _send(self, send: Send) -> None:
+        worker = self.world.workers.get(send.worker[0])
+        if worker is not None:
+            self.world.network.send(self.name, worker.name, send.message, worker.run, worker.hear_coordinator, send.worker)

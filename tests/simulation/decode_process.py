@@ -1,0 +1,138 @@
+"""A decode worker's process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from simulation.model import EOS
+from simulation.movers import ParcelTarget
+from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN, MODEL, TIMES, PeerId, WorkerProcess
+
+from splitserve.decode.core import DecodeCore
+from splitserve.decode.scheduler import DecodeScheduler
+from splitserve.transport import actions as act
+from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.messages import Meet, Message
+
+if TYPE_CHECKING:
+    from simulation.prefill_process import PrefillProcess
+    from simulation.world import World
+
+
+Channel = tuple["PrefillProcess", PeerId]
+"""Its other end, and the incarnation of ours that it was opened to: who opened it takes all that comes on it for that one's word."""
+
+
+class DecodeProcess(WorkerProcess):
+    """``core`` is the real one; its memory may be written by others."""
+
+    role = "decode"
+    base_step_s = 0.008
+    core: DecodeCore
+
+    def __init__(self, world: World, name: str, host: str, num_blocks: int) -> None:
+        self._target = ParcelTarget()
+        self._checks: deque[act.Verify] = deque()
+        self._peers: dict[PeerId, Channel] = {}  # who can be answered
+        self._watched: dict[PeerId, PrefillProcess] = {}  # writers of this host, whose end is seen
+        super().__init__(world, name, host, num_blocks)
+
+    def make_core(self) -> DecodeCore:
+        scheduler = DecodeScheduler(self.blocks, BLOCK_SIZE, self.world.scenario.cluster.max_num_seqs, MAX_MODEL_LEN, EOS)
+        endpoints = MoverEndpoints(("shm", "zmq"), self.host, shm_name="shm", data_address=str(self.pid))
+        receiver = HandoffReceiver(
+            self.id, MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: self.world.random.randbytes(16), TIMES
+        )
+        return DecodeCore(self.id, scheduler, receiver, MODEL.fingerprint)
+
+    def take(self) -> list[Any]:
+        return self.core.take(self.now)
+
+    def from_coordinator(self, message: Message) -> None:
+        self.core.from_coordinator(message)
+
+    def take_new_incarnation(self) -> None:
+        self.incarnation = self.world.next_number()
+        self.core.rename(self.incarnation)
+
+    def block_tables(self) -> Iterable[Sequence[int]]:
+        return self.core.block_tables()
+
+    def heartbeat(self) -> None:
+        for peer, writer in list(self._watched.items()):
+            if not writer.alive:
+                del self._watched[peer]
+                self._peers.pop(peer, None)
+                self.core.receiver.writer_gone(peer)
+        super().heartbeat()
+
+    def hear_peer(self, peer: PeerId, channel: Channel, message: Message) -> None:
+        self._peers[peer] = channel
+        if isinstance(message, Meet) and message.host == self.host:
+            self._watched[peer] = channel[0]
+        self.core.from_peer(peer, message, self.now)
+        self.turn()
+
+    def do(self, action: Any) -> None:
+        match action:
+            case act.ToPeer():
+                if (channel := self._peers.get(action.peer)) is not None:
+                    sender, opened_to = channel
+                    self.world.network.send(self.name, sender.name, action.message, sender.run, sender.hear_peer, opened_to, action.peer)
+            case act.Verify():
+                self._verify(action)
+            case act.OpenLease():
+                self._target.open(action.lease, action.secret, action.targets)
+            case act.ExpectAgain():
+                self._target.expect_again(action.lease, action.positions)
+            case act.CloseLease():
+                self._target.close(action.lease)
+                self._checks = deque(check for check in self._checks if check.lease != action.lease)
+            case act.Join() | act.Supersede():
+                pass  # the core has seen to it
+            case _:
+                raise TypeError(f"the simulator does not know the action {action}")
+
+    def _verify(self, action: act.Verify) -> None:
+        """A little in each turn of the loop: most are known at once, some later, some in two parts."""
+        random = self.world.random.random
+        if len(action.positions) > 1 and random() < 0.3:
+            action, rest = action.split(1 + int(random() * (len(action.positions) - 1)))
+            self._checks.append(rest)
+            self.after(0.004 * random(), self._check_rest)
+        if random() < 0.2:
+            self._checks.append(action)
+            self.after(0.004 * random(), self._check_rest)
+        else:
+            self._check(action)
+
+    def _check_rest(self) -> None:
+        if self._checks:
+            self._check(self._checks.popleft())
+            self.turn()
+
+    def _check(self, check: act.Verify) -> None:
+        rows = zip(check.positions, check.blocks, check.checksums, strict=True)
+        wrong = [position for position, block, checksum in rows if self.memory.checksum(block) != checksum]
+        self.world.counts["corrupt blocks found"] += len(wrong)
+        self.core.receiver.verified(check.lease, check.positions, wrong, self.now)
+
+    def on_parcel(self, lease: int, secret: bytes, parcel: list[tuple[int, list[int]]]) -> None:
+        """The two-sided mover: whole blocks at places that are expected, or nothing."""
+        whole = all(len(values) == BLOCK_SIZE for _, values in parcel)
+        blocks = self._target.take_in(lease, secret, [position for position, _ in parcel]) if whole else None
+        if blocks is None:
+            self.world.counts["parcels refused"] += 1
+            return
+        for block, (position, values) in zip(blocks, parcel, strict=True):
+            self.memory.write(block, 0, values)
+            self.core.receiver.arrived(lease, position)
+        self.turn()
+
+    def written_by_peer(self, lease: int, block: int, start: int, values: list[int]) -> None:
+        """The one-sided mover: the memory changes, whatever this process thinks or does."""
+        if block not in self.core.receiver.blocks_open_to(lease):
+            self.world.violated(f"{self.name}: block {block} was written under lease {lease}, which had ended")
+        self.memory.write(block, start, values)

@@ -1,0 +1,67 @@
+"""Messages between processes, as badly carried as the adversary likes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from splitserve.transport.codec import decode, encode
+from splitserve.transport.messages import Message
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+LATE_S = 1.5
+ENCODED = 0.01
+"""This share of all messages really goes through the codec: what a core says must be valid on the wire."""
+
+
+class Network:
+    """Between processes named by ``source`` and ``target``. A partition swallows what it stops, or holds it back until it heals."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.random, self.queue = world, world.random, world.queue
+        self.faults, self.counts = world.scenario.faults, world.counts
+        self.said: Counter[str] = Counter()  # messages by type
+        self._cuts: dict[tuple[str, str], tuple[float, bool]] = {}  # until when, and whether messages are held back
+
+    def cut(self, source: str, target: str, seconds: float, holds: bool) -> None:
+        """From now on nothing passes from ``source`` to ``target``."""
+        self._cuts[(source, target)] = (self.queue.now + seconds, holds)
+
+    def heal(self) -> None:
+        self._cuts.clear()
+
+    def send(self, source: str, target: str, message: Message, receive: Callable[..., None], *args: Any) -> None:
+        """Calls ``receive(*args, message)`` some time later; perhaps never, perhaps twice."""
+        random, faults = self.random.random, self.faults
+        self.said[type(message).__name__] += 1
+        if random() < ENCODED:
+            message = decode(encode(message), (type(message),))
+        delay = 0.0002 + 0.0008 * random()
+        if not self.world.calm:
+            if self._cuts and (delay := self._held(source, target, delay)) < 0:
+                return
+            if faults.drop and random() < faults.drop:
+                self.counts["messages dropped"] += 1
+                return
+            if faults.mangle and random() < faults.mangle:
+                self.counts["messages mangled"] += 1
+                return
+            if faults.late and random() < faults.late:
+                self.counts["messages late"] += 1
+                delay = 0.01 + LATE_S * random()
+            if faults.double and random() < faults.double:
+                self.counts["messages doubled"] += 1
+                self.queue.after(delay + LATE_S * random() ** 4, receive, *args, message)
+        self.queue.after(delay, receive, *args, message)
+
+    def _held(self, source: str, target: str, delay: float) -> float:
+        """The delay through a partition, if there is one here; negative: what is sent is lost."""
+        until, holds = self._cuts.get((source, target), (0.0, False))
+        left = until - self.queue.now
+        if left <= 0:
+            return delay
+        self.counts["messages held by a partition" if holds else "messages lost in a partition"] += 1
+        return left + delay if holds else -1.0

@@ -1,0 +1,87 @@
+"""A process: what runs in it runs only while it lives, and not while it is frozen; it has a clock of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from simulation.clock import Event, LocalClock
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+class Process:
+    """Base of the coordinator and the workers. Frozen, it hears what came meanwhile when it thaws, in the order of arrival."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.alive = True
+        drift = world.scenario.faults.clock_drift
+        self.clock = LocalClock(world.queue, world.random.uniform(0.0, 1e5), 1.0 + world.random.uniform(-drift, drift))
+        self._frozen_until = -1.0
+        self._backlog: deque[tuple[Event, tuple[Any, ...]]] = deque()
+        self._rest: list[tuple[Event, tuple[Any, ...]]] = []  # of the event in whose middle the process froze
+        self._inside = self._waking = False
+
+    @property
+    def now(self) -> float:
+        """Seconds of this process's own clock."""
+        return self.clock.now
+
+    @property
+    def frozen(self) -> bool:
+        return self.world.queue.now < self._frozen_until
+
+    @property
+    def awake(self) -> bool:
+        """It lives, and has heard all that came."""
+        return self.alive and not self.frozen and not self._backlog
+
+    def freeze(self, seconds: float) -> None:
+        self._frozen_until = max(self._frozen_until, self.world.queue.now + seconds)
+
+    def die(self) -> None:
+        self.alive = False
+        self._backlog.clear()
+        self._rest.clear()
+
+    def after(self, delay: float, event: Event, *args: Any) -> None:
+        self.world.queue.after(delay, self.run, event, *args)
+
+    def run(self, event: Event, *args: Any) -> None:
+        """Runs the event in this process as soon as may be. Called from within one of its events, it is a part of that event."""
+        if not self.alive:
+            return
+        if self._inside:
+            if self.frozen:
+                self._rest.append((event, args))
+            else:
+                event(*args)
+        elif self._backlog or self.frozen:
+            self._backlog.append((event, args))
+            self._wake_later()
+        else:
+            self._execute(event, args)
+
+    def _execute(self, event: Event, args: tuple[Any, ...]) -> None:
+        self._inside = True
+        event(*args)
+        self._inside = False
+        if self._rest:
+            self._backlog.extendleft(reversed(self._rest))
+            self._rest.clear()
+            self._wake_later()
+
+    def _wake_later(self) -> None:
+        if not self._waking:
+            self._waking = True
+            self.world.queue.after(max(0.0, self._frozen_until - self.world.queue.now), self._thaw)
+
+    def _thaw(self) -> None:
+        self._waking = False
+        while self._backlog and self.alive and not self.frozen:
+            event, args = self._backlog.popleft()
+            self._execute(event, args)
+        if self._backlog and self.alive:
+            self._wake_later()

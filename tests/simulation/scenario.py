@@ -1,0 +1,131 @@
+"""What a world is like: how cruel its adversary is, how large its cluster, what its clients want.
+
+Most seeds draw their own scenario: which faults are there at all, how frequent each is, how little memory there is. Faults that are
+always all there hide what happens when only some of them meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from splitserve.coordinator.routing import Policy
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Probabilities per message, put or step; mean seconds between events (0: never)."""
+
+    # per message
+    drop: float = 0.0
+    double: float = 0.0
+    late: float = 0.0  # delayed by up to ``LATE_S``, and so overtaken
+    mangle: float = 0.0  # arrives corrupt: the channel refuses it
+    # per put, or per parcel of one
+    corrupt_put: float = 0.0  # something else is written
+    partial_put: float = 0.0  # half of a block is written
+    double_put: float = 0.0
+    late_put: float = 0.0
+    lost_put: float = 0.0
+    mover_error: float = 0.0
+    freeze_in_put: float = 0.0  # a one-sided writer is stopped in the middle of its copy
+    die_in_put: float = 0.0
+    # per step
+    step_error: float = 0.0
+    # mean seconds between
+    kill_every: float = 0.0
+    freeze_every: float = 0.0
+    hang_every: float = 0.0  # a step does not end, while the worker's loop goes on
+    slow_every: float = 0.0
+    partition_every: float = 0.0
+    spill_every: float = 0.0  # a worker's prefix cache is emptied
+    coordinator_restart_every: float = 0.0
+    coordinator_freeze_every: float = 0.0
+    # clocks and clients
+    clock_drift: float = 0.0  # share by which a process's clock may run too fast or too slow
+    cancel: float = 0.0  # share of requests whose client leaves at some time
+    short_deadline: float = 0.0  # share of requests with less than two seconds
+
+
+@dataclass(frozen=True)
+class Cluster:
+    num_prefill: int = 2
+    num_decode: int = 2
+    num_hosts: int = 1  # workers of one host hand blocks over by a one-sided mover, if they have it
+    one_sided: float = 0.5  # share of prefill workers that have it
+    prefill_blocks: int = 160
+    decode_blocks: int = 160
+    max_num_seqs: int = 8
+    max_batch_tokens: int = 48
+    policy: Policy = "hybrid"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    faults: Faults = field(default_factory=Faults)
+    cluster: Cluster = field(default_factory=Cluster)
+    rate: float = 100.0  # requests a second
+
+
+NETWORK = Faults(drop=0.01, double=0.02, late=0.02, mangle=0.002, partition_every=0.8, cancel=0.1)
+PROCESSES = Faults(kill_every=0.5, freeze_every=0.5, hang_every=1.5, slow_every=1.0, step_error=0.002, clock_drift=0.02, cancel=0.1)
+MOVERS = Faults(
+    corrupt_put=0.02,
+    partial_put=0.01,
+    double_put=0.02,
+    late_put=0.02,
+    lost_put=0.01,
+    mover_error=0.01,
+    freeze_in_put=0.005,
+    die_in_put=0.003,
+    late=0.01,
+    cancel=0.1,
+)
+EVERYTHING = replace(
+    MOVERS,
+    drop=0.005,
+    double=0.01,
+    mangle=0.001,
+    partition_every=1.2,
+    kill_every=0.8,
+    freeze_every=0.8,
+    hang_every=2.0,
+    slow_every=1.5,
+    step_error=0.001,
+    spill_every=1.0,
+    clock_drift=0.01,
+    coordinator_restart_every=5.0,
+    coordinator_freeze_every=4.0,
+    short_deadline=0.03,
+)
+FEW_BLOCKS = Cluster(prefill_blocks=40, decode_blocks=28)
+NAMED = {
+    "calm": Scenario(),
+    "network": Scenario(NETWORK),
+    "processes": Scenario(PROCESSES),
+    "movers": Scenario(MOVERS),
+    "memory": Scenario(Faults(cancel=0.1, spill_every=0.5), FEW_BLOCKS),
+    "echoes": Scenario(Faults(drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1)),
+    "everything": Scenario(EVERYTHING),
+}
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The scenario of a seed: half of all faults, from half to twice as frequent as in ``EVERYTHING``."""
+    random = Random(f"scenario {seed}")
+    chosen: dict[str, float] = {}
+    for name, value in vars(EVERYTHING).items():
+        if random.random() < 0.5:
+            chosen[name] = value * 2 ** random.uniform(-1.0, 1.0)
+    cluster = Cluster(
+        num_prefill=random.choice([1, 2, 2, 3]),
+        num_decode=random.choice([1, 2, 2, 3]),
+        num_hosts=random.choice([1, 1, 2]),
+        one_sided=random.choice([0.0, 0.5, 1.0]),
+        prefill_blocks=random.choice([40, 80, 160]),
+        decode_blocks=random.choice([28, 60, 160]),
+        max_num_seqs=random.choice([2, 8, 8]),
+        max_batch_tokens=random.choice([16, 48, 48]),
+        policy=random.choice(["hybrid", "hybrid", "round_robin", "least_loaded", "prefix", "sticky"]),
+    )
+    return Scenario(Faults(**chosen), cluster, rate=random.choice([40.0, 100.0, 200.0]))

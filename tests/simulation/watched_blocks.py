@@ -1,0 +1,80 @@
+"""A block manager that is looked at: whatever it does is compared with what really happens to the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from splitserve.engine.block_manager import BlockManager
+
+if TYPE_CHECKING:
+    from simulation.worker_process import WorkerProcess
+
+
+class WatchedBlocks(BlockManager):
+    """Every change is checked when it happens; ``audit`` checks everything at once."""
+
+    def __init__(self, num_blocks: int, process: WorkerProcess) -> None:
+        super().__init__(num_blocks)
+        self._process = process
+        self.in_step: set[int] = set()  # read or written by the step that runs
+
+    def allocate(self, count: int) -> list[int] | None:
+        blocks = super().allocate(count)
+        for block in blocks or ():
+            if block in self.in_step:
+                self._violated(f"block {block} is given out while a step uses it")
+            if block in self._process.leaving:
+                self._violated(f"block {block} is given out before it has left")
+            for writer, writing in self._process.writers.items():
+                if block in writing:
+                    self._violated(f"block {block} is given out while {writer.name} is about to write it")
+        return blocks
+
+    def commit(self, block: int, block_hash: bytes, parent: bytes | None) -> None:
+        """A hash has the same content wherever and whenever it is stored."""
+        super().commit(block, block_hash, parent)
+        content = self._process.memory.checksum(block)
+        if self._process.world.contents.setdefault(block_hash, content) != content:
+            self._violated(f"block {block} is stored with other content than its hash stands for")
+
+    def begin_put(self, blocks: Iterable[int]) -> None:
+        """These are sent: they must be held."""
+        for block in blocks:
+            if not self._references[block]:
+                self._violated(f"block {block} is sent, but nothing here holds it")
+
+    def begin_step(self, tables: Sequence[Sequence[int]], written: Iterable[int]) -> None:
+        """A step is about to run: what it writes is one sequence's alone."""
+        for table in tables:
+            self.in_step.update(table)
+        for block in written:
+            if self._references[block] != 1:
+                self._violated(f"block {block} is written with {self._references[block]} references")
+            if self._hash[block] is not None:
+                self._violated(f"block {block} is written though others may find it by its hash")
+
+    def audit(self, owners: Iterable[Sequence[int]]) -> None:
+        """Each block's references are those of its owners, it is in exactly one state, and what is stored is what its hash stands for."""
+        references = [0] * self.num_blocks
+        for blocks in owners:
+            for block in blocks:
+                references[block] += 1
+        if references != self._references:
+            wrong = next(b for b in range(self.num_blocks) if references[b] != self._references[b])
+            self._violated(f"block {wrong} is referenced {self._references[wrong]} times, and has {references[wrong]} owners")
+        free, idle, used = set(self._free), set(self._idle), {b for b in range(self.num_blocks) if self._references[b]}
+        if len(free) + len(idle) + len(used) != self.num_blocks or len(free | idle | used) != self.num_blocks or len(free) != self.num_free:
+            self._violated("blocks are not conserved")
+        contents, memory = self._process.world.contents, self._process.memory
+        for block_hash, block in self._block_of.items():
+            if memory.checksum(block) != contents[block_hash]:
+                self._violated(f"stored block {block} has been overwritten")
+
+    def spill(self) -> None:
+        """Empties the prefix cache."""
+        for block in list(self._idle):
+            self.discard(block)
+
+    def _violated(self, what: str) -> None:
+        self._process.world.violated(f"{self._process.name}: {what}")

@@ -1,0 +1,181 @@
+"""What the processes of both worker roles have in common: the loop around a core, as thin as the live one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from simulation.memory import Memory
+from simulation.model import VOCABULARY
+from simulation.process import Process
+from simulation.watched_blocks import WatchedBlocks
+
+from splitserve.transport.actions import ToCoordinator
+from splitserve.transport.handoff import HandoffTimes
+from splitserve.transport.messages import Alive, Fenced, Hello, Message, ModelIdentity, RequestFailed, Role, Welcome
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 160
+MODEL = ModelIdentity(fingerprint="simulated", dtype="int", block_size=BLOCK_SIZE, layout="simulated", block_bytes=8 * BLOCK_SIZE)
+TICK_S, HEARTBEAT_S, HELLO_S, ORPHANED_S = 0.05, 0.1, 0.4, 1.5
+TIMES = HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0)
+PeerId = tuple[str, int]
+
+
+class WorkerProcess(Process):
+    """An inbox, one step at a time, a heartbeat."""
+
+    role: Role
+    base_step_s: float
+
+    def __init__(self, world: World, name: str, host: str, num_blocks: int) -> None:
+        super().__init__(world, name)
+        self.host, self.num_blocks = host, num_blocks
+        self.incarnation = world.next_number()
+        self.pid = self.incarnation  # survives a change of incarnation, not a restart
+        self.memory = Memory(num_blocks, BLOCK_SIZE)
+        self.blocks = WatchedBlocks(num_blocks, self)
+        self.writers: dict[Process, Counter[int]] = {}  # processes in the middle of copying into these blocks of ours
+        self.leaving: Counter[int] = Counter()  # blocks in parcels that have not left
+        self.step: Any = None
+        self.hung_until = self.slow_until = 0.0
+        self._welcome, self._heard, self._said_hello, self._reported, self._num_ticks = False, 0.0, -1e9, -1e9, 0
+        self.core: Any = self.make_core()
+        self.after(TICK_S * world.random.random(), self._tick)
+
+    # --- what a role adds ------------------------------------------------------------------------
+
+    def make_core(self) -> Any:
+        raise NotImplementedError
+
+    def take(self) -> list[Any]:
+        """The core's actions."""
+        raise NotImplementedError
+
+    def from_coordinator(self, message: Message) -> None:
+        raise NotImplementedError
+
+    def do(self, action: Any) -> None:
+        """Carries out an action that only this role has."""
+        raise NotImplementedError
+
+    def take_new_incarnation(self) -> None:
+        raise NotImplementedError
+
+    def block_tables(self) -> Iterable[Sequence[int]]:
+        """Every list of blocks that something here holds references on."""
+        raise NotImplementedError
+
+    # --- the loop --------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> PeerId:
+        return (self.name, self.incarnation)
+
+    def hear_coordinator(self, addressee: PeerId, message: Message) -> None:
+        """The socket belongs to an incarnation: what was sent to an earlier one is not heard."""
+        if addressee != self.id:
+            return
+        self._heard = self.now
+        if isinstance(message, Welcome):
+            self._welcome = True
+            self.core.drop_others(message.coordinator)
+            self._tell(self.core.block_events(everything=True))
+        elif isinstance(message, Fenced):
+            self.take_new_incarnation()
+            self._welcome, self._said_hello = False, -1e9
+        elif not isinstance(message, Alive):
+            self.from_coordinator(message)
+        self.turn()
+
+    def turn(self) -> None:
+        """One turn of the loop."""
+        self._launch()
+        while actions := self.take():
+            for action in actions:
+                self.run(self._carry_out, action, self.id)
+        self._launch()  # what was just verified joins at once
+
+    def _launch(self) -> None:
+        if self.step is None and not self.frozen and (step := self.core.schedule(self.now)) is not None:
+            self.step = step
+            batch = step.batch
+            tables = [row[: -(-n // BLOCK_SIZE)] for row, n in zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True)]
+            self.blocks.begin_step(tables, {slot // BLOCK_SIZE for slot in batch.slot_mapping.tolist()})
+            duration = self.base_step_s + 0.00005 * batch.num_tokens
+            if self.world.queue.now < self.slow_until:
+                duration *= 20
+            # A step reads and writes at any time between its begin and its end: now and then at once, else as late as may be.
+            output = self.memory.execute(batch) if self.world.random.random() < 0.3 else None
+            self.after(duration, self._step_done, step, output)
+
+    def _step_done(self, step: Any, output: Any) -> None:
+        if (left := self.hung_until - self.world.queue.now) > 0:
+            self.after(left, self._step_done, step, output)
+            return
+        self.step = None
+        if output is None:
+            output = self.memory.execute(step.batch)
+        self.blocks.in_step.clear()
+        if self.world.strikes(self.world.scenario.faults.step_error, "steps failed"):
+            self.core.fail_step(step, "the adversary says so")
+        else:
+            self.core.complete(step, output, self.now)
+        self.turn()
+
+    def _carry_out(self, action: Any, me: PeerId) -> None:
+        if isinstance(action, ToCoordinator):
+            self._tell(action.message, me)
+        else:
+            self.do(action)
+
+    def _tick(self) -> None:
+        self.after(TICK_S, self._tick)
+        now = self.now
+        self.core.tick(now)
+        if self._welcome and now - self._heard >= ORPHANED_S:
+            self.world.counts["workers without a coordinator"] += 1
+            self._welcome, self._said_hello = False, -1e9
+            self.core.drop_others(-1)
+        if not self._welcome:
+            if now - self._said_hello >= HELLO_S:
+                self._said_hello = now
+                self._tell(self.hello())
+        elif now - self._reported >= HEARTBEAT_S:
+            self._reported = now
+            self.heartbeat()
+        self.turn()
+        self._num_ticks += 1
+        if self._num_ticks % 4 == 0:
+            self.world.checks.look(self, thorough=self._num_ticks % 16 == 0)
+
+    def heartbeat(self) -> None:
+        self._tell(self.core.load())
+        self._tell(self.core.block_events())
+
+    def _tell(self, message: Message | None, me: PeerId | None = None) -> None:
+        if isinstance(message, RequestFailed):
+            self.world.counts[f"given back: {message.kind}"] += 1
+        if message is not None:
+            self.world.to_coordinator(me or self.id, message)
+
+    def hello(self) -> Hello:
+        cluster = self.world.scenario.cluster
+        return Hello(
+            worker_id=self.name,
+            incarnation=self.incarnation,
+            role=self.role,
+            host=self.host,
+            pid=self.pid,
+            model=MODEL,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCABULARY,
+            num_blocks=self.num_blocks,
+            max_num_seqs=cluster.max_num_seqs,
+            max_batch_tokens=cluster.max_batch_tokens,
+            peer_address=self.name if self.role == "decode" else "",
+        )
