@@ -265,7 +265,7 @@ def workers_of(server: Server, model: Path) -> Iterator[FakeWorkers]:
     """Fake workers that say words of TEXT: each token holds one blank, by which the client counts it."""
     tokenizer = Tokenizer.load(model)
     texts = tokenizer.table.texts
-    tokens = [t for t in tokenizer.encode_now([TEXT], add_special_tokens=False)[0] if (texts[t] or "").count(" ") == 1]
+    tokens = [t for t in tokenizer.encode([TEXT], add_special_tokens=False)[0] if (texts[t] or "").count(" ") == 1]
     tokenizer.close()
     workers = FakeWorkers(server.control, tokens)
     try:

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from .channel import Receive
-from .errors import BodyTooLarge, InvalidRequest
+from starlette.types import Receive
+
+from .errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
 
 
 class ClientGone(Exception):
     """The client went away before its request was whole."""
 
 
-async def read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, max_bytes: int) -> bytes:
-    """Raises BodyTooLarge as soon as the size is known, announced or not."""
-    announced = next((value for name, value in headers if name == b"content-length"), None)
+def check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
+    """Raises BodyTooLarge as soon as the size is announced, UnsupportedMediaType where the body is compressed."""
+    announced = headers.get(b"content-length")
     if announced is not None and (not announced.isdigit() or int(announced) > max_bytes):
         raise BodyTooLarge(max_bytes) if announced.isdigit() else InvalidRequest("Content-Length must be a number.")
-    message = await _next(receive)
-    body: bytes = message.get("body", b"")
-    if len(body) > max_bytes:
-        raise BodyTooLarge(max_bytes)
-    if not message.get("more_body"):  # the usual case: one part
-        return body
-    parts = bytearray(body)
-    while message.get("more_body"):
+    encoding = headers.get(b"content-encoding", b"identity")
+    if encoding.lower() != b"identity":
+        raise UnsupportedMediaType(f"Content-Encoding {encoding.decode('latin-1')[:40]!r} is not supported; send the body as it is.")
+
+
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int) -> bytes:
+    """Raises what ``check_headers`` raises, and BodyTooLarge as soon as more has come."""
+    check_headers(headers, max_bytes)
+    parts, more = bytearray(), True
+    while more:
         message = await _next(receive)
         parts += message.get("body", b"")
+        more = message.get("more_body", False)
         if len(parts) > max_bytes:
             raise BodyTooLarge(max_bytes)
     return bytes(parts)

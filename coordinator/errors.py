@@ -8,6 +8,7 @@
     ├── NotFound                 404
     ├── MethodNotAllowed         405
     ├── BodyTooLarge             413
+    ├── UnsupportedMediaType     415
     ├── Overloaded               429, Retry-After
     ├── Unavailable              503, Retry-After
     ├── DeadlineExceeded         504
@@ -111,6 +112,12 @@ class BodyTooLarge(ApiError):
 
     def __init__(self, max_body_bytes: int) -> None:
         super().__init__(f"The request body is larger than {max_body_bytes} bytes, the most this server accepts.")
+
+
+class UnsupportedMediaType(ApiError):
+    status = 415
+    kind = "invalid_request_error"
+    code = "unsupported_media_type"
 
 
 class Overloaded(ApiError):

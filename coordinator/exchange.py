@@ -7,11 +7,12 @@ unfinished choice with ``finish_reason: "error"``, followed by one event that ho
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
-from .channel import Headers, PushChannel
+from .call import JSON, Call, Headers
 from .choice import Choice, ChoiceOptions
 from .errors import ApiError, InternalError, from_ended
 from .formats import DONE, Usage, error_event
@@ -19,7 +20,7 @@ from .metrics import Metrics
 from .prompts import Prompt
 from .request import Dispatcher, Ended, GenerationRequest
 
-JSON = (b"content-type", b"application/json")
+logger = logging.getLogger(__name__)
 
 
 class ExchangeOptions(NamedTuple):
@@ -35,11 +36,11 @@ class HttpExchange:
     """Everything between the parsed request and the last byte. All of it runs on the event loop's thread."""
 
     def __init__(
-        self, channel: PushChannel, dispatcher: Dispatcher, metrics: Metrics, options: ExchangeOptions, choice_options: ChoiceOptions
+        self, call: Call, dispatcher: Dispatcher, metrics: Metrics, options: ExchangeOptions, choice_options: ChoiceOptions
     ) -> None:
         self.choices: list[Choice] = []
-        self.write = channel.write
-        self._channel = channel
+        self.write = call.write
+        self._call = call
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._options = options
@@ -71,7 +72,7 @@ class HttpExchange:
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
             ]
-            self._channel.start(200, headers + self._id_header())
+            self._call.start(200, headers + self._id_header())
 
     def usage_so_far(self) -> Usage:
         prompts = {id(choice.prompt): len(choice.prompt.token_ids) for choice in self.choices}
@@ -106,20 +107,20 @@ class HttpExchange:
             # a choice that ended without error has had its last chunk
             unfinished = [choice for choice in self.choices if choice.ended is None or choice.ended.error is not None]
             chunks = b"".join(choice.last_chunk("error") for choice in unfinished)
-            self._channel.finish(chunks + error_event(error.body()) + DONE)
+            self._call.finish(chunks + error_event(error.body()) + DONE)
         else:
             self._respond(error.status, error.body(), error.headers())
         self._loop.call_soon(self._cancel_rest)  # not from within the dispatcher's own call
 
     def client_gone(self) -> None:
         """The connection has ended; nothing happens if the response was complete."""
-        self._channel.close()
         if not self._over:
             self._end("cancelled")
             self._cancel_rest()
 
     def client_too_slow(self) -> None:
         """Called from within a write."""
+        logger.warning("a client reads its stream too slowly and is cut off")
         if not self._over:
             self._end("too_slow")
             self._loop.call_soon(self._cancel_rest)
@@ -136,7 +137,7 @@ class HttpExchange:
         self._end("200")
         if self._options.include_usage:
             chunks += self._choice_options.form.usage_chunk(self._usage())
-        self._channel.finish(chunks + DONE)
+        self._call.finish(chunks + DONE)
 
     def _respond_whole(self) -> None:
         self._end("200")
@@ -144,9 +145,7 @@ class HttpExchange:
         self._respond(200, self._choice_options.form.response(results, self._usage()), [])
 
     def _respond(self, status: int, body: bytes, headers: Headers) -> None:
-        length = (b"content-length", str(len(body)).encode())
-        self._channel.start(status, [JSON, length, *self._id_header(), *headers])
-        self._channel.finish(body)
+        self._call.respond(status, [JSON, *self._id_header(), *headers], body)
 
     def _end(self, status: str) -> None:
         self._over = True

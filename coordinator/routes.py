@@ -67,11 +67,13 @@ class OrdinaryRoutes:
         body = await self._body(request, TokenizeRequest)
         check_model(body.model, self._model)
         tokenizer = self._model.tokenizer
-        if body.messages is not None:
-            prompt = await chat_prompt(body.messages, self._model, add_generation_prompt=body.add_generation_prompt is not False)
+        if (messages := body.messages) is not None:
+            add = body.add_generation_prompt is not False
+            prompt = await tokenizer.aside(lambda: chat_prompt(messages, self._model, add_generation_prompt=add))
             ids = prompt.token_ids
         else:
-            (ids,) = await tokenizer.encode([body.prompt or ""], add_special_tokens=body.add_special_tokens is not False)
+            text, special = body.prompt or "", body.add_special_tokens is not False
+            (ids,) = await tokenizer.aside(lambda: tokenizer.encode([text], add_special_tokens=special))
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._model.max_model_len, "tokens": ids, "token_strs": None}
         if body.return_token_strs:
             answer["token_strs"] = [tokenizer.fast.id_to_token(token_id) for token_id in ids]
@@ -83,7 +85,7 @@ class OrdinaryRoutes:
         if body.tokens and max(body.tokens) >= self._model.vocab_size:
             message = f"tokens: token id {max(body.tokens)} is outside the vocabulary of {self._model.vocab_size} tokens"
             raise InvalidRequest(message, param="tokens")
-        return _json({"prompt": await self._model.tokenizer.decode(body.tokens)})
+        return _json({"prompt": await self._model.tokenizer.aside(lambda: self._model.tokenizer.decode(body.tokens))})
 
     async def _health(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -112,7 +114,7 @@ class OrdinaryRoutes:
         }
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        body = await read_body(request.scope["headers"], request.receive, self._limits.max_body_bytes)
+        body = await read_body(dict(request.scope["headers"]), request.receive, self._limits.max_body_bytes)
         try:
             return kind.model_validate_json(body)
         except ValidationError as error:

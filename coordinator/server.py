@@ -8,29 +8,27 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from time import monotonic
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Receive, Scope, Send
 
 from .admin import AdminRoutes
-from .channel import Receive, Scope, Send
 from .errors import Unavailable
 from .generate import GenerationApi
+from .http_protocol import HttpProtocol
 from .limits import HttpLimits
 from .metrics import Metrics, SystemSnapshot
 from .request import Dispatcher
 from .routes import OrdinaryRoutes
 from .served_model import ServedModel
 
-MAX_HEADER_BYTES = 64 << 10
 BACKLOG = 4096
 KEEP_ALIVE_S = 75
 POLL_S = 0.02
 
 
 class HttpApp:
-    """ASGI: generation by its own short path, all else through starlette."""
+    """Requests for tokens go to ``generation`` straight from the protocol; all else comes here as ASGI, and goes through starlette."""
 
     def __init__(
         self,
@@ -46,11 +44,7 @@ class HttpApp:
         self._ordinary = OrdinaryRoutes(dispatcher, model, limits, self.metrics, admin.routes()).application()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path")
-        if path == "/v1/chat/completions" or path == "/v1/completions":
-            await self.generation(path, scope, receive, send)
-        else:
-            await self._ordinary(scope, receive, send)
+        await self._ordinary(scope, receive, send)
 
     async def drain(self, grace_s: float) -> None:
         """Takes no new request for tokens; gives the open ones ``grace_s`` seconds, then ends them with an error."""
@@ -59,7 +53,7 @@ class HttpApp:
         deadline = monotonic() + grace_s
         while self.generation.open and monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-        for exchange in list(self.generation.open):
+        for exchange in list(self.generation.open.values()):
             exchange.fail(refusal)
 
 
@@ -83,7 +77,7 @@ class HttpServer:
         self._socket = sock or _bind(host, port)
         config = uvicorn.Config(
             app,
-            http=_Protocol,
+            http=HttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -136,29 +130,6 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.accepting.set()
-
-
-class _Protocol(HttpToolsProtocol):
-    """Bounds a request's headers, and lets the application cut a connection off."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._num_header_bytes = 0
-        extensions: dict[str, Any] = {"splitserve.abort": self.transport.abort}
-        self.scope["extensions"] = extensions
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)  # ": " and the end of the line
-        super().on_header(name, value)
-
-    def _count(self, num_bytes: int) -> None:
-        self._num_header_bytes += num_bytes
-        if self._num_header_bytes > MAX_HEADER_BYTES:
-            raise ValueError("the request's headers are too large")
 
 
 def _bind(host: str, port: int) -> socket.socket:

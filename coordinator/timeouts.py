@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from .channel import Headers
+from collections.abc import Mapping
+
 from .errors import InvalidRequest
 
 HEADER = b"x-request-timeout"
 
 
-def timeout_of(field: float | None, headers: Headers, longest_s: float) -> float:
+def timeout_of(field: float | None, headers: Mapping[bytes, bytes], longest_s: float) -> float:
     """Seconds, from the body's ``timeout`` or else the header's. Raises InvalidRequest where it is no number or more than is allowed."""
     param, asked = "timeout", field
     if asked is None:
         param = HEADER.decode()
-        asked = _number(next((value for name, value in headers if name == HEADER), None))
+        asked = _number(headers.get(HEADER))
     if asked is None:
         return longest_s
     if asked > longest_s:

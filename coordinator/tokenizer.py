@@ -1,26 +1,24 @@
 """The model's tokenizer: text to token ids off the event loop, and token ids to bytes.
 
 Encoding is the coordinator's largest single piece of work (2 to 3 ms for 2,000 tokens). ``encode_batch_fast`` releases the GIL,
-so a thread does it while the event loop goes on streaming; a short text is quicker to encode than to hand over.
+so for a long text a thread does it (``aside``) while the event loop goes on streaming.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from tokenizers import Tokenizer as FastTokenizer
 
 from .detokenizer import Detokenizer, TokenTable, make_detokenizer
 
-INLINE_CHARS = 400
-"""Measured: 400 characters take about 0.1 ms, a round trip through the thread about as long."""
-
+T = TypeVar("T")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -54,23 +52,18 @@ class Tokenizer:
         contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
         return {name: value for name, value in contents.items() if isinstance(value, str)}
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text. ``add_special_tokens`` as in Hugging Face: what the tokenizer's post-processor adds, usually BOS."""
-        if sum(map(len, texts)) <= INLINE_CHARS:
-            return self.encode_now(texts, add_special_tokens=add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: self.encode_now(texts, add_special_tokens=add_special_tokens))
+    def aside(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Runs ``work`` on a thread, while the event loop goes on."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """``encode`` on the calling thread."""
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text. ``add_special_tokens`` as in Hugging Face: what the tokenizer's post-processor adds, usually BOS."""
         return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
-    async def decode(self, ids: Sequence[int]) -> str:
-        """Text of many token ids, special tokens included."""
-        if len(ids) <= INLINE_CHARS:
-            return self.fast.decode(list(ids), skip_special_tokens=False)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: self.fast.decode(list(ids), skip_special_tokens=False))
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        text: str = self.fast.decode(list(ids), skip_special_tokens=False)
+        return text
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         """An incremental detokenizer for the output that follows this prompt."""

@@ -46,7 +46,7 @@ def test_the_same_tokens_as_transformers(
     expected = theirs.apply_chat_template(chat, **options)
     text = ChatTemplate(LLAMA_LIKE, {"bos_token": "<|bos|>"}).render(messages(chat), add_generation_prompt=add_generation_prompt)
     assert text == expected
-    ours = model.tokenizer.encode_now([text], add_special_tokens=False)[0]
+    ours = model.tokenizer.encode([text], add_special_tokens=False)[0]
     assert ours == theirs(expected, add_special_tokens=False)["input_ids"]
     assert ours.count(0) == 1  # BOS
 

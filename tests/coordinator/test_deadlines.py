@@ -56,12 +56,12 @@ def test_in_total_and_tokens_push_the_gap_out() -> None:
 
 
 def test_a_request_may_ask_for_less() -> None:
-    header = (b"x-request-timeout", b"2.5")
-    assert timeout_of(None, [], 600.0) == 600.0
-    assert timeout_of(None, [header], 600.0) == 2.5
-    assert timeout_of(7.0, [header], 600.0) == 7.0  # the body is nearer
+    header = {b"x-request-timeout": b"2.5"}
+    assert timeout_of(None, {}, 600.0) == 600.0
+    assert timeout_of(None, header, 600.0) == 2.5
+    assert timeout_of(7.0, header, 600.0) == 7.0  # the body is nearer
     with pytest.raises(InvalidRequest, match="at most 600 seconds"):
-        timeout_of(601.0, [], 600.0)
+        timeout_of(601.0, {}, 600.0)
     for bad in (b"soon", b"-1", b"0", b"nan", b"inf"):
         with pytest.raises(InvalidRequest, match="no number of seconds"):
-            timeout_of(None, [(b"x-request-timeout", bad)], 600.0)
+            timeout_of(None, {b"x-request-timeout": bad}, 600.0)

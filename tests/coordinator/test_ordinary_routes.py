@@ -84,7 +84,7 @@ async def test_metrics(http: httpx.AsyncClient, server: HttpServer) -> None:
 
 async def test_a_long_prompt_is_tokenized_off_the_loop(model: ServedModel) -> None:
     text = "the quick brown fox " * 20_000
-    encoding = asyncio.create_task(model.tokenizer.encode([text], add_special_tokens=True))
+    encoding = model.tokenizer.aside(lambda: model.tokenizer.encode([text], add_special_tokens=True))
     turns = 0
     while not encoding.done():
         await asyncio.sleep(0)

@@ -1,0 +1,114 @@
+"""uvicorn's HTTP protocol, with a way of its own for requests for tokens: they go to a ``Call`` straight from the parser.
+
+ASGI costs such a request a scope, a task, an event and a future, a fifth of all that the coordinator does for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .call import Call, CallHandler, Endpoint, Headers
+
+MAX_HEADER_BYTES = 64 << 10
+MAX_PIPELINED = 16  # requests that a client may send ahead on one connection
+ENDPOINTS: Final[dict[bytes, Endpoint]] = {b"/v1/completions": "/v1/completions", b"/v1/chat/completions": "/v1/chat/completions"}
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. The application must have a ``generation``, which takes the calls."""
+
+    _answering: Call | None = None
+
+    @property
+    def default_headers(self) -> Headers:
+        return self.server_state.default_headers
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)  # ": " and the end of the line
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        endpoint = ENDPOINTS.get(self.url) or _endpoint_of(self.url)
+        if endpoint is None:
+            super().on_headers_complete()
+            return
+        handler: CallHandler = cast(Any, self.config.app).generation
+        version = self.parser.get_http_version()
+        call = Call(
+            self,
+            handler,
+            endpoint,
+            self.parser.get_method().decode("ascii"),
+            self.headers,
+            http_version=version,
+            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            wants_continue=self.expect_100_continue,
+        )
+        earlier, self.cycle = self.cycle, cast(Any, call)
+        if earlier is None or earlier.response_complete:
+            self._begin(call)
+        else:
+            if len(self.pipeline) >= MAX_PIPELINED:
+                self.flow.pause_reading()  # not sooner: while nothing is read, nobody notices that the client goes away
+            self.pipeline.appendleft((cast(Any, call), self.app))
+
+    def on_body(self, body: bytes) -> None:
+        cycle: object = self.cycle
+        if not isinstance(cycle, Call):
+            super().on_body(body)
+        elif not cycle.response_complete:
+            cycle.feed(body)
+
+    def on_message_complete(self) -> None:
+        cycle: object = self.cycle
+        if not isinstance(cycle, Call):
+            super().on_message_complete()
+        elif not cycle.response_complete:
+            cycle.end_of_body()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """Called by uvicorn for a request that had to wait for earlier ones, too."""
+        if isinstance(cycle, Call):
+            self.loop.call_soon(self._begin, cycle)  # not within the end of the one before: there may be hundreds
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._answering is not None:
+            self._answering.writable()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._answering is not None:
+            self._answering.lost()
+            self._answering = None
+
+    def _begin(self, call: Call) -> None:
+        if not self.transport.is_closing():
+            self._answering = call
+            call.begin()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("the request's headers are too large")
+
+
+def _endpoint_of(url: bytes) -> Endpoint | None:
+    """Of a request line that is more than a path."""
+    try:
+        return ENDPOINTS.get(httptools.parse_url(url).path)
+    except httptools.HttpParserInvalidURLError:
+        return None
