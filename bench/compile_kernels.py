@@ -12,14 +12,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..kernels.gpu.attention_tiles import TileShape, layer_of
+from ..kernels.gpu.attention_tiles import TileShape
 from ..kernels.gpu.block_checksum import block_checksums
 from ..kernels.gpu.block_copy import pack_blocks
-from ..kernels.gpu.decode_attention import decode_attention, plan_decode
+from ..kernels.gpu.decode_attention import decode_attention, decode_tile, plan_decode
 from ..kernels.gpu.elementwise import embedding, silu_mul
+from ..kernels.gpu.gumbel_argmax import gumbel_argmax
 from ..kernels.gpu.norm import add_rms_norm
 from ..kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
 from ..kernels.gpu.rope_store import rope_and_store
+from ..kernels.interface import AttentionInputs, RopeInputs
 from . import sm90
 
 BFLOAT16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -36,11 +38,11 @@ def decode(
 ) -> None:  # fmt: skip
     num_heads = group * num_kv_heads
     pool, scales = _pool(head_dim, num_kv_heads, block_size, dtype)
-    lens, tables = empty(NUM_SEQS, dtype=torch.int32), empty(NUM_SEQS, MAX_BLOCKS, dtype=torch.int32)
-    window, softcap = (1000, 30.0) if options else (None, None)
-    plan = plan_decode(lens, MAX_BLOCKS, block_size, num_heads, num_kv_heads, head_dim, window)
+    inputs = _inputs(scales, options)
+    plan = plan_decode(inputs, num_heads, num_kv_heads, head_dim, block_size)
     q = empty(NUM_SEQS, num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads]
-    decode_attention(q, layer_of(pool, 1), lens, tables, plan, 0.1, window, softcap, scales, 3 * sm90.NUM_SMS, tile)
+    out = empty(NUM_SEQS, num_heads * head_dim)
+    decode_attention(out, q, pool, 1, inputs, plan, 3 * sm90.NUM_SMS, tile or decode_tile(head_dim, group))
 
 
 def prefill(
@@ -49,11 +51,16 @@ def prefill(
 ) -> None:  # fmt: skip
     num_heads = group * num_kv_heads
     pool, scales = _pool(head_dim, num_kv_heads, block_size, dtype)
-    starts, lens, tables = (empty(*shape, dtype=torch.int32) for shape in ((5,), (4,), (4, MAX_BLOCKS)))
+    inputs = _inputs(scales, options)
+    plan = plan_prefill(inputs, 1024, group, exact_tile(head_dim) if exact else prefill_tile(head_dim), singles=True)
     q = empty(1024, num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads]
-    plan = plan_prefill(starts, lens, 1024, group, exact_tile(head_dim) if exact else prefill_tile(head_dim))
+    prefill_attention(empty(1024, num_heads * head_dim), q, pool, 1, inputs, plan, exact)
+
+
+def _inputs(scales: Tensor | None, options: bool) -> AttentionInputs:
+    starts, lens, tables = (empty(*shape, dtype=torch.int32) for shape in ((NUM_SEQS + 1,), (NUM_SEQS,), (NUM_SEQS, MAX_BLOCKS)))
     window, softcap = (1000, 30.0) if options else (None, None)
-    prefill_attention(q, layer_of(pool, 1), starts, lens, tables, plan, 0.1, window, softcap, scales, exact)
+    return AttentionInputs(starts, lens, tables, 0.1, window, softcap, scales)
 
 
 def norm(hidden: int) -> None:
@@ -62,20 +69,10 @@ def norm(hidden: int) -> None:
 
 def rope(head_dim: int, dtype: torch.dtype = BFLOAT16) -> None:
     pool, scales = _pool(head_dim, 8, 64, dtype)
-    positions, slots = empty(8, dtype=torch.int32), empty(8, dtype=torch.int64)
+    positions, slots, cos_sin = empty(8, dtype=torch.int32), empty(8, dtype=torch.int64), empty(64, head_dim, dtype=torch.float32)
     q_norm = empty(head_dim)
-    rope_and_store(
-        empty(8, 48 * head_dim),
-        layer_of(pool, 1),
-        positions,
-        slots,
-        empty(64, head_dim, dtype=torch.float32),
-        32,
-        q_norm,
-        q_norm,
-        1e-6,
-        scales,
-    )
+    inputs = RopeInputs(positions, slots, cos_sin, 32, 8, head_dim, q_norm, q_norm, 1e-6, scales)
+    rope_and_store(empty(8, 48 * head_dim), pool, 1, inputs)
 
 
 def block_bytes() -> tuple[Tensor, Tensor]:
@@ -83,7 +80,7 @@ def block_bytes() -> tuple[Tensor, Tensor]:
 
 
 def _pool(head_dim: int, num_kv_heads: int, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    scales = empty(2, num_kv_heads, dtype=torch.float32) if dtype == FP8 else None
+    scales = empty(2, 2, num_kv_heads, dtype=torch.float32) if dtype == FP8 else None
     return empty(4, 2, 2, block_size, num_kv_heads, head_dim, dtype=dtype), scales
 
 
@@ -113,6 +110,7 @@ CASES: dict[str, Callable[[], object]] = {
     "rope 128 fp8": lambda: rope(128, FP8),
     "silu_mul": lambda: silu_mul(empty(8, 28672)),
     "embedding": lambda: embedding(empty(1000, 4096), empty(8, dtype=torch.int32), BFLOAT16),
+    "gumbel_argmax": lambda: gumbel_argmax(empty(8, 151936, dtype=torch.float32), empty(8, 2, dtype=torch.int64)),
     "pack": lambda: pack_blocks(*block_bytes(), empty(2, 1 << 19, dtype=torch.uint8), 4096),
     "checksum": lambda: block_checksums(*block_bytes()),
 }

@@ -41,7 +41,8 @@ class LayerLoader:
 
     def vocabulary_embedding(self, name: str) -> VocabularyEmbedding:
         table = self.checkpoint.tensor(f"{name}.weight")
-        return VocabularyEmbedding(table if self.device.type == "cpu" else table.to(self.device, self.dtype), self.dtype)
+        placed = table if self.device.type == "cpu" else table.to(self.device, self.dtype)
+        return VocabularyEmbedding(placed, self.dtype, self.kernels)
 
     def norm(self, name: str) -> Tensor:
         return self._tensor(f"{name}.weight")
@@ -53,9 +54,10 @@ class LayerLoader:
 class VocabularyEmbedding:
     """Token ids to hidden states. On CPUs the table stays in the memory map of the weights file, in the file's dtype."""
 
-    def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, table: Tensor, dtype: torch.dtype, kernels: Kernels) -> None:
         self._table = table  # [vocab_size, hidden_size]
         self._dtype = dtype
+        self._kernels = kernels
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return self._table.index_select(0, token_ids).to(self._dtype)
+        return self._kernels.embedding(self._table, token_ids, self._dtype)

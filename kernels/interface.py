@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -64,6 +65,10 @@ class Linear(Protocol):
 class Kernels(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Prepare weight [out_features, in_features] (any layout may come of it; the tensor may be dropped afterwards)."""
+        ...
+
+    def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of table [vocab_size, hidden_size] as ``dtype``; token_ids int32 [num_tokens]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -65,6 +65,9 @@ class NativeCpuKernels:
             return OneDnnLinear(weight, bias)
         return PackedLinear(weight, bias, self._arena)
 
+    def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return table.index_select(0, token_ids).to(dtype)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(None, x, weight, eps)
 

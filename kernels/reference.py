@@ -32,6 +32,9 @@ class TorchKernels:
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return TorchLinear(weight, bias)
 
+    def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return table.index_select(0, token_ids).to(dtype)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _rms_norm(x, weight, eps)
 

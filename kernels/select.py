@@ -21,12 +21,11 @@ class InexactKernelsError(Exception):
 
 
 def select_kernels(device: torch.device, num_threads: int, exact: bool = False) -> Kernels:
-    """Native kernels on CPUs where the C++ module was built; plain torch everywhere else. Raises InexactKernelsError."""
-    if device.type != "cpu":
+    """Triton's on GPUs, C++ on CPUs; plain torch where Triton or a C++ compiler was missing at installation. Raises InexactKernelsError."""
+    if device.type == "cuda":
         if exact:
             raise InexactKernelsError(f"exact is not available on {device}; leave it off, or use --device cpu")
-        logger.info("kernels: plain torch on %s", device)
-        return TorchKernels()
+        return _cuda_kernels(device)
     try:
         from .native_cpu import INSTRUCTION_SET, NativeCpuKernels
     except ImportError:
@@ -49,6 +48,17 @@ def numerics(exact: bool) -> str:
     from .native_cpu import INSTRUCTION_SET
 
     return f"exact, C++ {INSTRUCTION_SET}"
+
+
+def _cuda_kernels(device: torch.device) -> Kernels:
+    try:
+        from .cuda import CudaKernels
+    except ImportError:
+        logger.warning("kernels: plain torch on %s, much slower: Triton is not installed (pip install triton)", device)
+        return TorchKernels()
+    gpu = torch.cuda.get_device_properties(device)
+    logger.info("kernels: Triton on %s, %d multiprocessors", gpu.name, gpu.multi_processor_count)
+    return CudaKernels(gpu.multi_processor_count)
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..interface import AttentionInputs
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 NO_WINDOW = 2**30
 
@@ -38,6 +40,10 @@ def layer_of(pool: Tensor, layer: int) -> Tensor:
     view = pool[:, layer]
     assert view.stride(-1) == 1, "a head's values must be contiguous"
     return view
+
+
+def window_of(inputs: AttentionInputs) -> int:
+    return NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window
 
 
 @triton.jit

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_tiles import LOG2_E, NO_WINDOW, TileShape, attend, fold, normalize
+from ..interface import AttentionInputs
+from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, window_of
 
 SPLIT = 256  # tokens
 MAX_PARTIALS = 4096  # splits of a step whose partial results are kept: a million tokens, 64 MiB for 32 heads of 128
@@ -59,12 +60,12 @@ def programs_per_sm(head_dim: int, group: int, block_size: int, dtype: torch.dty
 
 
 def plan_decode(
-    seq_lens: Tensor, max_blocks: int, block_size: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None,
-    max_partials: int = MAX_PARTIALS,
-) -> DecodePlan:  # fmt: skip
-    """Cuts the sequences (int32 [num_seqs]; 0: a padding row, its output is zero) into items, on their device, without a look at them."""
-    num_seqs, device = len(seq_lens), seq_lens.device
-    most_splits = num_seqs * triton.cdiv(max_blocks * block_size, SPLIT)
+    inputs: AttentionInputs, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_partials: int = MAX_PARTIALS
+) -> DecodePlan:
+    """Cuts the sequences with one query into items, on their device, without a look at them; those with more are prefill's. A length
+    of 0 is a padding row, whose output is zero."""
+    num_seqs, device = len(inputs.seq_lens), inputs.seq_lens.device
+    most_splits = num_seqs * triton.cdiv(inputs.block_tables.shape[1] * block_size, SPLIT)
     rows = min(most_splits, max_partials)
     plan = DecodePlan(
         items=torch.empty((num_seqs + rows, 4), dtype=torch.int32, device=device),
@@ -74,7 +75,7 @@ def plan_decode(
         sums=torch.empty((rows, num_heads, head_dim), dtype=torch.float32, device=device),
     )
     _plan_kernel[(num_seqs,)](
-        seq_lens, plan.items, plan.num_items, plan.arrived, num_seqs, NO_WINDOW if window is None else window, rows,
+        inputs.query_start_loc, inputs.seq_lens, plan.items, plan.num_items, plan.arrived, num_seqs, window_of(inputs), rows,
         NUM_KV_HEADS=num_kv_heads, HEADS_PADDED=triton.next_power_of_2(num_kv_heads), SPLIT=SPLIT,
         SEQS=triton.next_power_of_2(num_seqs), CHUNK=64, num_warps=1,
     )  # fmt: skip
@@ -82,43 +83,41 @@ def plan_decode(
 
 
 def decode_attention(
-    q: Tensor, kv: Tensor, seq_lens: Tensor, block_tables: Tensor, plan: DecodePlan, scale: float, window: int | None,
-    softcap: float | None, kv_scales: Tensor | None, num_programs: int, tile: TileShape | None = None,
-) -> Tensor:  # fmt: skip
-    """q [num_seqs, num_heads, head_dim] (rows may be strided), kv one layer of the pool, kv_scales float32 [2, num_kv_heads]
-    -> [num_seqs, num_heads * head_dim]."""
-    num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads = kv.shape[3]
+    out: Tensor, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs, plan: DecodePlan, num_programs: int, tile: TileShape
+) -> None:
+    """q [num_tokens, num_heads, head_dim] (rows may be strided) -> out [num_tokens, num_heads * head_dim], of sequences with one query."""
+    (num_heads, head_dim), num_kv_heads = q.shape[1:], pool.shape[4]
+    kv, kv_scales = layer_of(pool, layer), None if inputs.kv_scales is None else inputs.kv_scales[layer]
     assert q.stride()[1:] == (head_dim, 1)
-    tile = tile or decode_tile(head_dim, num_heads // num_kv_heads)
-    out = torch.empty((num_seqs, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    assert out.is_contiguous()
+    dims = max(16, triton.next_power_of_2(head_dim))
     _decode_kernel[(num_programs,)](
-        q, kv, seq_lens, block_tables, plan.items, plan.num_items, plan.arrived, plan.states, plan.sums, out, kv_scales,
-        scale, softcap or 0.0, NO_WINDOW if window is None else window, q.stride(0), block_tables.stride(0),
+        q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.items, plan.num_items, plan.arrived, plan.states,
+        plan.sums, out, kv_scales, inputs.scale, inputs.softcap or 0.0, window_of(inputs), q.stride(0), inputs.block_tables.stride(0),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
-        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, ROWS=tile.rows, HEAD_DIM=head_dim,
-        DIMS=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages,
-        WINDOW=window is not None, SOFTCAP=softcap is not None, SCALED=kv_scales is not None,
-        AT_ONCE=max(1, 8192 // (triton.next_power_of_2(head_dim) * tile.rows)), num_warps=tile.warps,
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, ROWS=tile.rows, HEAD_DIM=head_dim, DIMS=dims,
+        BLOCK_SIZE=kv.shape[2], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages, WINDOW=inputs.sliding_window is not None,
+        SOFTCAP=inputs.softcap is not None, SCALED=kv_scales is not None, AT_ONCE=max(1, 8192 // (dims * tile.rows)), num_warps=tile.warps,
     )  # fmt: skip
-    return out
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "max_partials"])
 def _plan_kernel(
-    seq_lens, items, num_items, arrived, num_seqs, window, max_partials,
+    query_start_loc, seq_lens, items, num_items, arrived, num_seqs, window, max_partials,
     NUM_KV_HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, SPLIT: tl.constexpr, SEQS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence; each looks at the lengths of all."""
     b = tl.program_id(0)
     i = tl.arange(0, SEQS)
     lengths = tl.load(seq_lens + i, mask=i < num_seqs, other=0)
+    starts = tl.load(query_start_loc + i, mask=i < num_seqs, other=0)
+    single = tl.load(query_start_loc + i + 1, mask=i < num_seqs, other=0) - starts == 1
     first_split = tl.maximum(lengths - window, 0) // SPLIT
     num_splits = tl.cdiv(lengths, SPLIT) - first_split
-    rows = tl.where(num_splits > 1, num_splits, 0)
+    rows = tl.where(single & (num_splits > 1), num_splits, 0)
     rows_up_to = tl.cumsum(rows, 0)
-    divided = (num_splits > 1) & (rows_up_to <= max_partials)
-    counts = tl.where(divided, num_splits, tl.where(i < num_seqs, 1, 0))
+    divided = (rows > 0) & (rows_up_to <= max_partials)
+    counts = tl.where(divided, num_splits, tl.where(single, 1, 0))
     start = tl.sum(tl.where(i < b, counts, 0), 0)
     count = tl.sum(tl.where(i == b, counts, 0), 0)
     first = tl.sum(tl.where(i == b, first_split, 0), 0)
@@ -141,7 +140,7 @@ def _plan_kernel(
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _decode_kernel(
-    q, kv, seq_lens, tables, items, num_items, arrived, states, sums, out, kv_scales, scale, softcap, window,
+    q, kv, query_start_loc, seq_lens, tables, items, num_items, arrived, states, sums, out, kv_scales, scale, softcap, window,
     stride_q, stride_table, stride_block, stride_value, stride_token, stride_head,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
@@ -167,7 +166,8 @@ def _decode_kernel(
             key_scale = tl.load(kv_scales + head)
             value_scale = tl.load(kv_scales + NUM_KV_HEADS + head)
         heads = head * GROUP + rows
-        queries = tl.load(q + b.to(tl.int64) * stride_q + heads[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0)
+        token = tl.load(query_start_loc + b).to(tl.int64)
+        queries = tl.load(q + token * stride_q + heads[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0)
         positions = tl.where(rows < GROUP, length - 1, -1)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         norm = tl.zeros([ROWS], tl.float32)
@@ -182,7 +182,7 @@ def _decode_kernel(
                 HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
             )  # fmt: skip
             m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
-        destination = out + (b.to(tl.int64) * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + dims[None, :]
+        destination = out + (token * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + dims[None, :]
         if row < 0:
             tl.store(destination, (normalize(norm, acc) * value_scale).to(out.dtype.element_ty), mask=real)
         else:

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_tiles import LOG2_E, NO_WINDOW, TileShape, attend, fold, normalize
+from ..interface import AttentionInputs
+from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, window_of
 from .decode_attention import SPLIT
 
 
@@ -47,9 +48,10 @@ def exact_tile(head_dim: int) -> TileShape:
     return TileShape(64, 32, 4, 3) if head_dim <= 128 else TileShape(64, 16, 8, 3)
 
 
-def plan_prefill(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, group: int, tile: TileShape) -> PrefillPlan:
-    """Lists the tiles on the device, without a look at the lengths: room for as many as ``num_tokens`` can make."""
-    num_seqs, device = len(seq_lens), seq_lens.device
+def plan_prefill(inputs: AttentionInputs, num_tokens: int, group: int, tile: TileShape, singles: bool) -> PrefillPlan:
+    """Lists the tiles on the device, without a look at the lengths: room for as many as ``num_tokens`` can make. ``singles``: chunks of
+    one token too, which decode would take."""
+    num_seqs, device = len(inputs.seq_lens), inputs.seq_lens.device
     tokens = tile.rows // group
     assert tokens > 0, f"{group} heads share a KV head; a tile has {tile.rows} rows"
     plan = PrefillPlan(
@@ -57,45 +59,43 @@ def plan_prefill(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, gro
         num_tiles=torch.empty(1, dtype=torch.int32, device=device),
         tile=tile,
     )
+    seqs = triton.next_power_of_2(num_seqs)
     _plan_kernel[(num_seqs,)](
-        query_start_loc, seq_lens, plan.tiles, plan.num_tiles, num_seqs, tokens,
-        SEQS=(seqs := triton.next_power_of_2(num_seqs)), CHUNK=max(1, 2048 // seqs), num_warps=4,
+        inputs.query_start_loc, inputs.seq_lens, plan.tiles, plan.num_tiles, num_seqs, tokens, 0 if singles else 1,
+        SEQS=seqs, CHUNK=max(1, 2048 // seqs), num_warps=4,
     )  # fmt: skip
     return plan
 
 
 def prefill_attention(
-    q: Tensor, kv: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_tables: Tensor, plan: PrefillPlan, scale: float,
-    window: int | None, softcap: float | None, kv_scales: Tensor | None, split_folds: bool,
-) -> Tensor:  # fmt: skip
-    """q [num_tokens, num_heads, head_dim] (rows may be strided), kv one layer of the pool, kv_scales float32 [2, num_kv_heads]
-    -> [num_tokens, num_heads * head_dim]."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = kv.shape[3]
+    out: Tensor, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs, plan: PrefillPlan, split_folds: bool
+) -> None:
+    """q [num_tokens, num_heads, head_dim] (rows may be strided) -> out [num_tokens, num_heads * head_dim], of the planned chunks."""
+    (num_heads, head_dim), num_kv_heads = q.shape[1:], pool.shape[4]
+    kv, kv_scales = layer_of(pool, layer), None if inputs.kv_scales is None else inputs.kv_scales[layer]
     assert q.stride()[1:] == (head_dim, 1)
+    assert out.is_contiguous()
     group, tile = num_heads // num_kv_heads, plan.tile
-    out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
     _prefill_kernel[(len(plan.tiles) * num_kv_heads,)](
-        q, kv, query_start_loc, seq_lens, block_tables, plan.tiles, plan.num_tiles, out, kv_scales,
-        scale, softcap or 0.0, NO_WINDOW if window is None else window, q.stride(0), block_tables.stride(0),
+        q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.tiles, plan.num_tiles, out, kv_scales,
+        inputs.scale, inputs.softcap or 0.0, window_of(inputs), q.stride(0), inputs.block_tables.stride(0),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=tile.rows, TOKENS=tile.rows // group, HEAD_DIM=head_dim,
         DIMS=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
-        SPLIT=SPLIT if split_folds else 0, STAGES=tile.stages,
-        WINDOW=window is not None, SOFTCAP=softcap is not None, SCALED=kv_scales is not None, num_warps=tile.warps,
+        SPLIT=SPLIT if split_folds else 0, STAGES=tile.stages, WINDOW=inputs.sliding_window is not None,
+        SOFTCAP=inputs.softcap is not None, SCALED=kv_scales is not None, num_warps=tile.warps,
     )  # fmt: skip
-    return out
 
 
-@triton.jit(do_not_specialize=["num_seqs", "tokens"])
-def _plan_kernel(query_start_loc, seq_lens, tiles, num_tiles, num_seqs, tokens, SEQS: tl.constexpr, CHUNK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_seqs", "tokens", "too_short"])
+def _plan_kernel(query_start_loc, seq_lens, tiles, num_tiles, num_seqs, tokens, too_short, SEQS: tl.constexpr, CHUNK: tl.constexpr):
     """One program a sequence: a tile's place in the list is the number of tiles whose context is longer (or equal, of an earlier one)."""
     b = tl.program_id(0)
     i = tl.arange(0, SEQS)
     starts = tl.load(query_start_loc + i, mask=i < num_seqs, other=0)
     chunks = tl.load(query_start_loc + i + 1, mask=i < num_seqs, other=0) - starts
     cached = tl.load(seq_lens + i, mask=i < num_seqs, other=0) - chunks
-    counts = tl.cdiv(chunks, tokens)
+    counts = tl.where(chunks > too_short, tl.cdiv(chunks, tokens), 0)
     own_cached = tl.sum(tl.where(i == b, cached, 0), 0)
     own_count = tl.sum(tl.where(i == b, counts, 0), 0)
     for done in range(0, own_count, CHUNK):

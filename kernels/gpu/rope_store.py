@@ -13,33 +13,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..interface import RopeInputs
+from .attention_tiles import layer_of
+
 HEADS_AT_ONCE = 8
 
 
-def rope_and_store(
-    qkv: Tensor,
-    kv: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    cos_sin: Tensor,
-    num_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    norm_eps: float,
-    kv_scales: Tensor | None,
-) -> Tensor:
-    """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], kv one layer of the pool, slot -1: a padding token, not written;
-    kv_scales float32 [2, num_kv_heads] -> q [num_tokens, num_heads, head_dim], which is part of ``qkv``."""
-    rows, (num_kv_heads, head_dim) = len(qkv), kv.shape[3:]
-    total = num_heads + 2 * num_kv_heads
-    assert qkv.shape[1] == total * head_dim
+def rope_and_store(qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
+    """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim] -> q [num_tokens, num_heads, head_dim], which is part of ``qkv``.
+    A token whose slot is negative is padding: its key and value are not written."""
+    kv, kv_scales = layer_of(pool, layer), None if rope.kv_scales is None else rope.kv_scales[layer]
+    rows, total = len(qkv), rope.num_heads + 2 * rope.num_kv_heads
+    assert qkv.shape[1] == total * rope.head_dim
     assert qkv.is_contiguous()
     _rope_and_store_kernel[(rows, triton.cdiv(total, HEADS_AT_ONCE))](
-        qkv, kv, positions, slot_mapping, cos_sin, q_norm, k_norm, kv_scales, norm_eps, *kv.stride()[:4],
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=kv.shape[2], HEADS=HEADS_AT_ONCE,
-        DIMS=triton.next_power_of_2(head_dim // 2), NORM=q_norm is not None, SCALED=kv_scales is not None, num_warps=2,
+        qkv, kv, rope.positions, rope.slot_mapping, rope.cos_sin, rope.q_norm, rope.k_norm, kv_scales, rope.norm_eps, *kv.stride()[:4],
+        NUM_HEADS=rope.num_heads, NUM_KV_HEADS=rope.num_kv_heads, HEAD_DIM=rope.head_dim, BLOCK_SIZE=kv.shape[2], HEADS=HEADS_AT_ONCE,
+        DIMS=triton.next_power_of_2(rope.head_dim // 2), NORM=rope.q_norm is not None, SCALED=kv_scales is not None, num_warps=2,
     )  # fmt: skip
-    return qkv.view(rows, total, head_dim)[:, :num_heads]
+    return qkv.view(rows, total, rope.head_dim)[:, : rope.num_heads]
 
 
 @triton.jit

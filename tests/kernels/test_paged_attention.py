@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -10,8 +12,8 @@ from torch import Tensor
 
 from splitserve.bench import triton_interpreter
 from splitserve.bench.kernel_inputs import LAYER, AttentionCase, attention_case, relative_error
-from splitserve.kernels.gpu.attention_tiles import TileShape, layer_of
-from splitserve.kernels.gpu.decode_attention import MAX_PARTIALS, decode_attention, plan_decode
+from splitserve.kernels.gpu.attention_tiles import TileShape
+from splitserve.kernels.gpu.decode_attention import MAX_PARTIALS, decode_attention, decode_tile, plan_decode
 from splitserve.kernels.gpu.prefill_attention import plan_prefill, prefill_attention
 from splitserve.kernels.interface import AttentionInputs
 
@@ -29,25 +31,23 @@ few = settings(max_examples=10, deadline=None, suppress_health_check=[HealthChec
 def decode(
     case: AttentionCase, rows: slice = slice(None), max_partials: int = MAX_PARTIALS, programs: int = 3, tile: TileShape | None = None
 ) -> Tensor:
-    q, pool, inputs = case.q[rows], case.pool, case.inputs
-    lens, tables = inputs.seq_lens[rows], inputs.block_tables[rows]
-    heads = (q.shape[1], pool.shape[4], q.shape[2])
-    plan = plan_decode(lens, tables.shape[1], pool.shape[3], *heads, inputs.sliding_window, max_partials)
-    out = decode_attention(q, layer_of(pool, LAYER), lens, tables, plan, *options(inputs), programs, tile)
+    q, pool = case.q[rows], case.pool
+    num_heads, head_dim = q.shape[1:]
+    starts = torch.arange(len(q) + 1, dtype=torch.int32)
+    lens, tables = case.inputs.seq_lens[rows], case.inputs.block_tables[rows]
+    inputs = replace(case.inputs, query_start_loc=starts, seq_lens=lens, block_tables=tables)
+    plan = plan_decode(inputs, num_heads, pool.shape[4], head_dim, pool.shape[3], max_partials)
+    out = torch.empty((len(q), num_heads * head_dim), dtype=q.dtype)
+    decode_attention(out, q, pool, LAYER, inputs, plan, programs, tile or decode_tile(head_dim, num_heads // pool.shape[4]))
     assert not plan.arrived.any(), "the next layer counts from zero"
     return out
 
 
 def prefill(case: AttentionCase, tile: TileShape = SMALL, split_folds: bool = False) -> Tensor:
-    q, pool, i = case.q, case.pool, case.inputs
-    plan = plan_prefill(i.query_start_loc, i.seq_lens, len(q), q.shape[1] // pool.shape[4], tile)
-    kv = layer_of(pool, LAYER)
-    return prefill_attention(q, kv, i.query_start_loc, i.seq_lens, i.block_tables, plan, *options(i), split_folds)
-
-
-def options(inputs: AttentionInputs) -> tuple[float, int | None, float | None, Tensor | None]:
-    scales = None if inputs.kv_scales is None else inputs.kv_scales[LAYER]
-    return inputs.scale, inputs.sliding_window, inputs.softcap, scales
+    plan = plan_prefill(case.inputs, len(case.q), case.q.shape[1] // case.pool.shape[4], tile, singles=True)
+    out = torch.empty((len(case.q), case.q.shape[1] * case.q.shape[2]), dtype=case.q.dtype)
+    prefill_attention(out, case.q, case.pool, LAYER, case.inputs, plan, split_folds)
+    return out
 
 
 @few
@@ -146,13 +146,19 @@ def test_prefill_of_each_head_dim(head_dim: int, dtype: torch.dtype) -> None:
     assert relative_error(prefill(case, TileShape(32, 32, 4, 3)), case.exact) < ALLOWED[dtype]
 
 
-@given(chunks=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 90)), min_size=1, max_size=5), tokens=st.sampled_from([3, 8, 16]))
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 90)), min_size=1, max_size=5),
+    tokens=st.sampled_from([3, 8, 16]),
+    singles=st.booleans(),
+)
 @settings(few, max_examples=15)
-def test_the_longest_tiles_come_first(chunks: list[tuple[int, int]], tokens: int) -> None:
+def test_the_longest_tiles_come_first(chunks: list[tuple[int, int]], tokens: int, singles: bool) -> None:
     starts = torch.tensor([0, *(new for _, new in chunks)]).cumsum(0).int()
     lens = torch.tensor([cached + new for cached, new in chunks], dtype=torch.int32)
-    plan = plan_prefill(starts, lens, int(starts[-1]), 2, TileShape(2 * tokens, 32, 4, 3))
-    expected = [(b, start) for b, (_, new) in enumerate(chunks) for start in range(0, new, tokens)]
+    inputs = AttentionInputs(starts, lens, torch.zeros((len(lens), 1), dtype=torch.int32), 1.0)
+    plan = plan_prefill(inputs, int(starts[-1]), 2, TileShape(2 * tokens, 32, 4, 3), singles)
+    shortest = 1 if singles else 2
+    expected = [(b, start) for b, (_, new) in enumerate(chunks) if new >= shortest for start in range(0, new, tokens)]
     found = [tuple(tile) for tile in plan.tiles[: int(plan.num_tiles)].tolist()]
     assert sorted(found) == expected
     ends = [chunks[b][0] + start + tokens for b, start in found]

@@ -11,7 +11,6 @@ from xxhash import xxh3_64_intdigest
 
 from splitserve.bench import triton_interpreter
 from splitserve.bench.kernel_inputs import randn, relative_error
-from splitserve.kernels.gpu.attention_tiles import layer_of
 from splitserve.kernels.gpu.block_checksum import block_checksums
 from splitserve.kernels.gpu.block_copy import pack_blocks, unpack_blocks
 from splitserve.kernels.gpu.elementwise import embedding, silu_mul
@@ -96,10 +95,7 @@ def test_rope_and_store(data: st.DataObject, dtype: torch.dtype, head_dim: int, 
         kv_scales=scales,
     )
     expected = REFERENCE.rope_and_store(qkv.clone(), expected_pool, 1, rope)
-    found = rope_and_store(
-        qkv, layer_of(pool, 1), rope.positions, rope.slot_mapping, rope.cos_sin, num_heads, rope.q_norm, rope.k_norm, rope.norm_eps,
-        None if scales is None else scales[1],
-    )  # fmt: skip
+    found = rope_and_store(qkv, pool, 1, rope)
     assert relative_error(found, expected) < ALLOWED[dtype]
     assert whole[[0, -1]].isnan().all()
     pool, expected_pool = pool.float(), expected_pool.float()

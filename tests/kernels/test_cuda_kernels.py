@@ -1,0 +1,75 @@
+"""A whole model runs the same with the GPU's kernels (in Triton's interpreter) as with plain torch; and the noise is the same noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.batches import HandSequence, make_batch
+from support.models import VOCAB_SIZE, make_checkpoint
+
+from splitserve.bench import triton_interpreter
+from splitserve.bench.kernel_inputs import randn, relative_error
+from splitserve.engine import model_runner
+from splitserve.engine.batch import SamplingParams, StepOutput
+from splitserve.engine.model_runner import EngineConfig, ModelRunner
+from splitserve.kernels.cuda import CudaKernels
+from splitserve.kernels.gpu.attention_tiles import TileShape
+from splitserve.kernels.gpu.gumbel_argmax import SLICE, gumbel_argmax
+from splitserve.kernels.gumbel_noise import noise_key
+from splitserve.kernels.interface import Kernels
+from splitserve.kernels.reference import TorchKernels
+
+triton_interpreter.install()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),  # a poisoned slot beside the ones in use
+]
+
+BLOCK_SIZE = 8
+SMALL = TileShape(16, 32, 4, 3)
+
+
+def three_steps(folder: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> tuple[list[StepOutput], torch.Tensor]:
+    """A prompt in two chunks, the second beside another sequence's decode step, then a decode step of both."""
+    monkeypatch.setattr(model_runner, "select_kernels", lambda *_: kernels)
+    runner = ModelRunner(EngineConfig(folder, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
+    runner.kv_cache.pool.fill_(torch.nan)
+    random = np.random.default_rng(1)
+    params = SamplingParams(max_tokens=9, temperature=0.8, seed=5, logprobs=2)
+    long = HandSequence(random.integers(0, VOCAB_SIZE, 30).tolist(), [9, 3, 50, 4], params)
+    short = HandSequence(random.integers(0, VOCAB_SIZE, 7).tolist(), [1, 40], params)
+    told = []
+    for steps in ([(long, 20), (short, 7)], [(long, 10), (short, 1)], [(long, 1), (short, 1)]):
+        output = runner.execute(make_batch(steps, BLOCK_SIZE))
+        for (sequence, count), token in zip(steps, output.token_ids.tolist(), strict=True):
+            sequence.num_computed += count
+            sequence.output += [token] if token >= 0 else []
+        told.append(output)
+    return told, runner.kv_cache.pool
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_a_model_runs_the_same(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """qwen3: norms of q and k. mistral: sliding window, a head dimension that is no power of two."""
+    make_checkpoint(tmp_path, family, num_hidden_layers=2)
+    expected, expected_pool = three_steps(tmp_path, TorchKernels(), monkeypatch)
+    found, pool = three_steps(tmp_path, CudaKernels(num_sms=1, prefill_shape=SMALL), monkeypatch)
+    assert torch.equal(pool.isnan(), expected_pool.isnan())
+    assert relative_error(pool.nan_to_num(), expected_pool.nan_to_num()) < 1e-5
+    for step, expected_step in zip(found, expected, strict=True):
+        assert step.token_ids.tolist() == expected_step.token_ids.tolist()
+        for row, told in expected_step.logprobs.items():
+            assert step.logprobs[row].top_ids == told.top_ids
+            assert step.logprobs[row].top_logprobs == pytest.approx(told.top_logprobs, abs=1e-4)
+
+
+@pytest.mark.usefixtures("guarded_memory")
+def test_gumbel_argmax() -> None:
+    logits = randn(6, 2 * SLICE + 77) * 2
+    logits[1, 7:] = -torch.inf
+    logits[2] = 0  # the noise alone decides
+    keys = torch.tensor([noise_key(seed=3, position=i) for i in range(6)])
+    assert torch.equal(gumbel_argmax(logits, keys), TorchKernels().gumbel_argmax(logits, keys))
