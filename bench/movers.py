@@ -1,10 +1,18 @@
-"""How fast KV blocks move between two processes, against what one core's memcpy does in the same run.
+"""How fast KV blocks move between two processes, against memcpy and a bare TCP socket in the same run.
 
     python -m splitserve.bench.movers [--gib 1] [--rounds 5] [--json bench/results/movers.json]
 
 The sender has one core, the receiver the other. Pools are large and gone through in order, so that nothing is in a cache.
-``scattered`` moves blocks between random places. Each round measures memcpy and both movers one after the other; the ratio
-is taken within the round, and the median over the rounds is reported: load on the machine then hits both sides alike.
+``scattered`` moves blocks between random places. Each round measures everything one after the other; ratios are taken within
+the round, and the median over the rounds is reported: load on the machine then hits all alike.
+
+    memcpy          one core, from pool to pool, block by block
+    shm             the mover
+    socket          one bare TCP connection, 2 MiB a call, received straight into the pool (bare_transfer.py)
+    ZeroMQ          bare PUSH and PULL, without a copy at the sender: what the ``zmq`` mover would be over ZeroMQ
+    zmq plain       the mover, with --plaintext-kv
+    zmq             the mover, encrypted
+    checksum        xxh3 of every block, one core
 """
 
 from __future__ import annotations
@@ -30,7 +38,8 @@ from ..transport.movers.checksum import checksums
 from ..transport.movers.interface import Item, Pool
 from ..transport.movers.opening import open_source
 from ..transport.movers.shm import SharedPool, ShmTarget
-from ..transport.movers.zmq_target import ZmqTarget
+from ..transport.movers.tcp_target import TcpTarget
+from .bare_transfer import TcpReceiver, TcpSender, ZmqReceiver, ZmqSender
 from .environment import environment
 
 CASES = (
@@ -47,15 +56,18 @@ SECRET = bytes(16)
 
 @dataclass(frozen=True)
 class Figure:
-    """GB/s (1e9 bytes); ``ratio`` is to memcpy of the same case in the same round, median."""
+    """GB/s (1e9 bytes). Ratios are to memcpy and to the bare socket of the same case in the same round, median."""
 
     what: str
     block_bytes: int
     order: str
     gb_per_s: float
-    ratio: float
-    ratio_min: float
-    ratio_max: float
+    of_memcpy: float
+    of_memcpy_min: float
+    of_memcpy_max: float
+    of_socket: float
+    of_socket_min: float
+    of_socket_max: float
 
 
 def main() -> None:
@@ -83,22 +95,32 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
     arguments = (theirs, num_blocks, block_bytes, order, cores[-1])
     sender = multiprocessing.get_context("spawn").Process(target=send_blocks, args=arguments)
     sender.start()
+    theirs.close()  # so that its end is noticed
     os.sched_setaffinity(0, cores[:1])  # before any thread of ZeroMQ's is made: they inherit it
     shared = SharedPool.create(num_blocks * block_bytes)
     pool: Pool = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(num_blocks, NUM_LAYERS, -1)
-    shm, tcp = ShmTarget(shared), ZmqTarget("tcp://127.0.0.1:*", pool)
+    shm, tcp = ShmTarget(shared), TcpTarget("tcp://127.0.0.1:*", pool, takes_plain=True)
+    bare, bare_zmq = TcpReceiver(pool), ZmqReceiver(pool)
     met = Met(worker_id="d0", incarnation=1, num_blocks=num_blocks, shm_name=shm.shm_name, data_address=tcp.data_address("127.0.0.1"))
-    ours.send(met)
+    ours.send((met, bare.port, bare_zmq.port))
+    bare.accept()
     ours.recv()  # ready
-    seconds: dict[str, list[float]] = {"memcpy": [], "shm": [], "zmq": [], "checksum": []}
+    receive: dict[str, Callable[[], object]] = {
+        "socket": bare.receive_all,
+        "ZeroMQ": bare_zmq.receive_all,
+        "zmq plain": lambda: _receive_all(tcp, num_blocks),
+        "zmq": lambda: _receive_all(tcp, num_blocks),
+    }
+    seconds: dict[str, list[float]] = {what: [] for what in ("memcpy", "shm", *receive, "checksum")}
     for _ in range(rounds):
-        seconds["memcpy"].append(_ask(ours, "memcpy"))
-        seconds["shm"].append(_ask(ours, "shm"))
-        pool[:] = 0
-        tcp.open(1, SECRET, {block: block for block in range(num_blocks)})
-        ours.send("zmq")
-        seconds["zmq"].append(_receive_all(tcp, num_blocks))
-        ours.recv()
+        for what in ("memcpy", "shm"):
+            seconds[what].append(_ask(ours, what))
+        for what, work in receive.items():
+            pool[:] = 0
+            tcp.open(1, SECRET, {block: block for block in range(num_blocks)})
+            ours.send(what)
+            seconds[what].append(_timed(work))
+            ours.recv()
         seconds["checksum"].append(_timed(lambda: checksums(pool, range(num_blocks))))
     ours.send("verify")
     assert ours.recv() == checksums(pool, range(0, num_blocks, 7)), "blocks arrived corrupt"
@@ -111,9 +133,14 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
 
 
 def _figure(what: str, block_bytes: int, order: str, num_bytes: int, seconds: dict[str, list[float]]) -> Figure:
-    ratios = [base / ours for base, ours in zip(seconds["memcpy"], seconds[what], strict=True)]
     rate = num_bytes / statistics.median(seconds[what]) / 1e9
-    return Figure(what, block_bytes, order, rate, statistics.median(ratios), min(ratios), max(ratios))
+    return Figure(what, block_bytes, order, rate, *_ratio(seconds["memcpy"], seconds[what]), *_ratio(seconds["socket"], seconds[what]))
+
+
+def _ratio(base: list[float], ours: list[float]) -> tuple[float, float, float]:
+    """Median, least, most."""
+    ratios = [theirs / mine for theirs, mine in zip(base, ours, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def _ask(connection: Connection, what: str) -> float:
@@ -122,22 +149,19 @@ def _ask(connection: Connection, what: str) -> float:
     return seconds
 
 
-def _receive_all(target: ZmqTarget, num_blocks: int) -> float:
-    """Seconds from the first parcel to the last."""
+def _receive_all(target: TcpTarget, num_blocks: int) -> None:
     poller = zmq.Poller()
-    poller.register(target.socket, zmq.POLLIN)
-    poller.poll()
-    start, arrived = time.perf_counter(), 0
+    poller.register(target.fd, zmq.POLLIN)
+    arrived = 0
     while arrived < num_blocks:
         poller.poll()
-        arrived += len(target.poll(8))
-    return time.perf_counter() - start
+        arrived += len(target.poll(num_blocks))
 
 
 def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order: str, core: int) -> None:
     """The sending process: does what it is told over ``connection``."""
     os.sched_setaffinity(0, {core})
-    met: Met = connection.recv()
+    met, tcp_port, zmq_port = connection.recv()
     rng = np.random.default_rng(0)
     pool: Pool = np.frombuffer(rng.bytes(num_blocks * block_bytes), dtype=np.uint8).reshape(num_blocks, NUM_LAYERS, -1)
     copy = np.ones_like(pool)
@@ -147,7 +171,10 @@ def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order
     ways: dict[str, Callable[[], None]] = {
         "memcpy": lambda: _copy_all(pool, copy, sources),
         "shm": _putting(met.model_copy(update={"mover": "shm"}), pool, chunks),
+        "zmq plain": _putting(met.model_copy(update={"mover": "zmq"}), pool, chunks, plain_kv=True),
         "zmq": _putting(met.model_copy(update={"mover": "zmq"}), pool, chunks),
+        "socket": TcpSender(tcp_port, pool).send_all,
+        "ZeroMQ": ZmqSender(zmq_port, pool).send_all,
     }
     ways["shm"]()  # maps every page once
     connection.send("ready")
@@ -160,8 +187,8 @@ def _copy_all(pool: Pool, copy: Pool, sources: list[int]) -> None:
         np.copyto(copy[target], pool[source])
 
 
-def _putting(met: Met, pool: Pool, chunks: list[list[Item]]) -> Callable[[], None]:
-    source = open_source(met, pool)
+def _putting(met: Met, pool: Pool, chunks: list[list[Item]], plain_kv: bool = False) -> Callable[[], None]:
+    source = open_source(met, pool, plain_kv)
 
     def put_all() -> None:
         for items in chunks:
@@ -184,10 +211,11 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def print_figures(figures: list[Figure]) -> None:
-    table = Table("what", "block KiB", "order", "GB/s", "of memcpy", "min - max", title="KV blocks between two processes")
+    table = Table("what", "block KiB", "order", "GB/s", "of memcpy", "of socket", title="KV blocks between two processes")
     for figure in figures:
-        span = f"{figure.ratio_min:.2f} - {figure.ratio_max:.2f}"
-        table.add_row(figure.what, str(figure.block_bytes >> 10), figure.order, f"{figure.gb_per_s:.2f}", f"{figure.ratio:.2f}", span)
+        of_memcpy = f"{figure.of_memcpy:.2f} ({figure.of_memcpy_min:.2f} - {figure.of_memcpy_max:.2f})"
+        of_socket = f"{figure.of_socket:.2f} ({figure.of_socket_min:.2f} - {figure.of_socket_max:.2f})"
+        table.add_row(figure.what, str(figure.block_bytes >> 10), figure.order, f"{figure.gb_per_s:.2f}", of_memcpy, of_socket)
     Console().print(table)
 
 

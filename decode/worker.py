@@ -37,7 +37,7 @@ from ..transport.messages import FROM_PREFILL, SECRET_BYTES, Goodbye, Hello, Mee
 from ..transport.movers.checksum import block_checksum
 from ..transport.movers.interface import PutTarget
 from ..transport.movers.shm import SharedPool, ShmTarget
-from ..transport.movers.zmq_target import ZmqTarget
+from ..transport.movers.tcp_target import TcpTarget
 from ..transport.wakeup import Wakeup
 from .core import DecodeAction, DecodeCore
 from .scheduler import DecodeScheduler, DecodeStep
@@ -131,7 +131,7 @@ class DecodeWorker:
         if self._peers.socket in ready:
             self._hear_peers(now)
         for target in self._targets:
-            if target.socket in ready:
+            if target.fd in ready:
                 for lease, position in target.poll(RECEIVE_LIMIT):
                     self._core.receiver.arrived(lease, position)
         if self._leaving:
@@ -245,7 +245,7 @@ class DecodeWorker:
             movers.append("shm")
             shm_name = shm.shm_name
         if settings.mover in ("auto", "zmq"):
-            target = ZmqTarget(settings.data_listen, model.pool)
+            target = TcpTarget(settings.data_listen, model.pool, settings.plaintext_kv or settings.insecure)
             self._targets.append(target)
             movers.append("zmq")
             data_address = target.data_address(advertised_host(settings))
@@ -257,8 +257,8 @@ class DecodeWorker:
         poller.register(self._link.socket, zmq.POLLIN)
         poller.register(self._peers.socket, zmq.POLLIN)
         for target in self._targets:
-            if target.socket is not None:
-                poller.register(target.socket, zmq.POLLIN)
+            if target.fd is not None:
+                poller.register(target.fd, zmq.POLLIN)
         return poller
 
     def hello(self, incarnation: int) -> Hello:

@@ -62,6 +62,10 @@ class WorkerSettings(BaseModel):
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
     mover: Mover = Field(default="auto", description="How KV blocks travel. auto: shm between processes of one host, else zmq.")
+    plaintext_kv: bool = Field(
+        default=False,
+        description="Send KV blocks between hosts in the clear: faster, for a trusted network. Both workers must say so; else encrypted.",
+    )
     drain_timeout_s: float = Field(
         default=10,
         ge=0,

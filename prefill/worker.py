@@ -126,8 +126,8 @@ class PrefillWorker:
             if channel.socket in ready:
                 for message in channel.receive(RECEIVE_LIMIT):
                     self._core.from_peer(peer, message, now)
-        for peer, source in self._sources.items():
-            source.poll()
+        for peer, source in list(self._sources.items()):
+            self._with_mover(peer, source.poll)
             self._time(peer, source)
         if self._leaving:
             self._core.drain(now)
@@ -210,7 +210,7 @@ class PrefillWorker:
         self._poller.register(channel.socket, zmq.POLLIN)
 
     def _open_mover(self, action: OpenMover) -> None:
-        self._sources[action.peer] = open_source(action.met, self._model.pool)
+        self._sources[action.peer] = open_source(action.met, self._model.pool, self._settings.plaintext_kv or self._settings.insecure)
         _log.info("hands KV blocks to %s by %s", action.peer[0], action.met.mover)
 
     def _put(self, action: Put) -> None:
@@ -243,7 +243,7 @@ class PrefillWorker:
             handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
             self._channels[action.peer].send(handoff)
 
-    def _with_mover(self, peer: PeerId, use: Callable[[], None]) -> None:
+    def _with_mover(self, peer: PeerId, use: Callable[[], object]) -> None:
         """A mover that fails ends the handoffs to that peer; the coordinator tries them again. The channel stays: what is leased to us
         there comes free when it hears that we have stopped."""
         try:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
-import zmq
 from numpy.typing import NDArray
 
 from ..errors import MoverError
@@ -29,8 +28,8 @@ class PutTarget(Protocol):
     """The writer writes our memory by itself: ``poll`` tells nothing, and closing a lease does not stop a stalled writer."""
 
     @property
-    def socket(self) -> zmq.Socket[bytes] | None:
-        """Readable when ``poll`` has something to do; None for a one-sided mover."""
+    def fd(self) -> int | None:
+        """Readable when ``poll`` has something to say; None for a one-sided mover."""
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
         """From now on accept each layer of each position in ``targets`` once, into the own block that the position maps to."""
@@ -42,7 +41,7 @@ class PutTarget(Protocol):
         """From now on a two-sided mover drops whatever comes for this lease."""
 
     def poll(self, limit: int) -> list[Arrival]:
-        """Takes in up to ``limit`` parcels that have come; says which blocks now lie in the pool with all their layers."""
+        """Up to ``limit`` blocks that now lie in the pool with all their layers, each said once."""
 
     def close_all(self) -> None:
         """The end of this target."""
@@ -57,7 +56,8 @@ class PutSource(Protocol):
         Raises MoverError where the peer is known to be gone or ``items`` name blocks, or the range layers, that do not exist."""
 
     def poll(self) -> list[Arrival]:
-        """Keeps the transfer going; says what has left since the last call, an entry for each block of each put."""
+        """Keeps the transfer going; says what has left since the last call, an entry for each block of each put. Raises MoverError
+        where the peer is gone."""
 
     def pending(self) -> int:
         """Blocks of puts that have not left yet. Call ``poll`` soon while there are any."""

@@ -1,19 +1,29 @@
-"""What travels with the ``zmq`` mover: a header frame, and one frame with some layers of one or several blocks of a lease.
+"""What flows over a data connection: parcels, each some layers of one or several blocks of a lease.
 
-    magic "SSKV" | version u8 | 3 bytes 0 | lease u64 | secret 16 B | offset u64 | length u64 | positions u32 ...
+    size of the header u32 | header | body
+    header: "SSKV" | version u8 | 3 bytes 0 | lease u64 | secret 16 B | offset u64 | length u64 | positions u32 ...
 
-little-endian. The body holds, for each position in turn, bytes [offset, offset + length) of its block.
+little-endian. The body holds, for each position in turn, bytes [offset, offset + length) of its block. Sealed (session.py), the header
+is one record and the body is cut into records of RECORD_BYTES, the last one shorter; each is followed by its tag, and the
+size counts the tag.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ..messages import SECRET_BYTES
+from .interface import Pool
 
 _HEADER = struct.Struct(f"<4sB3xQ{SECRET_BYTES}sQQ")
-_MAGIC, _VERSION = b"SSKV", 1
+_MAGIC, _VERSION = b"SSKV", 2
+SIZE = struct.Struct("<I")
+PARCEL_BYTES = 2 << 20
+RECORD_BYTES = 256 << 10
+MAX_POSITIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +40,54 @@ def pack_header(header: ParcelHeader) -> bytes:
     return fixed + struct.pack(f"<{len(header.positions)}I", *header.positions)
 
 
-def unpack_header(data: bytes, max_positions: int) -> ParcelHeader | None:
+def header_bytes(num_positions: int) -> int:
+    return _HEADER.size + 4 * num_positions
+
+
+def unpack_header(data: bytes | memoryview, max_positions: int) -> ParcelHeader | None:
     """None where ``data`` is no header of this version, or names no position or more than ``max_positions``."""
     size = len(data) - _HEADER.size
     if not 0 < size <= 4 * max_positions or size % 4:
         return None
     magic, version, lease, secret, offset, length = _HEADER.unpack_from(data)
-    if magic != _MAGIC or version != _VERSION:
+    if magic != _MAGIC or version != _VERSION or data[5:8] != b"\0\0\0":
         return None
     return ParcelHeader(lease, secret, offset, length, struct.unpack_from(f"<{size // 4}I", data, _HEADER.size))
 
 
-PARCEL_BYTES = 2 << 20
-HIGH_WATER_MARK = 16  # parcels per connection and direction
-USER_NAME = b"put"
-
-
 def slices_per_parcel(slice_bytes: int) -> int:
     """How many blocks one parcel may hold, of each of which it carries ``slice_bytes``."""
-    return max(1, PARCEL_BYTES // slice_bytes)
+    return min(MAX_POSITIONS, max(1, PARCEL_BYTES // slice_bytes))
 
 
-def join_data_address(address: str, password: str) -> str:
-    """What the peer needs to connect, in one string that travels over the encrypted control channel only."""
-    return f"{address}#{password}"
+Span: TypeAlias = tuple[int, int]
+"""[start, end) in the pool's bytes"""
 
 
-def split_data_address(data_address: str) -> tuple[str, str]:
-    """(address, password)"""
-    address, _, password = data_address.partition("#")
-    return address, password
+def spans(pool: Pool, blocks: Sequence[int], offset: int, length: int) -> list[Span]:
+    """Where the body of a parcel lies in ``pool``: runs of bytes, as long as they can be."""
+    block_bytes = pool.shape[1] * pool.shape[2]
+    runs: list[Span] = []
+    for block in blocks:
+        start = block * block_bytes + offset
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], start + length)
+        else:
+            runs.append((start, start + length))
+    return runs
+
+
+def records(runs: Sequence[Span]) -> Iterator[list[Span]]:
+    """Cuts a body into records: for each one the runs that it consists of."""
+    record: list[Span] = []
+    room = RECORD_BYTES
+    for start, end in runs:
+        while start < end:
+            taken = min(room, end - start)
+            record.append((start, start + taken))
+            start, room = start + taken, room - taken
+            if room == 0:
+                yield record
+                record, room = [], RECORD_BYTES
+    if record:
+        yield record

@@ -59,7 +59,7 @@ class ShmTarget:
     """The receiving side has nothing to do: the writer writes, and Handoff tells that it has."""
 
     one_sided = True
-    socket = None
+    fd = None
 
     def __init__(self, pool: SharedPool):
         self.shm_name = pool.name

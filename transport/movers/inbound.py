@@ -1,0 +1,160 @@
+"""One data connection, receiving end: a generator that says which memory the next bytes belong into.
+
+It knows no socket: ``talk`` yields lists of buffers and is resumed once all of them are full. So the same code runs under
+the server's selector and under the fuzzer. A body is received straight into the pool where it travels plain, and is opened into
+it where it travels sealed.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .interface import Arrival, Pool
+from .lease_book import Claim, LeaseBook
+from .parcel import RECORD_BYTES, SIZE, Span, header_bytes, records, slices_per_parcel, spans, unpack_header
+from .session import HELLO_BYTES, PLAIN, PROOF_BYTES, TAG_BYTES, Hello, Seal, Transcript, new_nonce
+
+Talk: TypeAlias = Generator[list[memoryview], None, None]
+
+
+class BadPeer(Exception):
+    """What came is not from a peer of ours, or not as a peer of ours would send it: the connection ends. The text says what."""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What all connections of a target share. ``lock`` guards ``book`` and the pool's leased blocks."""
+
+    pool: Pool
+    book: LeaseBook
+    lock: AbstractContextManager[object]
+    secret: bytes
+    takes_plain: bool
+    dropped: Counter[str]
+    arrived: Callable[[list[Arrival]], None]
+
+
+class Inbound:
+    """``send`` puts a few bytes on the connection's way without waiting. After the last use, say ``end``."""
+
+    def __init__(self, desk: Desk, send: Callable[[bytes], None]) -> None:
+        self._desk, self._send = desk, send
+        _, num_layers, layer_bytes = desk.pool.shape
+        self._block_bytes = num_layers * layer_bytes
+        self._max_positions = slices_per_parcel(layer_bytes)
+        self._bytes = desk.pool.reshape(-1).data
+        self._scratch = memoryview(b"")
+        self._seal: Seal | None = None
+        self.authenticated = False
+        self._claim: Claim | None = None
+
+    def talk(self) -> Talk:
+        """Raises BadPeer. Never returns."""
+        yield from self._meet()
+        while True:
+            yield from self._take_parcel()
+
+    def safe(self, buffers: deque[memoryview]) -> deque[memoryview]:
+        """To be asked with the lock held, right before bytes are written: ``buffers``, or others of that size where the lease that they
+        belong to has ended since."""
+        if self._seal is not None or self._claim is None or self._claim.valid:
+            return buffers
+        self._claim, num_bytes = None, sum(len(buffer) for buffer in buffers)
+        return deque(self._scratch[: min(RECORD_BYTES, num_bytes - at)] for at in range(0, num_bytes, RECORD_BYTES))
+
+    def end(self) -> None:
+        """The connection is gone: a parcel that was under way may come over another."""
+        if self._claim is not None:
+            with self._desk.lock:
+                self._desk.book.give_back(self._claim)
+            self._claim = None
+
+    def _meet(self) -> Talk:
+        said = bytearray(HELLO_BYTES)
+        yield [memoryview(said)]
+        hello = Hello.unpack(bytes(said))
+        if hello is None or (hello.mode == PLAIN and not self._desk.takes_plain):
+            raise BadPeer("malformed" if hello is None else "plain")
+        transcript = Transcript(self._desk.secret, hello, new_nonce())
+        self._send(transcript.server_nonce + transcript.server_proof)
+        proof = bytearray(PROOF_BYTES)
+        yield [memoryview(proof)]
+        if not hmac.compare_digest(bytes(proof), transcript.client_proof):
+            raise BadPeer("stranger")
+        self._seal, self.authenticated = transcript.seal(), True
+        self._scratch = memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
+
+    def _take_parcel(self) -> Talk:
+        header = unpack_header((yield from self._header()), self._max_positions)
+        if header is None or not 0 < header.length <= self._block_bytes:
+            raise BadPeer("malformed")
+        with self._desk.lock:
+            claim = self._desk.book.claim(header)
+        if isinstance(claim, str):
+            self._desk.dropped[claim] += 1
+            yield from self._discard(len(header.positions) * header.length)
+            return
+        self._claim = claim
+        runs = spans(self._desk.pool, claim.blocks, header.offset, header.length)
+        yield from (self._take_plain(runs) if self._seal is None else self._take_sealed(runs, self._seal, claim))
+        self._claim = None
+        with self._desk.lock:
+            self._desk.arrived(self._desk.book.complete(claim))
+
+    def _header(self) -> Generator[list[memoryview], None, memoryview]:
+        size = bytearray(SIZE.size)
+        yield [memoryview(size)]
+        tag = TAG_BYTES if self._seal is not None else 0
+        (num_bytes,) = SIZE.unpack(size)
+        if not header_bytes(1) <= num_bytes - tag <= header_bytes(self._max_positions):
+            raise BadPeer("malformed")
+        data = memoryview(bytearray(num_bytes))
+        yield [data]
+        if self._seal is None:
+            return data
+        opened = memoryview(bytearray(num_bytes - tag))
+        if not self._seal.open_into(data, opened):
+            raise BadPeer("forged")
+        return opened
+
+    def _take_plain(self, runs: Sequence[Span]) -> Talk:
+        yield [self._bytes[start:end] for start, end in runs]
+
+    def _take_sealed(self, runs: Sequence[Span], seal: Seal, claim: Claim) -> Talk:
+        for record in records(runs):
+            size = sum(end - start for start, end in record)
+            sealed = self._scratch[: size + TAG_BYTES]
+            yield [sealed]
+            with self._desk.lock:
+                self._open(sealed, record, seal, claim)
+
+    def _open(self, sealed: memoryview, record: list[Span], seal: Seal, claim: Claim) -> None:
+        if not claim.valid:
+            seal.skip()
+            return
+        if len(record) == 1:
+            opened = seal.open_into(sealed, self._bytes[record[0][0] : record[0][1]])
+        else:
+            piece = memoryview(bytearray(len(sealed) - TAG_BYTES))
+            opened = seal.open_into(sealed, piece)
+            if opened:
+                at = 0
+                for start, end in record:
+                    self._bytes[start:end] = piece[at : at + end - start]
+                    at += end - start
+        if not opened:
+            raise BadPeer("forged")
+
+    def _discard(self, num_bytes: int) -> Talk:
+        while num_bytes > 0:
+            size = min(num_bytes, RECORD_BYTES)
+            num_bytes -= size
+            if self._seal is not None:
+                self._seal.skip()
+                size += TAG_BYTES
+            yield [self._scratch[:size]]

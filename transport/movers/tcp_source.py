@@ -1,0 +1,251 @@
+"""The ``zmq`` mover, sending side (see tcp_target.py): blocks leave in parcels, over up to MAX_CONNECTIONS connections at a time.
+
+Each connection has a thread that takes parcels from one queue, so that a further connection opens only when those before it do not
+keep up. Bytes go from the pool to the kernel without a copy in between, or through the cipher into one buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import MoverError
+from .data_address import DataAddress
+from .interface import Arrival, Item, Pool, layer_slice
+from .parcel import RECORD_BYTES, SIZE, ParcelHeader, Span, pack_header, records, slices_per_parcel, spans
+from .session import ANSWER_BYTES, NONCE_BYTES, PLAIN, SEALED, TAG_BYTES, Hello, Seal, Transcript, new_nonce
+
+MAX_CONNECTIONS = 4
+BACKLOG_BYTES = 16 << 20  # waiting for one connection: more than that opens another
+CONNECT_TIMEOUT_S = 3.0
+RETRY_S, RETRY_PAUSE_S = 5.0, 0.05  # how long a lost connection is tried again, and the first pause (doubling)
+STALL_S = 20.0  # a peer that takes nothing in for so long is gone
+CLOSE_S = 0.2
+MAX_BUFFERS = 512  # in one system call (IOV_MAX is 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    lease: int
+    secret: bytes
+    positions: tuple[int, ...]
+    blocks: list[int]
+    layers: slice
+
+
+class TcpSource:
+    """One per decode worker. Safe to close at any time; what cannot be sent becomes a MoverError of ``put`` or ``poll``."""
+
+    def __init__(self, data_address: str, pool: Pool, plain: bool = False):
+        """``plain``: send in the clear if the peer takes that too. Connects in the background. Raises MoverError for a bad address."""
+        self._address = DataAddress.parse(data_address)
+        self._mode = PLAIN if plain and self._address.takes_plain else SEALED
+        self._pool = pool
+        self._changed = threading.Condition()
+        self._waiting: deque[_Parcel] = deque()
+        self._leaving: list[_Parcel] = []
+        self._left: list[Arrival] = []
+        self._failure = ""
+        self._closed = False
+        self._connections: list[_Connection] = []
+        self._open_connection()
+
+    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
+        layers = layer_slice(self._pool, first_layer, num_layers)
+        if not all(0 <= block < len(self._pool) for _, block, _ in items):
+            raise MoverError(f"put of a block that does not exist; the pool has {len(self._pool)}")
+        slice_bytes = (layers.stop - layers.start) * self._pool.shape[2]
+        size = slices_per_parcel(slice_bytes)
+        with self._changed:
+            self._raise_failure()
+            for start in range(0, len(items), size):
+                part = items[start : start + size]
+                self._waiting.append(_Parcel(lease, secret, tuple(item[0] for item in part), [item[1] for item in part], layers))
+            self._changed.notify_all()
+            waiting = len(self._waiting) * size * slice_bytes
+        if waiting > BACKLOG_BYTES * len(self._connections) and len(self._connections) < MAX_CONNECTIONS:
+            self._open_connection()
+
+    def poll(self) -> list[Arrival]:
+        with self._changed:
+            self._raise_failure()
+            left, self._left = self._left, []
+        return left
+
+    def pending(self) -> int:
+        with self._changed:
+            return sum(len(parcel.positions) for parcel in (*self._waiting, *self._leaving))
+
+    def cancel(self, lease: int) -> None:
+        with self._changed:
+            self._waiting = deque(parcel for parcel in self._waiting if parcel.lease != lease)
+            self._left = [arrival for arrival in self._left if arrival[0] != lease]
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        for connection in self._connections:
+            connection.interrupt()
+        for connection in self._connections:
+            connection.join(CLOSE_S)  # one that is still connecting ends by itself, within CONNECT_TIMEOUT_S
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise MoverError(self._failure)
+
+    def _open_connection(self) -> None:
+        connection = _Connection(self, self._address, self._mode, self._pool)
+        self._connections.append(connection)
+        connection.start()
+
+    # --- for the connections' threads ------------------------------------------------------------
+
+    def next_parcel(self) -> _Parcel | None:
+        """Waits for one to send; None: the source is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed or self._failure)
+            if self._closed or self._failure:
+                return None
+            parcel = self._waiting.popleft()
+            self._leaving.append(parcel)
+            return parcel
+
+    def has_left(self, parcel: _Parcel) -> None:
+        with self._changed:
+            self._leaving.remove(parcel)
+            self._left += [(parcel.lease, position) for position in parcel.positions]
+
+    def did_not_leave(self, parcel: _Parcel) -> None:
+        with self._changed:
+            self._leaving.remove(parcel)
+            if not self._closed:
+                self._waiting.appendleft(parcel)
+
+    def fail(self, reason: str) -> None:
+        with self._changed:
+            self._failure = self._failure or reason
+            self._changed.notify_all()
+
+    def pause(self, seconds: float) -> bool:
+        """False: the source is closed."""
+        with self._changed:
+            return not self._changed.wait_for(lambda: self._closed, seconds)
+
+
+class _Connection(threading.Thread):
+    """Sends parcels until the source is closed or the peer is beyond reach."""
+
+    def __init__(self, source: TcpSource, address: DataAddress, mode: int, pool: Pool):
+        super().__init__(name="kv-sender", daemon=True)
+        self._source, self._address, self._mode, self._pool = source, address, mode, pool
+        self._bytes = pool.reshape(-1).data
+        self._sealed = memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
+        self._stream: socket.socket | None = None
+        self._seal: Seal | None = None
+
+    def interrupt(self) -> None:
+        """From another thread: whatever this one waits for fails now."""
+        stream = self._stream
+        if stream is not None:
+            with contextlib.suppress(OSError):  # not connected, or no longer
+                stream.shutdown(socket.SHUT_RDWR)
+
+    def run(self) -> None:
+        if self._connect():
+            while (parcel := self._source.next_parcel()) is not None and self._send_or_connect_again(parcel):
+                pass
+        if self._stream is not None:
+            self._stream.close()
+
+    def _send_or_connect_again(self, parcel: _Parcel) -> bool:
+        try:
+            self._send(parcel)
+        except OSError:
+            self._source.did_not_leave(parcel)
+            return self._connect()
+        self._source.has_left(parcel)
+        return True
+
+    def _connect(self) -> bool:
+        """False: there is nobody to send to, and the source knows it."""
+        give_up, pause = time.monotonic() + RETRY_S, RETRY_PAUSE_S
+        wait = 0.0
+        while self._source.pause(wait):
+            try:
+                self._open_stream()
+                return True
+            except (OSError, EOFError) as error:
+                if time.monotonic() + pause > give_up:
+                    host, port = self._address.host, self._address.port
+                    self._source.fail(f"cannot reach the decode worker for KV blocks at tcp://{host}:{port}: {error}")
+                    return False
+            wait, pause = pause, 2 * pause
+        return False
+
+    def _open_stream(self) -> None:
+        """Connects and lets both ends prove who they are. Raises OSError, EOFError."""
+        if self._stream is not None:
+            self._stream.close()
+        stream = self._stream = socket.create_connection((self._address.host, self._address.port), CONNECT_TIMEOUT_S)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
+        hello = Hello(self._mode, new_nonce())
+        stream.sendall(hello.pack())
+        answer = _receive(stream, ANSWER_BYTES)
+        transcript = Transcript(self._address.secret, hello, answer[:NONCE_BYTES])
+        if not hmac.compare_digest(answer[NONCE_BYTES:], transcript.server_proof):
+            raise EOFError("whoever listens there is not that decode worker")
+        stream.sendall(transcript.client_proof)
+        stream.settimeout(STALL_S)
+        self._seal = transcript.seal()
+
+    def _send(self, parcel: _Parcel) -> None:
+        layer_bytes = self._pool.shape[2]
+        offset, length = parcel.layers.start * layer_bytes, (parcel.layers.stop - parcel.layers.start) * layer_bytes
+        header = pack_header(ParcelHeader(parcel.lease, parcel.secret, offset, length, parcel.positions))
+        runs = spans(self._pool, parcel.blocks, offset, length)
+        if self._seal is None:
+            self._send_all([SIZE.pack(len(header)) + header, *(self._bytes[start:end] for start, end in runs)])
+        else:
+            self._send_sealed(header, runs, self._seal)
+
+    def _send_sealed(self, header: bytes, runs: list[Span], seal: Seal) -> None:
+        sealed = memoryview(bytearray(SIZE.size + len(header) + TAG_BYTES))
+        SIZE.pack_into(sealed, 0, len(header) + TAG_BYTES)
+        seal.close_into(header, sealed[SIZE.size :])
+        self._send_all([sealed])
+        for record in records(runs):
+            pieces = [self._bytes[start:end] for start, end in record]
+            content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            sealed = self._sealed[: len(content) + TAG_BYTES]
+            seal.close_into(content, sealed)
+            self._send_all([sealed])
+
+    def _send_all(self, buffers: Sequence[bytes | memoryview]) -> None:
+        """Raises OSError, also where the peer takes nothing in for STALL_S."""
+        assert self._stream is not None
+        left = deque(buffers)
+        while left:
+            count = self._stream.sendmsg([left[i] for i in range(min(len(left), MAX_BUFFERS))])
+            while left and count >= len(left[0]):
+                count -= len(left.popleft())
+            if count:
+                left[0] = left[0][count:]
+
+
+def _receive(stream: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = stream.recv(num_bytes - len(data))
+        if not part:
+            raise EOFError("it ended the connection")
+        data += part
+    return data

@@ -1,0 +1,243 @@
+"""The ``zmq`` mover, receiving side. One thread takes all data connections in; the worker's loop hears of complete blocks.
+
+The name is the option's and the protocol's (``--mover zmq``); the data itself goes over plain TCP sockets: ZeroMQ copies each
+byte once more on either side, and measured at a third to a half of a bare socket's rate (bench/results, docs/movers.md).
+
+A connection counts for nothing until its peer has proved that it knows the secret of our data address. A parcel that names an unknown
+lease, a wrong secret, layers that do not exist or are not missing is dropped and counted before any byte of it reaches the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import selectors
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+from ..errors import AddressError
+from ..wakeup import Wakeup
+from .data_address import SECRET_BYTES, DataAddress, endpoint
+from .inbound import BadPeer, Desk, Inbound
+from .interface import Arrival, Pool
+from .lease_book import LeaseBook
+
+HANDSHAKE_TIMEOUT_S = 5.0
+MAX_STRANGERS = 64  # connections that have not proved anything yet; beyond them the oldest ends
+MAX_CONNECTIONS = 1_024
+BACKLOG = 1_024
+ACCEPT_PAUSE_S = 0.1
+WINDOW_BYTES, WINDOW_BUFFERS = 1 << 20, 64  # most that one read takes, and so for how long it holds the lock
+TURN_BYTES = 8 << 20  # read from one connection before the others have their turn
+_log = logging.getLogger(__name__)
+
+
+class TcpTarget:
+    """Every prefill worker connects here. ``dropped`` counts parcels, and ended connections, by what was wrong with them."""
+
+    one_sided = False
+
+    def __init__(self, address: str, pool: Pool, takes_plain: bool = False):
+        """Listens on ``address`` (tcp://host:* takes a free port). Raises AddressError."""
+        self.dropped: Counter[str] = Counter()
+        self.num_blocks_received = 0
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._arrivals: deque[Arrival] = deque()
+        self._news = Wakeup()
+        self._lock = threading.Lock()
+        self._book = LeaseBook(pool.shape[1], pool.shape[2])
+        desk = Desk(pool, self._book, self._lock, self._secret, takes_plain, self.dropped, self._arrived)
+        self._takes_plain = takes_plain
+        self._listener = _listening(address)
+        self._server = _Server(self._listener, desk)
+        self._server.start()
+
+    @property
+    def fd(self) -> int:
+        return self._news.fd
+
+    def data_address(self, host: str) -> str:
+        """What a peer that reaches us as ``host`` needs to connect. Confidential."""
+        port: int = self._listener.getsockname()[1]
+        return str(DataAddress(host, port, self._secret, self._takes_plain))
+
+    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
+        with self._lock:
+            self._book.open(lease, secret, targets)
+
+    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
+        with self._lock:
+            self._book.expect_again(lease, positions)
+
+    def close(self, lease: int) -> None:
+        with self._lock:  # no write is under way now, and none begins any more
+            self._book.close(lease)
+
+    def poll(self, limit: int) -> list[Arrival]:
+        with self._lock:
+            taken = [self._arrivals.popleft() for _ in range(min(limit, len(self._arrivals)))]
+            if not self._arrivals:
+                self._news.clear()
+        return taken
+
+    def close_all(self) -> None:
+        with self._lock:
+            self._book.close_all()
+        self._server.stop()
+        self._news.close()
+
+    def _arrived(self, arrivals: list[Arrival]) -> None:
+        """On the server's thread, with the lock held."""
+        if arrivals:
+            self.num_blocks_received += len(arrivals)
+            self._arrivals.extend(arrivals)
+            self._news.set()
+
+
+class _Connection:
+    """A socket and the conversation over it."""
+
+    def __init__(self, stream: socket.socket, desk: Desk, now: float):
+        stream.setblocking(False)
+        self.stream = stream
+        self.born = now
+        self.inbound = Inbound(desk, self._send)
+        self._talk = self.inbound.talk()
+        self._buffers = deque(next(self._talk))
+        self._lock = desk.lock
+
+    def read(self) -> None:
+        """Takes in what is there, up to a turn's worth. Raises BadPeer, OSError, EOFError."""
+        taken = 0
+        while taken < TURN_BYTES:
+            with self._lock:
+                self._buffers = self.inbound.safe(self._buffers)
+                try:
+                    count = self.stream.recvmsg_into(self._window())[0]
+                except BlockingIOError:
+                    return
+            if count == 0:
+                raise EOFError
+            taken += count
+            self._advance(count)
+
+    def close(self) -> None:
+        self._talk.close()
+        self.inbound.end()
+        self.stream.close()
+
+    def _window(self) -> list[memoryview]:
+        window: list[memoryview] = []
+        room = WINDOW_BYTES
+        for buffer in self._buffers:
+            if room == 0 or len(window) == WINDOW_BUFFERS:
+                break
+            window.append(buffer[:room])
+            room -= len(window[-1])
+        return window
+
+    def _advance(self, count: int) -> None:
+        while count:
+            buffer = self._buffers.popleft()
+            if count < len(buffer):
+                self._buffers.appendleft(buffer[count:])
+                return
+            count -= len(buffer)
+        if not self._buffers:
+            self._buffers = deque(next(self._talk))
+
+    def _send(self, data: bytes) -> None:
+        if self.stream.send(data) != len(data):
+            raise BadPeer("stalled")
+
+
+class _Server(threading.Thread):
+    """Accepts connections and reads them all."""
+
+    def __init__(self, listener: socket.socket, desk: Desk):
+        super().__init__(name="kv-receiver", daemon=True)
+        self._listener, self._desk = listener, desk
+        self._ending = Wakeup()
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._ending.fd, selectors.EVENT_READ)
+
+    def stop(self) -> None:
+        self._ending.set()
+        self.join()
+        self._ending.close()
+
+    def run(self) -> None:
+        stopping = False
+        while not stopping:
+            strangers = any(not connection.inbound.authenticated for connection in self._connections.values())
+            for key, _ in self._selector.select(HANDSHAKE_TIMEOUT_S / 4 if strangers else None):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._read(self._connections[key.fileobj])
+                else:
+                    stopping = True
+            self._end_silent_strangers(time.monotonic() - HANDSHAKE_TIMEOUT_S)
+        for connection in list(self._connections.values()):
+            self._end(connection)
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except OSError as error:  # it has gone again, or we have no descriptor left
+            _log.warning("cannot accept a connection for KV blocks: %s", error.strerror)
+            select.select([self._ending.fd], [], [], ACCEPT_PAUSE_S)  # the listener stays readable; descriptors take time to come back
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            stream.close()
+            self._desk.dropped["full"] += 1
+            return
+        connection = _Connection(stream, self._desk, time.monotonic())
+        self._connections[stream] = connection
+        self._selector.register(stream, selectors.EVENT_READ)
+        strangers = [other for other in self._connections.values() if not other.inbound.authenticated]
+        if len(strangers) > MAX_STRANGERS:
+            self._refuse(strangers[0], "stranger")
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            connection.read()
+        except BadPeer as error:
+            self._refuse(connection, str(error))
+        except (OSError, EOFError):
+            self._end(connection)
+
+    def _refuse(self, connection: _Connection, reason: str) -> None:
+        self._desk.dropped[reason] += 1
+        self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.stream)
+        del self._connections[connection.stream]
+        connection.close()
+
+    def _end_silent_strangers(self, born_before: float) -> None:
+        for connection in list(self._connections.values()):
+            if not connection.inbound.authenticated and connection.born < born_before:
+                self._refuse(connection, "stranger")
+
+
+def _listening(address: str) -> socket.socket:
+    end = endpoint(address)
+    if end is None:
+        raise AddressError(f"cannot listen on {address} for KV blocks: expected tcp://host:port, or port *")
+    host, port = end
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server(("" if host == "*" else host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = f"cannot listen on {address} for KV blocks: {error.strerror}; choose another address or port *"
+        raise AddressError(reason) from None
