@@ -433,6 +433,7 @@ def test_no_bytes_break_the_header(data: bytes) -> None:
             assert 1 <= len(parsed.positions) <= 8
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=40), st.integers(0, NUM_LAYERS - 1), st.data())
 def test_spans_and_records_cover_a_body_exactly_and_in_order(blocks: list[int], first: int, data: st.DataObject) -> None:
     pool: Pool = np.arange(np.prod(POOL_SHAPE), dtype=np.uint64).astype(np.uint8).reshape(POOL_SHAPE)
