@@ -18,7 +18,7 @@ class WaitingLine:
     def __init__(self, starving_s: float) -> None:
         """``starving_s``: who has waited so long is not overtaken any more."""
         self._starving_s = starving_s
-        self._entries: list[tuple[int, float, int, Flight]] = []  # priority, arrival, tie-break
+        self._entries: list[tuple[int, float, int, Flight, int]] = []  # priority, arrival, tie-break; and how many tokens
         self._num_joined = 0
 
     def __len__(self) -> int:
@@ -30,7 +30,7 @@ class WaitingLine:
     def join(self, flight: Flight) -> None:
         """One more waits. A request that comes back keeps the place of its arrival."""
         self._num_joined += 1
-        bisect.insort(self._entries, (flight.request.priority, flight.request.arrival, self._num_joined, flight))
+        bisect.insort(self._entries, (flight.request.priority, flight.request.arrival, self._num_joined, flight, flight.num_tokens))
 
     def leave(self, flight: Flight) -> None:
         """It waits no more."""
@@ -40,11 +40,11 @@ class WaitingLine:
         """Places from the head of the line whatever finds room."""
         i, too_long = 0, inf  # where a prompt finds no room, no longer one does
         while i < min(len(self._entries), LOOK_AHEAD):
-            flight = self._entries[i][3]
-            if flight.num_tokens < too_long and place(flight):
+            flight, num_tokens = self._entries[i][3:]
+            if num_tokens < too_long and place(flight):
                 del self._entries[i]
             elif now - flight.request.arrival > self._starving_s and not flight.suspect:
                 return
             else:
-                too_long = too_long if flight.suspect else min(too_long, flight.num_tokens)
+                too_long = too_long if flight.suspect else min(too_long, num_tokens)
                 i += 1

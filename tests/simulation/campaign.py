@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from simulation.scenario import NAMED, Scenario, draw_scenario
 from simulation.world import World
 
-REQUESTS = 150
+REQUESTS = 250
 """Requests a world."""
 REST_S = 60.0
 """Once the faults have stopped, everything must have ended and come to rest within so many (virtual) seconds."""

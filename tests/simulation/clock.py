@@ -1,4 +1,4 @@
-"""Virtual time: events in their order, and the clock that each process believes."""
+"""Virtual time: events in their order."""
 
 from __future__ import annotations
 
@@ -36,14 +36,3 @@ class EventQueue:
                 return False
             self.run(self.now + 0.25)
         return True
-
-
-class LocalClock:
-    """A process's monotonic clock: it began anywhere, and runs a little too fast or too slow."""
-
-    def __init__(self, queue: EventQueue, offset: float, rate: float) -> None:
-        self._queue, self._offset, self._rate = queue, offset, rate
-
-    @property
-    def now(self) -> float:
-        return self._offset + self._rate * self._queue.now

@@ -15,15 +15,15 @@ from splitserve.transport.messages import Message
 if TYPE_CHECKING:
     from simulation.world import World
 
-TICK_S = 0.05
+TICK_S = 0.06
 LIMITS = LifecycleLimits(
     max_queue=10**6,
     max_attempts=40,
     max_deaths=40,
-    dead_after_s=0.6,
+    dead_after_s=0.75,
     progress_timeout_s=2.0,
     heartbeat_s=HEARTBEAT_S,
-    lost_after_s=0.4,
+    lost_after_s=0.5,
     unserved_s=30.0,
     starving_s=1.0,
 )

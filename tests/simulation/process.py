@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from simulation.clock import Event, LocalClock
+from simulation.clock import Event
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -18,7 +18,8 @@ class Process:
         self.world, self.name = world, name
         self.alive = True
         drift = world.scenario.faults.clock_drift
-        self.clock = LocalClock(world.queue, world.random.uniform(0.0, 1e5), 1.0 + world.random.uniform(-drift, drift))
+        self._queue = world.queue
+        self._clock_offset, self._clock_rate = world.random.uniform(0.0, 1e5), 1.0 + world.random.uniform(-drift, drift)
         self._frozen_until = -1.0
         self._backlog: deque[tuple[Event, tuple[Any, ...]]] = deque()
         self._rest: list[tuple[Event, tuple[Any, ...]]] = []  # of the event in whose middle the process froze
@@ -26,12 +27,12 @@ class Process:
 
     @property
     def now(self) -> float:
-        """Seconds of this process's own clock."""
-        return self.clock.now
+        """Seconds of this process's own monotonic clock: it began anywhere, and runs a little too fast or too slow."""
+        return self._clock_offset + self._clock_rate * self._queue.now
 
     @property
     def frozen(self) -> bool:
-        return self.world.queue.now < self._frozen_until
+        return self._queue.now < self._frozen_until
 
     @property
     def awake(self) -> bool:
@@ -39,7 +40,7 @@ class Process:
         return self.alive and not self.frozen and not self._backlog
 
     def freeze(self, seconds: float) -> None:
-        self._frozen_until = max(self._frozen_until, self.world.queue.now + seconds)
+        self._frozen_until = max(self._frozen_until, self._queue.now + seconds)
 
     def die(self) -> None:
         self.alive = False
@@ -47,7 +48,7 @@ class Process:
         self._rest.clear()
 
     def after(self, delay: float, event: Event, *args: Any) -> None:
-        self.world.queue.after(delay, self.run, event, *args)
+        self._queue.after(delay, self.run, event, *args)
 
     def run(self, event: Event, *args: Any) -> None:
         """Runs the event in this process as soon as may be. Called from within one of its events, it is a part of that event."""
@@ -76,7 +77,7 @@ class Process:
     def _wake_later(self) -> None:
         if not self._waking:
             self._waking = True
-            self.world.queue.after(max(0.0, self._frozen_until - self.world.queue.now), self._thaw)
+            self._queue.after(max(0.0, self._frozen_until - self._queue.now), self._thaw)
 
     def _thaw(self) -> None:
         self._waking = False

@@ -214,7 +214,7 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (believe_corrupt_blocks, "movers"),
     (cache_blocks_before_they_are_verified, "movers"),
     (forget_the_blocks_of_a_released_lease, "network"),
-    (let_leases_run_on, "processes"),
+    (let_leases_run_on, "network"),
     (put_again_at_the_echo_of_a_nack, "echoes"),
     (say_release_and_put_on, "network"),
     (never_repeat_what_was_not_answered, "network"),

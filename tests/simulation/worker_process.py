@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 160
 MODEL = ModelIdentity(fingerprint="simulated", dtype="int", block_size=BLOCK_SIZE, layout="simulated", block_bytes=8 * BLOCK_SIZE)
-TICK_S, HEARTBEAT_S, HELLO_S, ORPHANED_S = 0.05, 0.1, 0.4, 1.5
+TICK_S, HEARTBEAT_S, HELLO_S, ORPHANED_S = 0.06, 0.15, 0.4, 1.5
 TIMES = HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0)
 PeerId = tuple[str, int]
 
@@ -88,17 +88,21 @@ class WorkerProcess(Process):
         elif isinstance(message, Fenced):
             self.take_new_incarnation()
             self._welcome, self._said_hello = False, -1e9
-        elif not isinstance(message, Alive):
+        elif isinstance(message, Alive):
+            return
+        else:
             self.from_coordinator(message)
         self.turn()
 
     def turn(self) -> None:
         """One turn of the loop."""
         self._launch()
-        while actions := self.take():
-            for action in actions:
-                self.run(self._carry_out, action, self.id)
-        self._launch()  # what was just verified joins at once
+        if actions := self.take():
+            while actions:
+                for action in actions:
+                    self.run(self._carry_out, action, self.id)
+                actions = self.take()
+            self._launch()  # what was just verified joins at once
 
     def _launch(self) -> None:
         if self.step is None and not self.frozen and (step := self.core.schedule(self.now)) is not None:
