@@ -111,7 +111,7 @@ def _unpack(payload: bytes | memoryview, kind: type[Message], bounds: Bounds) ->
         return container
 
     try:
-        scan = msgpack.Unpacker(max_buffer_size=bounds.max_bytes)
+        scan = msgpack.Unpacker(max_buffer_size=bounds.max_bytes, read_size=max(1, len(payload)))  # by default it reserves 1 MiB
         scan.feed(payload)
         scan.skip()
         return msgpack.unpackb(

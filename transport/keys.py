@@ -63,7 +63,7 @@ def load_key(path: str | os.PathLike[str]) -> ClusterKey:
         raise KeyFileError(f"no cluster key at {path}; make one with: splitserve keygen {path}") from None
     except OSError as error:
         raise KeyFileError(f"cannot read the cluster key {path}: {error.strerror}") from None
-    return _parse(text, path)
+    return key_from_text(text, path)
 
 
 def _refuse_open_file(status: os.stat_result, path: str | os.PathLike[str]) -> None:
@@ -72,7 +72,8 @@ def _refuse_open_file(status: os.stat_result, path: str | os.PathLike[str]) -> N
         raise KeyFileError(f"the cluster key {path} is open to other users (mode {mode:04o}); run: chmod 600 {path}")
 
 
-def _parse(text: bytes, path: str | os.PathLike[str]) -> ClusterKey:
+def key_from_text(text: bytes, path: str | os.PathLike[str]) -> ClusterKey:
+    """The key in a file's content; ``path`` is for the errors. Raises KeyFileError."""
     lines = text.decode("ascii", errors="replace").split("\n")
     fields = dict(line.split(" ", 1) for line in lines[1:] if " " in line)
     if lines[0] != _HEADER:

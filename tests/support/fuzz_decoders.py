@@ -1,0 +1,234 @@
+"""Every decoder that reads what a peer or a stranger says, under arbitrary bytes and damaged valid input.
+
+    PYTHONPATH=tests python -m support.fuzz_decoders --inputs 5000000 --json bench/results/fuzz.json
+
+An input must end in a value or in the decoder's own error, within MAX_SECONDS, and may not make the process hold more than
+MAX_BYTES + MAX_BYTES_PER_BYTE times its size (Python's objects included; looked at in one input of TRACED_EVERY). What breaks this is
+written out as hex. The same ``--seed`` gives the same inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import random
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from support.messages import EXAMPLES
+
+from splitserve.transport.codec import WIRE, decode, encode
+from splitserve.transport.coordinator_link import identity_of, worker_of
+from splitserve.transport.errors import BadMessage, KeyFileError, MoverError
+from splitserve.transport.keys import key_from_text, new_key
+from splitserve.transport.movers.data_address import DataAddress
+from splitserve.transport.movers.inbound import BadPeer, Desk, Inbound
+from splitserve.transport.movers.lease_book import LeaseBook
+from splitserve.transport.movers.parcel import SIZE, ParcelHeader, pack_header, unpack_header
+from splitserve.transport.movers.session import ANSWER_BYTES, HELLO_BYTES, NONCE_BYTES, PLAIN, SEALED, TAG_BYTES, Hello, Transcript
+
+MAX_SECONDS = 2.0
+HANG_SECONDS = 60.0
+MAX_BYTES, MAX_BYTES_PER_BYTE = 1 << 20, 256
+TRACED_EVERY = 16
+BATCH = 1000
+EVERY_TYPE = frozenset(kind for kind, _ in WIRE.values())
+SECRET, GRANT = bytes(32), b"0123456789abcdef"
+LAYER_BYTES = 512
+EDGES = [
+    *(b"\x00", b"\xff", b"\xff" * 4, b"\xff" * 8, b"\x7f\xff\xff\xff"),
+    *(kind + b"\xff\xff\xff\xff" for kind in (b"\xdd", b"\xdf", b"\xc6", b"\xc9", b"\xdb")),  # msgpack: huge lists, maps, bytes, text
+    *(b"\x91" * 600, b"\x81\x01" * 300),  # deep ones
+    *(b"\xc7\x00\x01", b"\xcf" + b"\xff" * 8, b"\xcb\x7f\xf8" + bytes(6)),  # an extension, 2**64 - 1, NaN
+]
+
+
+@dataclass
+class Decoder:
+    """``decode`` returns whether the input was accepted; any exception but ``error`` is a find."""
+
+    name: str
+    decode: Callable[[bytes], bool]
+    error: type[Exception] | None
+    examples: list[bytes]
+
+
+@dataclass
+class Record:
+    """``peak_bytes``: the most that a traced input held, ``slowest_s``: of one input, tracing included."""
+
+    inputs: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    traced: int = 0
+    peak_bytes: int = 0
+    peak_of_allowed: float = 0.0
+    slowest_s: float = 0.0
+    seconds: float = 0.0
+
+
+def decoders() -> list[Decoder]:
+    header = pack_header(ParcelHeader(9, GRANT, 0, 4 * LAYER_BYTES, (0, 1)))
+    address = DataAddress("127.0.0.1", 7711, SECRET, True)
+    key = new_key()
+    text = f"splitserve-cluster-key 1\npublic {key.public.decode()}\nsecret {key.secret.decode()}\n"
+    return [
+        Decoder("message", lambda data: bool(decode(data, EVERY_TYPE)), BadMessage, [encode(example) for example in EXAMPLES]),
+        Decoder("parcel header", lambda data: unpack_header(data, 1024) is not None, None, [header]),
+        Decoder("data connection", _converse, BadPeer, _conversations(header)),
+        Decoder("data address", _as_text(DataAddress.parse), MoverError, [str(address).encode()]),
+        Decoder("socket identity", lambda data: worker_of(data) is not None, None, [identity_of("p0", 17, 4)]),
+        Decoder("key file", lambda data: bool(key_from_text(data, "key")), KeyFileError, [text.encode()]),
+    ]
+
+
+def _as_text(parse: Callable[[str], object]) -> Callable[[bytes], bool]:
+    return lambda data: bool(parse(data.decode(errors="replace")))
+
+
+def _converse(data: bytes) -> bool:
+    """One whole connection, from a peer that knows the secret if its first byte is even: what it says after its proof is ``data``."""
+    pool = np.zeros((8, 4, LAYER_BYTES), dtype=np.uint8)
+    book, arrived = LeaseBook(4, LAYER_BYTES), list[tuple[int, int]]()
+    book.open(9, GRANT, {0: 3, 1: 5})
+    said = bytearray()
+    inbound = Inbound(Desk(pool, book, threading.Lock(), SECRET, True, Counter(), arrived.extend), said.extend)
+    talk = inbound.talk()
+    buffers = next(talk)
+    member, mode, rest = bool(data) and data[0] % 2 == 0, PLAIN if data[1:2] == b"\0" else SEALED, data[2:]
+    if member:
+        hello = Hello(mode, bytes(NONCE_BYTES))
+        buffers = _feed(talk, buffers, hello.pack())
+        transcript = Transcript(SECRET, hello, bytes(said[:NONCE_BYTES]))
+        assert len(said) == ANSWER_BYTES
+        buffers = _feed(talk, buffers, transcript.client_proof)
+        assert inbound.authenticated
+        seal = transcript.seal()
+        if seal is not None and len(rest) > SIZE.size:  # as a member that seals nonsense
+            sealed = bytearray(len(rest) + TAG_BYTES)
+            seal.close_into(rest, memoryview(sealed))
+            rest = SIZE.pack(len(sealed)) + bytes(sealed)
+    try:
+        _feed(talk, buffers, rest)
+    finally:
+        inbound.end()
+        written = {block for block in range(8) if pool[block].any()}
+        assert written <= {3, 5}, "a block that nobody granted was written"
+        assert member or not written, "a stranger wrote"
+    return bool(arrived)
+
+
+def _feed(talk: object, buffers: list[memoryview], data: bytes) -> list[memoryview]:
+    """Fills buffer after buffer, as the server does; returns those still to be filled."""
+    while data:
+        while data and buffers:
+            count = min(len(data), len(buffers[0]))
+            buffers[0][:count] = data[:count]
+            data = data[count:]
+            buffers = [buffers[0][count:], *buffers[1:]] if count < len(buffers[0]) else buffers[1:]
+        if not buffers:
+            buffers = next(talk)  # type: ignore[call-overload]
+    return buffers
+
+
+def _conversations(header: bytes) -> list[bytes]:
+    parcel = SIZE.pack(len(header)) + header + bytes([7]) * (8 * LAYER_BYTES)
+    single = pack_header(ParcelHeader(9, GRANT, LAYER_BYTES, LAYER_BYTES, (1,)))
+    small = SIZE.pack(len(single)) + single + bytes([8]) * LAYER_BYTES
+    hello = Hello(SEALED, bytes(NONCE_BYTES)).pack()
+    assert len(hello) == HELLO_BYTES
+    return [b"\0\0" + parcel, b"\0\0" + small + parcel, b"\0\1" + header, b"\1\0" + hello + bytes(32) + parcel]
+
+
+def mutated(rng: random.Random, examples: list[bytes]) -> bytes:
+    """Arbitrary bytes, or a valid input damaged one to four times."""
+    if rng.random() < 0.1:
+        return rng.randbytes(rng.choice((0, 1, 2, 4, 16, 64, 300)))
+    data = bytearray(rng.choice(examples))
+    for _ in range(rng.randint(1, 4)):
+        start = rng.randrange(len(data) + 1)
+        end = min(len(data), start + rng.choice((1, 1, 2, 4, 8, 40)))
+        kind = rng.randrange(7)
+        if kind == 0 and start < len(data):
+            data[start] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            data[start:end] = rng.randbytes(end - start)
+        elif kind == 2:
+            data[start:end] = rng.choice(EDGES)
+        elif kind == 3:
+            del data[start:end]
+        elif kind == 4:
+            data[start:start] = data[start:end] * rng.choice((1, 2, 50))
+        elif kind == 5:
+            other = rng.choice(examples)
+            data[start:] = other[rng.randrange(len(other) + 1) :]
+        else:
+            del data[start:]
+    return bytes(data)
+
+
+def fuzz(num_inputs: int, seed: int) -> Record:
+    """Raises AssertionError with the input where a decoder misbehaves."""
+    rng, record, all_decoders = random.Random(seed), Record(), decoders()
+    weights = [8, 2, 4, 1, 1, 1]
+    began = time.perf_counter()
+    for number in range(num_inputs):
+        if number % BATCH == 0:
+            faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+        decoder = rng.choices(all_decoders, weights)[0]
+        data = mutated(rng, decoder.examples)
+        try:
+            _one(decoder, data, record, traced=number % TRACED_EVERY == 0)
+        except Exception as error:
+            raise AssertionError(f"{decoder.name}, input {number} of seed {seed}: {data.hex()}") from error
+    faulthandler.cancel_dump_traceback_later()
+    record.seconds = time.perf_counter() - began
+    return record
+
+
+def _one(decoder: Decoder, data: bytes, record: Record, traced: bool) -> None:
+    if traced:
+        tracemalloc.start(1)
+    start = time.perf_counter()
+    accepted = False
+    with contextlib.suppress(*([decoder.error] if decoder.error else [])):
+        accepted = decoder.decode(data)
+    seconds = time.perf_counter() - start
+    if traced:
+        peak, allowed = tracemalloc.get_traced_memory()[1], MAX_BYTES + MAX_BYTES_PER_BYTE * len(data)
+        tracemalloc.stop()
+        record.traced += 1
+        record.peak_bytes = max(record.peak_bytes, peak)
+        record.peak_of_allowed = max(record.peak_of_allowed, peak / allowed)
+        assert peak <= allowed, f"{peak} bytes held for an input of {len(data)}"
+    assert seconds <= MAX_SECONDS, f"{seconds:.1f} s for an input of {len(data)} bytes"
+    record.inputs[decoder.name] += 1
+    record.accepted[decoder.name] += accepted
+    record.slowest_s = max(record.slowest_s, seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="also write the record here")
+    options = parser.parse_args()
+    record = fuzz(options.inputs, options.seed)
+    print(f"{options.inputs} inputs in {record.seconds:.0f} s: no crash, no hang, at most {record.peak_bytes} bytes held")
+    if options.json is not None:
+        from splitserve.bench.environment import environment
+
+        command = f"PYTHONPATH=tests python -m support.fuzz_decoders --inputs {options.inputs} --seed {options.seed}"
+        where = {**environment(), "command": command}
+        options.json.write_text(json.dumps({"environment": where, **asdict(record)}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
