@@ -4,10 +4,14 @@ Order: shortest remaining prompt first, where every second of waiting counts as 
 are not starved. A prompt takes all its blocks when it starts (two half-computed prompts can never block each other); a prompt that has
 waited longer than ``starving_s`` for blocks keeps younger ones from taking them. A prompt whose next block is just being computed for
 another prompt waits for it instead of computing it twice.
+
+Computed blocks stay until their decode worker has them. One that takes in too little keeps at most half of the pool in this way
+while there are prompts for others: it slows its own requests, not theirs.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -158,13 +162,14 @@ class PrefillScheduler:
         budget = self._max_batch_tokens
         chunks: list[Chunk] = []
         computing = {h for s in self.running.values() if (h := self._next_hash(s, s.num_computed // self.block_size))}
+        crowding = self._crowding_peers()
         starved = False
         candidates = sorted([*self.running.values(), *self.waiting.values()], key=lambda s: s.remaining - self._aging * (now - s.arrival))
         for sequence in candidates:
             if budget == 0 or len(chunks) == self._max_num_seqs:
                 break
             if sequence.key in self.waiting:
-                if starved or self._being_computed(sequence, computing):
+                if starved or sequence.peer_id in crowding or self._being_computed(sequence, computing):
                     continue
                 if not self._start(sequence, now):
                     starved = now - sequence.arrival > self._starving_s
@@ -193,6 +198,15 @@ class PrefillScheduler:
             del self.running[sequence.key]
             self.pinned[sequence.key] = sequence
         return True
+
+    def _crowding_peers(self) -> set[PeerId]:
+        """Decode workers whose blocks, computed and not taken in, fill half of the pool while prompts for others wait."""
+        if len({s.peer_id for s in self.waiting.values()}) < 2:
+            return set()
+        held: Counter[PeerId] = Counter()
+        for sequence in self.pinned.values():
+            held[sequence.peer_id] += len(sequence.blocks)
+        return {peer for peer, count in held.items() if count >= self.blocks.num_blocks // 2}
 
     def _start(self, sequence: PrefillSequence, now: float) -> bool:
         usable = self._usable(sequence)

@@ -62,6 +62,29 @@ def test_a_long_prompt_does_not_hold_up_a_short_one() -> None:
     assert run(scheduler, 0.1) == [2, 1]
 
 
+def test_a_decode_worker_that_takes_nothing_in_slows_only_its_own_requests() -> None:
+    scheduler, other = make(num_blocks=16, budget=64), Peer(worker_id="e", incarnation=2, address="y")
+    for i in range(4):
+        scheduler.add(spec(i, [i] * 16), PEER, 0.0)  # four blocks each, and none is ever taken in
+    assert run(scheduler, 0.0) == [0, 1, 2, 3]
+    scheduler.unpin((1, 0))
+    scheduler.unpin((1, 1))
+    scheduler.add(spec(4, [4] * 16), PEER, 1.0)
+    scheduler.add(spec(5, [5] * 16), other, 2.0)
+    assert run(scheduler, 9.0) == [5]  # however long the older one has waited
+    scheduler.unpin((1, 2))
+    assert run(scheduler, 10.0) == [4]
+
+
+def test_a_lone_decode_worker_may_fill_the_pool() -> None:
+    scheduler = make(num_blocks=16, budget=64)
+    for i in range(5):
+        scheduler.add(spec(i, [i] * 16), PEER, 0.0)
+    assert run(scheduler, 0.0) == [0, 1, 2, 3]
+    scheduler.unpin((1, 0))
+    assert run(scheduler, 1.0) == [4]
+
+
 def test_short_prompts_do_not_starve_a_long_one() -> None:
     scheduler = make(num_blocks=400)
     scheduler.add(spec(0, list(range(200))), PEER, 0.0)
