@@ -21,6 +21,7 @@ from ..kernels.gpu.gumbel_argmax import gumbel_argmax
 from ..kernels.gpu.norm import add_rms_norm
 from ..kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
 from ..kernels.gpu.rope_store import rope_and_store
+from ..kernels.gpu.sampling import SamplingRows, sample
 from ..kernels.interface import AttentionInputs, RopeInputs
 from . import sm90
 
@@ -75,6 +76,15 @@ def rope(head_dim: int, dtype: torch.dtype = BFLOAT16) -> None:
     rope_and_store(empty(8, 48 * head_dim), pool, 1, inputs)
 
 
+def sampling(n: int = 8, vocab_size: int = 151936) -> None:
+    ints, floats = empty(n, dtype=torch.int32), empty(n, dtype=torch.float32)
+    rows = SamplingRows(
+        empty(n, dtype=torch.int64), ints, floats, ints, floats, floats, floats, floats, floats, ints,
+        empty(n, vocab_size, dtype=torch.int32), empty(n + 1, dtype=torch.int32), ints, ints, floats, edited=True, filtered=True,
+    )  # fmt: skip
+    sample(empty(n, vocab_size, dtype=torch.float32), rows)
+
+
 def block_bytes() -> tuple[Tensor, Tensor]:
     return empty(4, 1 << 20, dtype=torch.uint8), empty(2, dtype=torch.int64)
 
@@ -111,6 +121,7 @@ CASES: dict[str, Callable[[], object]] = {
     "silu_mul": lambda: silu_mul(empty(8, 28672)),
     "embedding": lambda: embedding(empty(1000, 4096), empty(8, dtype=torch.int32), BFLOAT16),
     "gumbel_argmax": lambda: gumbel_argmax(empty(8, 151936, dtype=torch.float32), empty(8, 2, dtype=torch.int64)),
+    "sampling": sampling,
     "pack": lambda: pack_blocks(*block_bytes(), empty(2, 1 << 19, dtype=torch.uint8), 4096),
     "checksum": lambda: block_checksums(*block_bytes()),
 }

@@ -6,11 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.interface import Kernels
+from ..kernels.reference import TorchKernels
 from ..kernels.select import InexactKernelsError, numerics, select_kernels
 from .attention_metadata import AttentionMetadata
 from .batch import Batch, Logprobs, SamplingParams, SamplingState, StepOutput
@@ -23,6 +26,9 @@ from .layers import LayerLoader
 from .models.decoder import DecoderModel
 from .sampler import Sampler, report_logprobs
 from .weights import Checkpoint
+
+if TYPE_CHECKING:
+    from .device_sampler import DeviceSampler
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +72,7 @@ class ModelRunner:
         self.numerics = numerics(engine.exact)
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self._model = DecoderModel(self.config, LayerLoader(checkpoint, kernels, self.dtype, self.device), self.max_model_len)
-        self._sampler = Sampler(kernels, self.config.eos_token_ids)
+        self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)
         layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], self.dtype)
         num_blocks = engine.num_blocks or (engine.kv_cache_bytes or self._default_cache_bytes()) // layout.block_bytes
         check_sequence_fits(layout, num_blocks, self.max_model_len)
@@ -141,6 +147,14 @@ class ModelRunner:
         if self.device.type == "cpu":
             return DEFAULT_CPU_CACHE_BYTES
         return int(available_bytes(self.device) * DEFAULT_GPU_CACHE_FRACTION)
+
+
+def _make_sampler(kernels: Kernels, device: torch.device, eos_token_ids: tuple[int, ...]) -> Sampler | DeviceSampler:
+    if device.type == "cpu" or isinstance(kernels, TorchKernels):
+        return Sampler(kernels, eos_token_ids)
+    from .device_sampler import DeviceSampler  # which needs Triton
+
+    return DeviceSampler(eos_token_ids)
 
 
 def _max_model_len(asked: int | None, config: ModelConfig) -> int:

@@ -30,6 +30,12 @@ def noise_key(seed: int, position: int) -> tuple[int, int]:
     return key & MASK32, key >> 32
 
 
+def hashed_seed(seed: int) -> int:
+    """splitmix(seed) as a signed 64-bit number: what a device needs to make a row's keys of its positions."""
+    hashed = _splitmix(seed & MASK64)
+    return hashed - (1 << 64) if hashed >> 63 else hashed
+
+
 def noise_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
     """h: int64 in [0, 2^32). keys int64 [n, 2], token_ids int64 [n or 1, m] -> [n, m]."""
     first = _mix((token_ids * TOKEN_STEP + keys[:, :1]) & MASK32)

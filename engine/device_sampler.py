@@ -1,0 +1,99 @@
+"""The sampler where the logits lie on a GPU: all rows at once, by the kernels of kernels/gpu/sampling.py, and one wait at the end.
+
+What a row is asked for comes from the same ``SamplingState`` as in sampler.py, and means the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..kernels.gpu.sampling import IN_PROMPT, SamplingRows, sample
+from ..kernels.gumbel_noise import hashed_seed
+from .batch import Logprobs, SamplingParams, SamplingState
+
+
+class DeviceSampler:
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
+        """``logits`` float32 [num_rows, vocab_size]. Token ids [num_rows] and, by row, the logprobs asked for."""
+        rows = sampling_rows(states, self._eos_token_ids, logits.shape[1], logits.device)
+        chosen, own = sample(logits, rows)
+        reporting = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        if not reporting:
+            return chosen.to("cpu", torch.int32).numpy(), {}
+        counts = [states[row].params.logprobs or 0 for row in reporting]
+        norms = logits.gather(1, chosen.unsqueeze(1)) - own.unsqueeze(1)
+        top = logits[reporting].topk(max(counts), dim=-1)
+        told = _report(own[reporting].tolist(), top.indices.tolist(), (top.values - norms[reporting]).tolist(), counts)
+        return chosen.to("cpu", torch.int32).numpy(), dict(zip(reporting, told, strict=True))
+
+
+def _report(own: list[float], ids: list[list[int]], values: list[list[float]], counts: list[int]) -> list[Logprobs]:
+    return [Logprobs(own[i], tuple(ids[i][:n]), tuple(values[i][:n])) for i, n in enumerate(counts)]
+
+
+def sampling_rows(states: Sequence[SamplingState], eos_token_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> SamplingRows:
+    """What these sequences ask for, on ``device``. Token counts are made for those that have penalties."""
+    params = [state.params for state in states]
+    penalized = [state for state in states if _has_penalties(state.params)]
+    slots = {id(state): slot for slot, state in enumerate(penalized)}
+    edits = [_edits(state, eos_token_ids) for state in states]
+    flat = [(token, *edit) for row in edits for token, edit in row.items()]
+
+    def column(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return SamplingRows(
+        hashed_seeds=column([hashed_seed(p.seed) for p in params], torch.int64),
+        positions=column([state.position for state in states], torch.int32),
+        temperatures=column([p.temperature for p in params], torch.float32),
+        top_k=column([p.top_k for p in params], torch.int32),
+        top_p=column([p.top_p for p in params], torch.float32),
+        min_p=column([p.min_p for p in params], torch.float32),
+        repetition=column([p.repetition_penalty for p in params], torch.float32),
+        presence=column([p.presence_penalty for p in params], torch.float32),
+        frequency=column([p.frequency_penalty for p in params], torch.float32),
+        count_slots=column([slots.get(id(state), -1) for state in states], torch.int32),
+        token_counts=_token_counts(penalized, vocab_size, device),
+        edit_start=column(np.cumsum([0, *(len(row) for row in edits)]).tolist(), torch.int32),
+        edit_tokens=column([edit[0] for edit in flat], torch.int32),
+        edit_banned_until=column([edit[1] for edit in flat], torch.int32),
+        edit_bias=column([edit[2] for edit in flat], torch.float32),
+        edited=bool(penalized or flat),
+        filtered=any(p.temperature > 0 and (p.min_p > 0 or p.top_p < 1 or p.top_k > 0) for p in params),
+    )
+
+
+def _has_penalties(p: SamplingParams) -> bool:
+    return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+
+
+def _edits(state: SamplingState, eos_token_ids: tuple[int, ...]) -> dict[int, tuple[int, float]]:
+    """By token: the position until which it is banned, and its bias."""
+    edits = {token: (0, bias) for token, bias in state.params.logit_bias.items()}
+    until = len(state.prompt_token_ids) + state.params.min_tokens
+    if len(state.output_token_ids) < state.params.min_tokens:
+        for token in (*eos_token_ids, *state.params.stop_token_ids):
+            edits[token] = (until, edits.get(token, (0, 0.0))[1])
+    return edits
+
+
+def _token_counts(states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> Tensor:
+    """int32 [max(1, len(states)), vocab_size], as ``SamplingRows`` has it."""
+    counts = torch.zeros((max(1, len(states)), vocab_size), dtype=torch.int32, device=device)
+    for row, state in zip(counts, states, strict=False):
+        row[torch.tensor(sorted(set(state.prompt_token_ids)), device=device)] = IN_PROMPT
+        generated = Counter(state.output_token_ids)
+        row[torch.tensor(list(generated), dtype=torch.int64, device=device)] += torch.tensor(
+            list(generated.values()), dtype=torch.int32, device=device
+        )
+    return counts

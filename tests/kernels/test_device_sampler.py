@@ -1,0 +1,105 @@
+"""The GPU's sampler, in Triton's interpreter, chooses the tokens that the CPU's sampler chooses, for the same reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from splitserve.bench import triton_interpreter
+from splitserve.bench.kernel_inputs import randn
+from splitserve.engine.batch import SamplingParams, SamplingState
+from splitserve.engine.device_sampler import DeviceSampler, sampling_rows
+from splitserve.engine.sampler import Sampler
+from splitserve.kernels.gpu.sampling import IN_PROMPT, sample
+from splitserve.kernels.gumbel_noise import hashed_seed, noise_key
+from splitserve.kernels.reference import TorchKernels
+
+triton_interpreter.install()
+pytestmark = [pytest.mark.usefixtures("guarded_memory"), pytest.mark.filterwarnings("ignore:overflow encountered")]
+
+EOS = 3
+VOCAB = 300
+CPU = torch.device("cpu")
+TOKENS = st.integers(0, 30)  # few, so that penalties and biases meet
+
+
+def options() -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {"seed": st.integers(0, 2**63 - 1)},
+        optional={
+            "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+            "top_k": st.sampled_from([1, 2, 7, 299, 300, 1000]),
+            "top_p": st.sampled_from([0.01, 0.5, 0.9, 0.999]),
+            "min_p": st.sampled_from([0.01, 0.2, 1.0]),
+            "repetition_penalty": st.sampled_from([0.5, 1.3]),
+            "presence_penalty": st.sampled_from([-1.0, 1.5]),
+            "frequency_penalty": st.sampled_from([-0.5, 0.7]),
+            "logit_bias": st.dictionaries(TOKENS, st.sampled_from([-100.0, -1.0, 3.0, 100.0]), max_size=3),
+            "min_tokens": st.integers(0, 4),
+            "logprobs": st.integers(0, 3),
+        },
+    )
+
+
+@st.composite
+def states(draw: st.DrawFn) -> SamplingState:
+    prompt, output = draw(st.lists(TOKENS, min_size=1, max_size=9)), draw(st.lists(TOKENS, max_size=6))
+    return SamplingState(SamplingParams(max_tokens=99, **draw(options())), prompt, output)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(states(), min_size=1, max_size=4), seed=st.integers(0, 999), ties=st.booleans())
+def test_the_same_tokens_as_on_a_cpu(rows: list[SamplingState], seed: int, ties: bool) -> None:
+    logits = randn(len(rows), VOCAB, seed=seed) * 3
+    if ties:
+        logits = logits.round()
+    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), rows)
+    found, logprobs = DeviceSampler((EOS,)).sample(logits, rows)
+    assert found.tolist() == expected.tolist()
+    assert logprobs.keys() == expected_logprobs.keys()
+    for row, told in expected_logprobs.items():
+        assert logprobs[row].logprob == pytest.approx(told.logprob, abs=1e-5)
+        assert logprobs[row].top_logprobs == pytest.approx(told.top_logprobs, abs=1e-5)
+
+
+def test_a_vocabulary_of_several_slices() -> None:
+    logits = randn(3, 9001, seed=1) * 4
+    rows = [
+        SamplingState(SamplingParams(max_tokens=9, seed=row, **own), [1], [])
+        for row, own in enumerate(({}, {"top_p": 0.7, "top_k": 40}, {"temperature": 0.0, "logprobs": 0}))
+    ]
+    expected, _ = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), rows)
+    found, logprobs = DeviceSampler((EOS,)).sample(logits, rows)
+    assert found.tolist() == expected.tolist()
+    assert logprobs[2].logprob == pytest.approx(float(logits[2].log_softmax(0).max()), abs=1e-5)
+
+
+def test_the_chosen_tokens_are_counted_on_the_device() -> None:
+    """So that a next step needs no word from the host."""
+    params = SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=1.0)
+    rows = sampling_rows([SamplingState(params, [5], [7, 7])], (EOS,), VOCAB, CPU)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [7, 9]] = Tensor([4.5, 1.2])
+    chosen = [int(sample(logits, rows)[0]) for _ in range(3)]
+    assert chosen == [7, 7, 9]  # 4.5 - 2, 4.5 - 3, then 4.5 - 4 < 1.2
+    assert rows.token_counts[0, [5, 7, 9]].tolist() == [IN_PROMPT, 4, 1]
+
+
+def test_a_hashed_seed_makes_the_same_keys() -> None:
+    for seed, position in ((0, 0), (2**63 - 1, 7), (12345, 100_000)):
+        hashed = hashed_seed(seed) & 0xFFFFFFFFFFFFFFFF
+        assert noise_key(seed, position) == _key(hashed ^ position)
+
+
+def _key(z: int) -> tuple[int, int]:
+    mask = 0xFFFFFFFFFFFFFFFF
+    z = (z + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    z ^= z >> 31
+    return z & 0xFFFFFFFF, z >> 32
