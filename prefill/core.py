@@ -192,7 +192,11 @@ class PrefillCore:
             draining=self._leave_by is not None,
             dispatches=u32([dispatch for _, dispatch in s.held]),
             num_cache_reports=self._cache_reporter.num_reports,
-            counters={"prompt_tokens": s.num_prompt_tokens, "cached_tokens": s.num_cached_tokens},
+            counters={
+                "prompt_tokens": s.num_prompt_tokens,
+                "cached_tokens": s.num_cached_tokens,
+                "mover_fallbacks": self.sender.num_fallbacks,
+            },
         )
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:

@@ -27,7 +27,7 @@ from ..transport.actions import CancelPuts, Connect, OpenMover, Put, SendHandoff
 from ..transport.channels import DealerChannel
 from ..transport.coordinator_link import CoordinatorLink, identity_of
 from ..transport.errors import TransportError
-from ..transport.handoff import PeerId
+from ..transport.handoff import FALLBACK_MOVER, PeerId
 from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.layer_slicing import LayerSlicing
@@ -250,9 +250,10 @@ class PrefillWorker:
             if peer in self._channels:
                 use()
         except (TransportError, KeyError) as error:
-            _log.warning("cannot hand KV blocks to %s: %s", peer[0], error)
             self._close_mover(peer)
-            self._core.sender.peer_lost(peer, f"the KV mover failed: {error}")
+            falls_back = self._core.sender.mover_failed(peer, str(error))
+            what_now = f"; from now on by {FALLBACK_MOVER}" if falls_back else ""
+            _log.warning("cannot hand KV blocks to %s: %s%s", peer[0], error, what_now)
 
     def _close_mover(self, peer: PeerId) -> None:
         if (source := self._sources.pop(peer, None)) is not None:

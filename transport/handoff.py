@@ -43,6 +43,8 @@ class Wait(NamedTuple):
 
 
 ONE_SIDED_MOVERS = frozenset({"shm"})
+FALLBACK_MOVER = "zmq"
+"""Works between any two workers: what another mover that fails is replaced by."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer, Undelivered
-from .handoff import HandoffTimes, Key, PeerId, Wait
+from .handoff import FALLBACK_MOVER, HandoffTimes, Key, PeerId, Wait
 from .layer_slicing import UNSEEN_RATE, WHOLE_BLOCKS, LayerSlicing, seen
 from .messages import (
     Ack,
@@ -72,6 +72,8 @@ class HandoffSender:
         self._times = times or HandoffTimes()
         self._contacts: dict[PeerId, _Contact] = {}
         self._outgoing: dict[Key, Outgoing] = {}
+        self._failed_movers: dict[PeerId, set[str]] = {}
+        self.num_fallbacks = 0
         self._actions: list[SenderAction] = []
 
     def __len__(self) -> int:
@@ -84,6 +86,7 @@ class HandoffSender:
             self.abandon(key)
         peers = [contact.peer for contact in self._contacts.values()]
         self._meet, self._contacts = meet, {}
+        self._failed_movers.clear()
         for peer in peers:
             self._contact(peer)
 
@@ -184,6 +187,21 @@ class HandoffSender:
             self._fail(out, "peer_lost", reason)
         self._contacts.pop(peer, None)
 
+    def mover_failed(self, peer: PeerId, reason: str) -> bool:
+        """Handing over to this peer does not work the way that both had agreed on: what is under way is given back to the coordinator, and
+        the peer met anew. Whether from now on by FALLBACK_MOVER."""
+        met = self._contacts[peer].met if peer in self._contacts else None
+        falls_back = met is not None and met.mover != FALLBACK_MOVER and FALLBACK_MOVER in self._meet.movers
+        if met is not None and falls_back:
+            self._failed_movers.setdefault(peer, set()).add(met.mover)
+            self.num_fallbacks += 1
+        self.peer_lost(peer, f"the KV mover failed: {reason}")
+        return falls_back
+
+    def _movers(self, peer: PeerId) -> tuple[str, ...]:
+        failed = self._failed_movers.get(peer, set())
+        return tuple(mover for mover in self._meet.movers if mover not in failed)
+
     def tick(self, now: float) -> None:
         """Says again what was not answered, renews leases, and ends what is past its deadline."""
         for out in list(self._outgoing.values()):
@@ -207,7 +225,7 @@ class HandoffSender:
             if contact.met is None and now - contact.said >= self._times.resend:
                 contact.born = contact.born or now
                 contact.said = now
-                self._actions.append(ToPeer(peer_id, self._meet))
+                self._actions.append(ToPeer(peer_id, self._meet.model_copy(update={"movers": self._movers(peer_id)})))
                 if now - contact.born > self._times.grant:
                     self.peer_lost(peer_id, f"decode worker {peer_id[0]} did not answer in time")
 
@@ -238,8 +256,8 @@ class HandoffSender:
 
     def _on_met(self, peer: PeerId, met: Met, now: float) -> None:
         contact = self._contacts.get(peer)
-        if contact is None or contact.met is not None:
-            return
+        if contact is None or contact.met is not None or met.mover in self._failed_movers.get(peer, ()):
+            return  # the last: an echo of a meeting before the mover failed
         if met.refused:
             self.peer_lost(peer, f"decode worker {peer[0]} refused: {met.refused}")
             return

@@ -120,7 +120,7 @@ class PrefillProcess(WorkerProcess):
                 use()
         except (MoverError, KeyError) as error:
             self._close_mover(peer)
-            self.core.sender.peer_lost(peer, f"the KV mover failed: {error}")
+            self.core.sender.mover_failed(peer, str(error))
 
     def _close_mover(self, peer: PeerId) -> None:
         if (source := self._sources.pop(peer, None)) is not None:

@@ -470,3 +470,31 @@ def test_whatever_is_lost_every_handoff_ends_and_no_block_stays(
     assert ended | {(7, i) for i in cancelled} >= {(7, what.dispatch) for what in specs}
     for join in pair.joined:
         assert len(join.blocks) == -(-len(from_u32(join.spec.token_ids)) // BLOCK)
+
+
+def test_a_mover_that_fails_is_replaced_by_zmq() -> None:
+    """What was under way ends and frees its blocks; the peer is met anew, and the next handoff is not by shared memory."""
+    pair = Pair(movers=("shm", "zmq"))
+    pair.offer(spec(1))
+    pair.deliver()
+    assert pair.sender.mover_failed(DECODE, "the memory is gone")
+    assert pair.sender.num_fallbacks == 1
+    pair.deliver()
+    assert [type(end) for end in pair.ended] == [act.Undelivered]
+    assert pair.pool.num_used == 0
+    pair.sender.receive(DECODE, Met(worker_id="d", incarnation=2, mover="shm", num_blocks=16), pair.now)  # an echo of the first meeting
+    whole(pair, spec(2, epoch=1))
+    assert [join.spec.dispatch for join in pair.joined] == [2]
+    assert not pair.sender.mover_failed(DECODE, "the network is gone"), "there is nothing else to fall back to"
+    assert pair.sender.num_fallbacks == 1
+
+
+def test_a_forced_mover_that_fails_is_not_replaced() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec(1))
+    pair.deliver()
+    assert not pair.sender.mover_failed(DECODE, "the memory is gone")
+    pair.deliver()
+    pair.offer(spec(2, epoch=1))
+    messages = [action.message for action in pair.sender.take() if isinstance(action, act.ToPeer)]
+    assert [message.movers for message in messages if isinstance(message, Meet)] == [("shm",)]
