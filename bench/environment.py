@@ -20,10 +20,17 @@ def environment() -> dict[str, object]:
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "commit": _commit(),
         "command": " ".join(["python -m", _module(), *sys.argv[1:]]),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu() -> str:

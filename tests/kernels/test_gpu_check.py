@@ -1,0 +1,31 @@
+"""What will run on a GPU once has run before, in tiny shapes in the interpreter: every figure, and a few of the checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from splitserve.bench import triton_interpreter
+from splitserve.bench.gpu_timing import measure_ceilings
+from splitserve.bench.kernel_checks import Check, checks
+from splitserve.bench.kernel_figures import kernel_figures
+
+triton_interpreter.install()
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+
+QUICK = ("norm", "gate", "rope", "embedding", "blocks", "checksums", "gumbel", "decode attention, fp8")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="figures of a GPU are not for the interpreter")
+def test_every_figure_can_be_made() -> None:
+    names = []
+    for figure in kernel_figures("cpu", measure_ceilings("cpu"), big=False):
+        assert figure.us > 0
+        assert figure.ratio > 0
+        names.append(figure.what.split(",")[0])
+    assert {"decode attention", "prefill attention", "gate", "rope and store", "sampling"} <= set(names)
+
+
+@pytest.mark.parametrize("check", [check for check in checks(big=False) if check.name.startswith(QUICK)], ids=lambda check: check.name)
+def test_a_check_passes(check: Check) -> None:
+    assert check.run("cpu") <= check.allowed
