@@ -67,6 +67,12 @@ class Evacuation:
         self._table.complete_move(flight)
         flight.enter("decode", now)
 
+    def handed_over(self, flight: Flight, now: float) -> None:
+        """Its worker has left and holds nothing: the target has taken it over, and will say so."""
+        self.num_moved += 1
+        self._table.complete_move(flight)
+        flight.enter("handoff", now)
+
     def _order(self, flight: Flight, worker: Worker, now: float) -> list[Action]:
         target = self._choose(flight, worker)
         if target is None:

@@ -12,6 +12,7 @@ no worker holds is lost and tried again; one that a worker holds and nobody want
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from ..transport.handoff import Wait
@@ -72,6 +73,8 @@ class Lifecycle:
         self._actions: list[Action] = []
         self.reasons_lost: dict[WorkerId, str] = {}
         self.num_redispatched = 0
+        self.last_retries: deque[str] = deque(maxlen=20)
+        """Which requests had to be dispatched again, and why: for people."""
         self.num_workers_lost = 0
         self.num_workers_left = 0
         self.num_deadlines: dict[str, int] = dict.fromkeys(("queue", "prefill", "handoff", "decode"), 0)
@@ -227,10 +230,10 @@ class Lifecycle:
         self.num_workers_left += 1
         self._expected_until = now + self.limits.unserved_s
         self._remember_lost(worker, DRAINED)
-        self._give_back(worker, f"{worker.role} worker {worker.hello.worker_id} has left", now)
+        self._give_back(worker, f"{worker.role} worker {worker.hello.worker_id} has left", now, drained=True)
         self._pump(now)
 
-    def _give_back(self, worker: Worker, reason: str, now: float) -> None:
+    def _give_back(self, worker: Worker, reason: str, now: float, drained: bool = False) -> None:
         """What was assigned to a worker that is here no more is tried elsewhere. That is no fault of the requests."""
         for dispatch in sorted(worker.dispatches):
             flight = self._by_dispatch[dispatch]
@@ -238,6 +241,8 @@ class Lifecycle:
                 self._actions += self._evacuation.give_up(flight, now)
             elif flight.stage == "decode" and worker is flight.prefill:
                 flight.prefill = None
+            elif flight.move is not None and drained:
+                self._evacuation.handed_over(flight, now)
             else:
                 self._retry(flight, reason, now, counts=False)
 
@@ -399,6 +404,7 @@ class Lifecycle:
             self._fail(flight, "failed", f"gave up after {flight.num_failures} failed attempts; the last: {reason}", now)
             return
         self.num_redispatched += 1
+        self.last_retries.append(f"{flight.request.request_id} in {flight.stage}: {reason}")
         flight.enter("queue", now)
         self._line.join(flight)
 

@@ -25,7 +25,7 @@ import zmq
 from ..engine.block_manager import BlockManager
 from ..engine.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
-from ..transport.actions import CloseLease, ExpectAgain, OpenLease, ToCoordinator, ToPeer, Verify
+from ..transport.actions import CloseLease, ExpectAgain, Join, OpenLease, Supersede, ToCoordinator, ToPeer, Verify
 from ..transport.channels import RouterChannel
 from ..transport.coordinator_link import CoordinatorLink, worker_of
 from ..transport.handoff import HandoffTimes, PeerId
@@ -33,11 +33,12 @@ from ..transport.handoff_receiver import HandoffReceiver, MoverEndpoints
 from ..transport.host import advertised_address, host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.liveness import ProcessIdentity
-from ..transport.messages import FROM_PREFILL, SECRET_BYTES, Goodbye, Hello, Meet, ModelIdentity
+from ..transport.messages import FROM_DECODE, FROM_PREFILL, SECRET_BYTES, Goodbye, Hello, Meet, ModelIdentity
 from ..transport.movers.checksum import block_checksum
 from ..transport.movers.interface import PutTarget
 from ..transport.movers.shm import SharedPool, ShmTarget
 from ..transport.movers.tcp_target import TcpTarget
+from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
 from .core import DecodeAction, DecodeCore
 from .scheduler import DecodeScheduler, DecodeStep
@@ -81,9 +82,13 @@ class DecodeWorker:
             lambda: secrets.token_bytes(SECRET_BYTES),
             HandoffTimes(lease=settings.lease_s),
         )
-        self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint, drain_timeout_s=settings.drain_timeout_s)
+        meet = self._meet(endpoints.movers)
+        self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint, meet, settings.drain_timeout_s)
         self._steps: StepThread[DecodeStep] = StepThread(model.runner, self._wakeup.set)
         self._poller = self._make_poller()
+        assert self._core.moving is not None, "it has said how it meets others"
+        sender, plaintext = self._core.moving.sender, settings.plaintext_kv or settings.insecure
+        self._sending = SendingEnd(sender, settings.worker_id, self._link.incarnation, key, model, self._poller, plaintext)
 
     def stop(self) -> None:
         """From a signal handler or another thread: leave the loop."""
@@ -119,7 +124,8 @@ class DecodeWorker:
 
     def _wait(self) -> set[object]:
         """Returns the sockets with something to read."""
-        ready = {socket for socket, _ in self._poller.poll(0 if self._checks else int(TICK_S * 1000))}
+        patience_s = 0.0 if self._checks else 0.001 if self._sending.pending else TICK_S
+        ready = {socket for socket, _ in self._poller.poll(int(patience_s * 1000))}
         if self._wakeup.fd in ready:
             self._wakeup.clear()
         return ready
@@ -134,6 +140,7 @@ class DecodeWorker:
             if target.fd in ready:
                 for lease, position in target.poll(RECEIVE_LIMIT):
                     self._core.receiver.arrived(lease, position)
+        self._sending.receive(ready, now)
         if self._leaving:
             self._core.drain(now)
         if now - self._ticked >= TICK_S:
@@ -191,7 +198,7 @@ class DecodeWorker:
     def _do(self, action: DecodeAction, now: float) -> None:
         if isinstance(action, ToCoordinator):
             self._link.send(action.message)
-        elif isinstance(action, ToPeer):
+        elif isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE):
             if action.peer in self._identities:
                 self._peers.send(self._identities[action.peer], action.message)
         elif isinstance(action, Verify):
@@ -206,6 +213,8 @@ class DecodeWorker:
             for target in self._targets:
                 target.close(action.lease)
             self._checks = deque(check for check in self._checks if check.lease != action.lease)
+        elif not isinstance(action, Join | Supersede):  # those are the core's own
+            self._sending.carry_out(action)
 
     def _check(self, now: float) -> None:
         """Verifies some of what has arrived: a little in each turn, so that a long prompt's blocks hold up nobody's tokens."""
@@ -251,6 +260,13 @@ class DecodeWorker:
             data_address = target.data_address(advertised_host(settings))
         return MoverEndpoints(tuple(movers), host_identity(), shm_name, data_address)
 
+    def _meet(self, movers: tuple[str, ...]) -> Meet:
+        """How this worker introduces itself to other decode workers, as one that hands over."""
+        worker_id, incarnation = self._settings.worker_id, self._link.incarnation
+        return Meet(
+            worker_id=worker_id, incarnation=incarnation, host=host_identity(), pid=os.getpid(), model=self._identity, movers=movers
+        )
+
     def _make_poller(self) -> zmq.Poller:
         poller = zmq.Poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
@@ -287,8 +303,11 @@ class DecodeWorker:
 
     def fenced(self, incarnation: int) -> None:
         """See ``LinkedWorker``."""
-        self._core.rename(incarnation)
+        self._core.drop_others(-1)
+        self._carry_out(time.monotonic())  # what the old incarnation still owes its peers
         self._poller = self._make_poller()
+        self._sending.rename(incarnation, self._poller)
+        self._core.rename(incarnation)
 
     def orphaned(self) -> None:
         """See ``LinkedWorker``."""
@@ -298,6 +317,7 @@ class DecodeWorker:
         self._steps.stop()
         for target in self._targets:
             target.close_all()
+        self._sending.close()
         self._peers.close()
         self._link.close(LINGER_S)
         self._wakeup.close()

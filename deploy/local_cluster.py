@@ -46,10 +46,12 @@ async def _run(plan: Plan) -> int:
         grace_s=plan.up.grace_s,
         ready_timeout_s=plan.up.ready_timeout_s,
         known_workers=lambda: known_workers(plan.url),
+        leave_within_s=max(worker.drain_timeout_s for worker in plan.workers) + plan.up.grace_s,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP) if interactive else (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stop)
+    loop.add_signal_handler(signal.SIGUSR1, supervisor.roll)
     say(f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and {plan.up.decode} decode workers ...")
     status = await supervisor.run(_work(plan))
     if supervisor.failure:
@@ -107,11 +109,12 @@ async def is_ready(url: str) -> bool:
         return False
 
 
-async def known_workers(url: str) -> set[str] | None:
-    """The workers that the coordinator counts as alive; None where it does not answer."""
+async def known_workers(url: str) -> dict[str, int] | None:
+    """Process ids of the workers that the coordinator counts as alive; None where it does not answer."""
     try:
         async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
-            return {worker["worker_id"] for worker in (await client.get(f"{url}/debug/state")).json()["workers"]}
+            state = (await client.get(f"{url}/debug/state")).json()
+            return {worker["worker_id"]: worker["pid"] for worker in state["workers"]}
     except (httpx.HTTPError, ValueError, KeyError):
         return None
 

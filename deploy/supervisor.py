@@ -31,9 +31,11 @@ class Supervisor:
         grace_s: float = 10.0,
         ready_timeout_s: float = 600.0,
         policy: Callable[[], RestartPolicy] = RestartPolicy,
-        known_workers: Callable[[], Awaitable[set[str] | None]] | None = None,
+        known_workers: Callable[[], Awaitable[dict[str, int] | None]] | None = None,
+        leave_within_s: float = 20.0,
     ) -> None:
-        """``known_workers``: the workers that the coordinator counts as alive; None where it does not answer."""
+        """``known_workers``: process ids of the workers that the coordinator counts as alive; None where it does not answer.
+        ``leave_within_s``: so long a worker may take to leave in a rolling restart."""
         self.children = [ChildProcess(command, log) for command in commands]
         self.failure = ""
         self.failed: ChildProcess | None = None
@@ -43,6 +45,9 @@ class Supervisor:
         self._ready_timeout_s = ready_timeout_s
         self._policy = policy
         self._known_workers = known_workers
+        self._leave_within_s = leave_within_s
+        self._rolling: asyncio.Task[None] | None = None
+        self._leaving = ""  # the process that a rolling restart has just told to leave
         self._ever_ready = False
         self._stopping = asyncio.Event()
 
@@ -51,6 +56,11 @@ class Supervisor:
         if self._stopping.is_set():
             self._signal_all(signal.SIGKILL)
         self._stopping.set()
+
+    def roll(self) -> None:
+        """Begins a rolling restart: each worker in turn leaves in good order and starts again; the next one when it is back."""
+        if self._known_workers is not None and (self._rolling is None or self._rolling.done()):
+            self._rolling = asyncio.create_task(self._roll(self._known_workers))
 
     async def run(self, work: Callable[[], Awaitable[int]]) -> int:
         """Starts all, waits until they are ready, then runs ``work`` until it returns or ``stop`` is called.
@@ -69,6 +79,8 @@ class Supervisor:
         finally:
             self._stopping.set()
             watching.cancel()
+            if self._rolling is not None:
+                self._rolling.cancel()
             foreground.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):  # its result, if any, was taken above
                 await foreground
@@ -99,6 +111,31 @@ class Supervisor:
                     self._log(child.command.name, "hangs: the coordinator has given it up, killing it")
                     child.signal(signal.SIGKILL)
 
+    async def _roll(self, known_workers: Callable[[], Awaitable[dict[str, int] | None]]) -> None:
+        known = await known_workers() or {}
+        for child in [child for child in self.children if child.command.name in known]:
+            name, old = child.command.name, child.pid
+            self._log(name, "rolling restart: is to leave")
+            self._leaving = name
+            child.signal(signal.SIGTERM)
+            if not await _until(lambda child=child, old=old: child.pid != old and child.running, self._leave_within_s):  # type: ignore[misc]
+                self._log(name, f"did not leave within {self._leave_within_s:g} s, killing it")
+                child.signal(signal.SIGKILL)
+            if not await self._is_back(child, old, known_workers):
+                self._log(name, "rolling restart: it is not back; the others stay as they are")
+                return
+        self._log(self.children[0].command.name, "rolling restart: every worker is new")
+
+    async def _is_back(self, child: ChildProcess, old: int | None, known_workers: Callable[[], Awaitable[dict[str, int] | None]]) -> bool:
+        """Waits until the coordinator knows the new process."""
+        deadline = time.monotonic() + self._ready_timeout_s
+        while time.monotonic() < deadline:
+            known = await known_workers() or {}
+            if child.pid != old and known.get(child.command.name) == child.pid:
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
+
     async def _keep(self, child: ChildProcess) -> None:
         """Runs one process again and again, until told to stop or it turns out that it cannot start."""
         policy, name = self._policy(), child.command.name
@@ -107,6 +144,9 @@ class Supervisor:
             status = await child.run()
             if self._stopping.is_set():
                 return
+            if self._leaving == name:
+                self._leaving = ""
+                continue
             delay = policy.delay_after_exit(time.monotonic(), ever_ready=self._ever_ready)
             if delay is None:
                 said = next((line for line in reversed(child.last_lines) if line.strip()), "it said nothing")
@@ -131,6 +171,15 @@ class Supervisor:
     def _signal_all(self, number: int) -> None:
         for child in self.children:
             child.signal(number)
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(POLL_S)
+    return True
 
 
 def _ending(status: int) -> str:

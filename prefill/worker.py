@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 
 import zmq
 
@@ -23,19 +22,13 @@ from ..engine.block_manager import BlockManager
 from ..engine.layer_progress import LayerProgress
 from ..engine.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
-from ..transport.actions import CancelPuts, Connect, OpenMover, Put, SendHandoff, SendPlaced, ToCoordinator, ToPeer
-from ..transport.channels import DealerChannel
-from ..transport.coordinator_link import CoordinatorLink, identity_of
-from ..transport.errors import TransportError
-from ..transport.handoff import FALLBACK_MOVER, PeerId
+from ..transport.actions import ToCoordinator
+from ..transport.coordinator_link import CoordinatorLink
 from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.layer_slicing import LayerSlicing
-from ..transport.messages import FROM_DECODE, Goodbye, Handoff, Hello, Meet, ModelIdentity, Placed, u64
-from ..transport.movers.checksum import RunningChecksums
-from ..transport.movers.interface import PutSource
-from ..transport.movers.opening import open_source
-from ..transport.transfer_clock import TransferClock
+from ..transport.messages import Goodbye, Hello, Meet, ModelIdentity
+from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
 from .core import PrefillAction, PrefillCore
 from .scheduler import PrefillScheduler, PrefillStep
@@ -43,7 +36,6 @@ from .settings import PrefillSettings
 
 TICK_S = 0.05
 SWITCH_S = 1e-4  # the step thread and the loop take turns: the default of 5 ms would show in every token
-RECEIVE_LIMIT = 256
 LINGER_S = 0.5  # for the last words
 _log = logging.getLogger(__name__)
 
@@ -52,16 +44,12 @@ class PrefillWorker:
     """One prefill worker. ``run`` returns after ``stop``."""
 
     def __init__(self, settings: PrefillSettings, model: WorkerModel, key: ClusterKey | None) -> None:
-        self._settings, self._model, self._key = settings, model, key
+        self._settings, self._model = settings, model
         self._identity = ModelIdentity.model_validate(model.identity)
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
-        self._channels: dict[PeerId, DealerChannel] = {}
-        self._sources: dict[PeerId, PutSource] = {}
         self._stopping = self._leaving = False
         self._ticked = self._reported = 0.0
-        self._transfers = TransferClock()
-        self._checksums = RunningChecksums(model.pool)
         self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns, settings.orphaned_after_s)
         scheduler = PrefillScheduler(
             BlockManager(len(model.pool)),
@@ -75,6 +63,8 @@ class PrefillWorker:
         self._core = PrefillCore(
             meet, scheduler, model.eos_token_ids, model.max_model_len, drain_timeout_s=settings.drain_timeout_s, slicing=slicing
         )
+        plaintext = settings.plaintext_kv or settings.insecure
+        self._sending = SendingEnd(self._core.sender, settings.worker_id, self._link.incarnation, key, model, self._poller, plaintext)
         self._progress = LayerProgress(model.device, self._wakeup.set)
         self._steps: StepThread[PrefillStep] = StepThread(model.runner, self._wakeup.set, self._progress.reached)
         self._running: PrefillStep | None = None
@@ -112,7 +102,7 @@ class PrefillWorker:
 
     def _wait(self) -> set[object]:
         """Returns the sockets with something to read."""
-        sending = self._progress.pending or any(source.pending() for source in self._sources.values())
+        sending = self._progress.pending or self._sending.pending
         ready = {socket for socket, _ in self._poller.poll(1 if sending else int(TICK_S * 1000))}
         if self._wakeup.fd in ready:
             self._wakeup.clear()
@@ -122,13 +112,7 @@ class PrefillWorker:
         if self._link.socket in ready:
             for message in self._link.receive(now):
                 self._core.from_coordinator(message, now)
-        for peer, channel in list(self._channels.items()):
-            if channel.socket in ready:
-                for message in channel.receive(RECEIVE_LIMIT):
-                    self._core.from_peer(peer, message, now)
-        for peer, source in list(self._sources.items()):
-            self._with_mover(peer, source.poll)
-            self._time(peer, source)
+        self._sending.receive(ready, now)
         if self._leaving:
             self._core.drain(now)
         if now - self._ticked >= TICK_S:
@@ -164,7 +148,8 @@ class PrefillWorker:
             return
         self._reported = now
         load = self._core.load()
-        counters = {**load.counters, "handoff_bytes": self._transfers.num_bytes, "handoff_seconds": self._transfers.seconds}
+        transfers = self._sending.transfers
+        counters = {**load.counters, "handoff_bytes": transfers.num_bytes, "handoff_seconds": transfers.seconds}
         self._link.send(load.model_copy(update={"counters": counters}))
         if (events := self._core.block_events()) is not None:
             self._link.send(events)
@@ -180,91 +165,8 @@ class PrefillWorker:
     def _do(self, action: PrefillAction) -> None:
         if isinstance(action, ToCoordinator):
             self._link.send(action.message)
-        elif isinstance(action, ToPeer):
-            if action.peer in self._channels:
-                self._channels[action.peer].send(action.message)
-        elif isinstance(action, Put):
-            self._put(action)
-        elif isinstance(action, SendPlaced):
-            self._send_placed(action)
-        elif isinstance(action, SendHandoff):
-            self._send_handoff(action)
-        elif isinstance(action, CancelPuts):
-            if action.peer in self._sources:
-                self._sources[action.peer].cancel(action.lease)
-        elif isinstance(action, Connect):
-            self._connect(action)
-        elif isinstance(action, OpenMover):
-            self._with_mover(action.peer, lambda: self._open_mover(action))
-
-    def _connect(self, action: Connect) -> None:
-        peer = (action.peer.worker_id, action.peer.incarnation)
-        for earlier in [p for p in self._channels if p[0] == peer[0] and p != peer]:
-            self._forget(earlier)
-            self._core.sender.peer_lost(earlier, "it has restarted")
-        if peer in self._channels:
-            return  # it was given up, and is met again
-        identity = identity_of(self._settings.worker_id, self._link.incarnation, peer[1])
-        channel = DealerChannel.connect(action.peer.address, identity, self._key, FROM_DECODE)
-        self._channels[peer] = channel
-        self._poller.register(channel.socket, zmq.POLLIN)
-
-    def _open_mover(self, action: OpenMover) -> None:
-        self._sources[action.peer] = open_source(action.met, self._model.pool, self._settings.plaintext_kv or self._settings.insecure)
-        _log.info("hands KV blocks to %s by %s", action.peer[0], action.met.mover)
-
-    def _put(self, action: Put) -> None:
-        blocks = [block for _, block, _ in action.items]
-        first, end = action.layers or (0, self._model.num_layers)
-        size = self._identity.block_bytes * (end - first) // self._model.num_layers
-        self._transfers.put(action.peer, len(blocks) * size, time.monotonic())
-
-        def put() -> None:
-            self._model.fetch(blocks, first, end - first)
-            source = self._sources[action.peer]
-            source.put(action.lease, action.secret, action.items, first, end - first)
-            self._time(action.peer, source)
-
-        self._with_mover(action.peer, put)
-        self._checksums.add(blocks, first, end - first)
-
-    def _time(self, peer: PeerId, source: PutSource) -> None:
-        if not source.pending() and (burst := self._transfers.settled(peer, time.monotonic())) is not None:
-            self._core.sender.moved(peer, *burst)
-
-    def _send_placed(self, action: SendPlaced) -> None:
-        if action.peer in self._channels:
-            sums = u64(self._checksums.of(action.source_blocks))
-            self._channels[action.peer].send(Placed(lease=action.lease, first=action.first, checksums=sums))
-
-    def _send_handoff(self, action: SendHandoff) -> None:
-        if action.peer in self._channels:
-            sums = u64(self._checksums.of(action.source_blocks))
-            handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
-            self._channels[action.peer].send(handoff)
-
-    def _with_mover(self, peer: PeerId, use: Callable[[], object]) -> None:
-        """A mover that fails ends the handoffs to that peer; the coordinator tries them again. The channel stays: what is leased to us
-        there comes free when it hears that we have stopped."""
-        try:
-            if peer in self._channels:
-                use()
-        except (TransportError, KeyError) as error:
-            self._close_mover(peer)
-            falls_back = self._core.sender.mover_failed(peer, str(error))
-            what_now = f"; from now on by {FALLBACK_MOVER}" if falls_back else ""
-            _log.warning("cannot hand KV blocks to %s: %s%s", peer[0], error, what_now)
-
-    def _close_mover(self, peer: PeerId) -> None:
-        if (source := self._sources.pop(peer, None)) is not None:
-            source.close()
-            self._transfers.forget(peer)
-
-    def _forget(self, peer: PeerId) -> None:
-        self._close_mover(peer)
-        if (channel := self._channels.pop(peer, None)) is not None:
-            self._poller.unregister(channel.socket)
-            channel.close()
+        else:
+            self._sending.carry_out(action)
 
     # --- incarnations ----------------------------------------------------------------------------
 
@@ -295,10 +197,9 @@ class PrefillWorker:
         """See ``LinkedWorker``. What the old incarnation still owes its peers is said before its channels close."""
         self._core.drop_others(-1)
         self._carry_out()
-        for peer in list(self._channels):
-            self._forget(peer)
-        self._core.rename(self._meet(incarnation))
         self._poller = zmq.Poller()
+        self._sending.rename(incarnation, self._poller)
+        self._core.rename(self._meet(incarnation))
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self._poller.register(self._link.socket, zmq.POLLIN)
 
@@ -315,8 +216,7 @@ class PrefillWorker:
 
     def _close(self) -> None:
         self._steps.stop()
-        for peer in list(self._channels):
-            self._forget(peer)
+        self._sending.close()
         self._link.close(LINGER_S)
         self._wakeup.close()
 

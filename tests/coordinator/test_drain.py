@@ -71,6 +71,15 @@ def test_a_move_that_fails_is_tried_again_and_the_stream_goes_on_meanwhile(who: 
     assert tokens(bench.joined(2, token=7, index=2, worker="d2")) == []  # the first move: nobody waits for it
 
 
+def test_the_goodbye_may_overtake_the_join() -> None:
+    bench = running()
+    leaving(bench)
+    assert goodbye(bench, "d") == []
+    assert tokens(bench.joined(2, token=7, index=2, worker="d2")) == [7]  # its last step was lost on the way
+    (ended,) = ends(bench.step(2, 3, 8, "length", worker="d2"))
+    assert (ended.num_dispatches, bench.core.counters()["redispatches"]) == (1, 0)
+
+
 def test_a_move_that_nobody_holds_is_lost() -> None:
     bench = running()
     leaving(bench)

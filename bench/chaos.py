@@ -1,0 +1,348 @@
+"""Real processes on several hosts under kill -9, SIGSTOP, lost, delayed and cut-off packets and corrupt KV blocks, while clients stream.
+
+    python -m splitserve.bench.chaos --minutes 10 --json bench/results/chaos.json
+    python -m splitserve.bench.chaos --minutes 0.5 --streams 8        # a short one
+
+The hosts are network namespaces on this machine, joined by a process that forwards every packet (see packet_network.py); where there can
+be none, the program says so and leaves out what happens to packets. Every stream's text is compared with the answer of the same
+cluster before the faults began. At the end no worker may hold a block that nobody owns. Exit status 0: nothing was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ..decode.settings import DecodeSettings
+from ..deploy.settings import DEMO_MODEL, DEMO_MODEL_NAME
+from ..deploy.up import free_port
+from ..transport.keys import generate_key
+from . import packet_network
+from .chaos_streams import Clients, Stream, questions
+from .environment import environment
+from .packet_network import PacketNetwork, Weather
+
+NUM_QUESTIONS = 64
+REST_S = 60.0
+HTTP_PORT, CONTROL_PORT = 8000, 7700
+HOST_OF = {"coordinator": 1, "prefill-0": 1, "decode-0": 1, "prefill-1": 2, "decode-1": 2}
+FAULTS = ("kill", "kill", "stop", "loss", "delay", "cut", "corrupt")
+
+
+@dataclass(slots=True)
+class Kill:
+    """A worker was killed while it ran these streams; ``recovered_s``: until each one's next token."""
+
+    worker: str
+    at: float
+    streams: list[Stream]
+
+
+class ChaosCluster:
+    """A coordinator and workers, each on its host; what dies is started again."""
+
+    def __init__(self, network: PacketNetwork | None, folder: Path) -> None:
+        self._network, self._folder = network, folder
+        generate_key(folder / "key")
+        ports = (HTTP_PORT, CONTROL_PORT) if network else (free_port("127.0.0.1"), free_port("127.0.0.1"))
+        self.url = f"http://{self._address('coordinator')}:{ports[0]}"
+        self._control = f"tcp://{self._address('coordinator')}:{ports[1]}"
+        self._http_port = ports[0]
+        self._processes = {name: self._start(name) for name in HOST_OF}
+        self.restarts = 0
+
+    @property
+    def workers(self) -> list[str]:
+        return [name for name in HOST_OF if name != "coordinator"]
+
+    def signal(self, name: str, number: int) -> None:
+        self._processes[name].send_signal(number)
+
+    def check(self) -> None:
+        """Raises RuntimeError where something could not start."""
+        ended = {name: process.returncode for name, process in self._processes.items() if process.poll() is not None}
+        if ended:
+            raise RuntimeError(f"these could not start (exit status): {ended}; see {self._folder}")
+
+    def revive(self) -> None:
+        """Starts again what has died."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                if name == "coordinator":
+                    raise RuntimeError(f"the coordinator has ended with {process.returncode}: see {self._folder}")
+                self.restarts += 1
+                self._processes[name] = self._start(name)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+
+    def _address(self, name: str) -> str:
+        return packet_network.address(HOST_OF[name]) if self._network else "127.0.0.1"
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        role, address = name.partition("-")[0], self._address(name)
+        command = [sys.executable, "-m", "splitserve.deploy.cli", role, "--model", str(DEMO_MODEL), "--key-file", str(self._folder / "key")]
+        if role == "coordinator":
+            command += ["--host", address, "--port", str(self._http_port), "--control-address", self._control]
+            command += ["--served-model-name", DEMO_MODEL_NAME]
+        else:
+            command += ["--name", name, "--coordinator", self._control, "--dtype", "float32", "--kv-cache-gib", "0.25"]
+        if role == "decode":
+            command += ["--listen", f"tcp://{address}:*", "--data-listen", f"tcp://{address}:*", "--advertise-host", address]
+        if role != "coordinator" and "plaintext_kv" in DecodeSettings.model_fields:
+            command.append("--plaintext-kv")  # a changed byte is to reach the checksum, not the cipher
+        prefix = self._network.prefix(HOST_OF[name]) if self._network else []
+        with (self._folder / f"{name}.log").open("ab") as log:
+            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            return subprocess.Popen([*prefix, *command], stdout=log, stderr=log, env=environ, preexec_fn=packet_network.die_with_parent)
+
+
+class Adversary:
+    """Does one bad thing after another, each over before long."""
+
+    def __init__(self, cluster: ChaosCluster, clients: Clients, network: PacketNetwork | None, seed: int) -> None:
+        self._cluster, self._clients, self._network = cluster, clients, network
+        self._random = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.kills: list[Kill] = []
+        self.packets: dict[str, int] = {}
+
+    async def run(self, until: float) -> None:
+        faults = FAULTS if self._network else tuple(f for f in FAULTS if f in ("kill", "stop"))
+        while time.monotonic() < until:
+            fault = self._random.choice(faults)
+            self.counts[fault] += 1
+            await getattr(self, f"_{fault}")()
+            await self._sleep(1.0, 6.0)
+        self._weather(Weather())
+
+    async def _kill(self) -> None:
+        name = self._random.choice(self._cluster.workers)
+        running = await self._streams_on(name)
+        self.kills.append(Kill(name, time.monotonic(), running))
+        self._cluster.signal(name, signal.SIGKILL)
+        await self._sleep(0.1, 1.0)
+        self._cluster.revive()
+
+    async def _stop(self) -> None:
+        name = self._random.choice(self._cluster.workers)
+        self._cluster.signal(name, signal.SIGSTOP)
+        await self._sleep(0.3, 6.0)
+        self._cluster.signal(name, signal.SIGCONT)
+
+    async def _loss(self) -> None:
+        await self._storm(Weather(loss=self._random.uniform(0.02, 0.2)))
+
+    async def _delay(self) -> None:
+        delay_s = self._random.uniform(0.01, 0.2)
+        await self._storm(Weather(delay_s=delay_s, jitter_s=delay_s / 2))
+
+    async def _cut(self) -> None:
+        await self._storm(Weather(cut=(2,)))
+
+    async def _corrupt(self) -> None:
+        await self._storm(Weather(corrupt=0.3))
+
+    async def _storm(self, weather: Weather) -> None:
+        self._weather(weather)
+        await self._sleep(0.5, 4.0)
+        self._weather(Weather())
+
+    def _weather(self, weather: Weather) -> None:
+        if self._network is not None:
+            self.packets = self._network.set(weather)
+
+    async def _sleep(self, least: float, most: float) -> None:
+        await asyncio.sleep(self._random.uniform(least, most))
+
+    async def _streams_on(self, name: str) -> list[Stream]:
+        """The open streams that have tokens and run on this worker now."""
+        state = await read_state(self._cluster.url)
+        held = {r.rpartition("-")[0] for w in state["workers"] if w["worker_id"] == name for r in w["requests"]}
+        return [s for s in self._clients.open if s.request_id in held and s.arrivals]
+
+
+async def read_state(url: str) -> dict[str, Any]:
+    """/debug/state."""
+    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+        state: dict[str, Any] = (await client.get(f"{url}/debug/state")).json()
+        return state
+
+
+async def until_ready(cluster: ChaosCluster, num_workers: int) -> None:
+    """All workers are here, and a request has gone the whole way."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            state = await read_state(cluster.url)
+            if state["coordinator"]["ready"] and len(state["workers"]) == num_workers:
+                return
+        except httpx.HTTPError:
+            cluster.check()
+        await asyncio.sleep(0.1)
+    raise RuntimeError("the cluster is not ready after 120 s: see its logs")
+
+
+async def leaked_blocks(url: str) -> dict[str, int]:
+    """Blocks that are still used, by worker, once nothing has run for a while."""
+    deadline = time.monotonic() + REST_S
+    while True:
+        state = await read_state(url)
+        used = {w["worker_id"]: w["blocks"]["used"] for w in state["workers"] if w["blocks"]["used"]}
+        idle = state["requests"] == {"queued": 0, "running": 0}
+        if (idle and not used) or time.monotonic() > deadline:
+            return used
+        await asyncio.sleep(0.25)
+
+
+async def fault_free(cluster: ChaosCluster, bodies: list[dict[str, Any]], concurrency: int) -> dict[int, list[tuple[str, str]]]:
+    """Every question's answer while nothing is wrong."""
+    clients = Clients(cluster.url, bodies, concurrency)
+    await clients.run(asyncio.Event(), len(bodies))
+    await clients.close()
+    failed = [s.error for s in clients.ended if s.error]
+    if failed:
+        raise RuntimeError(f"without any fault: {failed[0]}")
+    return {s.question: s.answer for s in clients.ended}
+
+
+async def run(arguments: argparse.Namespace, network: PacketNetwork | None, folder: Path) -> dict[str, Any]:
+    """The whole run; what it found."""
+    bodies = questions(NUM_QUESTIONS, arguments.seed)
+    cluster = ChaosCluster(network, folder)
+    try:
+        await until_ready(cluster, len(cluster.workers))
+        expected = await fault_free(cluster, bodies, arguments.streams)
+        again = await fault_free(cluster, bodies, max(1, arguments.streams // 3))
+        clients, stop = Clients(cluster.url, bodies, arguments.streams), asyncio.Event()
+        adversary = Adversary(cluster, clients, network, arguments.seed)
+        streaming = asyncio.create_task(clients.run(stop))
+        await adversary.run(time.monotonic() + arguments.minutes * 60)
+        cluster.revive()
+        stop.set()
+        await streaming
+        await clients.close()
+        leaked = await leaked_blocks(cluster.url)
+        state = await read_state(cluster.url)
+        unstable = sorted(q for q in expected if again[q] != expected[q])
+        return {
+            **judge(clients, adversary, expected, unstable),
+            "blocks_leaked": leaked,
+            "restarts": cluster.restarts,
+            "counters": total_counters(state),
+        }
+    finally:
+        cluster.close()
+
+
+def judge(clients: Clients, adversary: Adversary, expected: dict[int, list[tuple[str, str]]], unstable: list[int]) -> dict[str, Any]:
+    """Lost, wrong, and how long it took to go on. ``unstable``: questions whose answer differs without any fault."""
+    lost = [s for s in clients.ended if s.error]
+    wrong = [s for s in clients.ended if not s.error and s.answer != expected[s.question]]
+    recovery = [r for kill in adversary.kills for s in kill.streams if (r := recovered_after(s, kill.at)) is not None]
+    return {
+        "streams": len(clients.ended),
+        "pieces": sum(len(s.arrivals) for s in clients.ended),
+        "streams_lost": len(lost),
+        "why_lost": dict(Counter(s.error[:160] for s in lost)),
+        "streams_wrong": len(wrong),
+        "streams_wrong_of_unstable_questions": sum(s.question in unstable for s in wrong),
+        "questions_unstable_without_faults": unstable,
+        "first_wrong": first_difference(wrong[0].answer, expected[wrong[0].question]) if wrong else None,
+        "refused_and_sent_again": clients.counts["refused"],
+        "faults": dict(adversary.counts),
+        "packets": adversary.packets,
+        "recovery_s": percentiles(recovery),
+    }
+
+
+def recovered_after(stream: Stream, killed: float) -> float | None:
+    """From the kill to the first piece after the pause; None where the stream had ended by then. What was under way does not count."""
+    later = [t for t in stream.arrivals if t > killed + 0.1]
+    return later[0] - killed if later else None
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    if len(values) < 2:
+        return {"count": len(values)}
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {"count": len(values), "p50": round(cuts[49], 3), "p99": round(cuts[98], 3), "max": round(max(values), 3)}
+
+
+def first_difference(got: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> dict[str, Any]:
+    """Where two answers part."""
+    for choice, ((text, reason), (right, right_reason)) in enumerate(zip(got, wanted, strict=False)):
+        if (text, reason) != (right, right_reason):
+            at = next((i for i, (a, b) in enumerate(zip(text, right, strict=False)) if a != b), min(len(text), len(right)))
+            return {
+                "choice": choice,
+                "at": at,
+                "of": len(right),
+                "got": text[at : at + 40],
+                "wanted": right[at : at + 40],
+                "reason": reason,
+            }
+    return {"choices": [len(got), len(wanted)]}
+
+
+def total_counters(state: dict[str, Any]) -> dict[str, float]:
+    """The coordinator's counters, and the corrupt blocks that the decode workers (since their last start) have refused."""
+    corrupt = sum(w["counters"].get("corrupt_blocks", 0) for w in state["workers"])
+    return {**state["counters"], "corrupt_blocks_refused_by_living_workers": corrupt}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--streams", type=int, default=32, help="streams at any time")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--logs", type=Path, help="folder for the processes' logs; default: a temporary one")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    arguments = parser.parse_args()
+    why_not = packet_network.missing() if packet_network.INSIDE not in os.environ else ""
+    if why_not:
+        print(f"no network between hosts: {why_not}; what happens to packets is left out", file=sys.stderr)
+    else:
+        packet_network.enter()
+    network = None if why_not else PacketNetwork(2, arguments.seed)
+    with tempfile.TemporaryDirectory(prefix="splitserve-chaos-") as temporary:
+        folder = arguments.logs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            found = asyncio.run(run(arguments, network, folder))
+        finally:
+            if network is not None:
+                network.close()
+    result = {
+        **found,
+        "minutes": arguments.minutes,
+        "concurrency": arguments.streams,
+        "hosts": 2 if network else 1,
+        "environment": environment(),
+    }
+    print(json.dumps(result, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return int(bool(found["streams_lost"] or found["streams_wrong"] or found["blocks_leaked"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

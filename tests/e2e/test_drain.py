@@ -1,0 +1,108 @@
+"""Workers leave under load: streams go on without a lost, doubled or different token."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from e2e.cluster import MODEL_NAME, Cluster, wait_for
+from e2e.test_failure import Streams
+
+NUM_TOKENS = 1500
+PROMPTS = [f"number {i} " + "xyz" * (7 * i) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster) -> list[str]:
+    """The undisturbed answers."""
+    return Streams(cluster, PROMPTS, NUM_TOKENS).texts()
+
+
+@pytest.fixture(autouse=True)
+def whole_before(cluster: Cluster) -> None:
+    cluster.wait_whole(2, 2)
+
+
+def counters(cluster: Cluster) -> dict[str, Any]:
+    found: dict[str, Any] = cluster.state()["counters"]
+    return found
+
+
+def test_a_decode_worker_leaves_within_seconds_and_nothing_is_computed_twice(cluster: Cluster, expected: list[str]) -> None:
+    before = counters(cluster)
+    streams = Streams(cluster, PROMPTS, NUM_TOKENS)
+    streams.wait_under_way()
+    victim = cluster.busy_worker("decode")
+    answer = httpx.post(f"{cluster.url}/admin/drain/{victim['worker_id']}")
+    assert (answer.status_code, answer.json()["draining"]) == (202, True)
+    start = time.monotonic()
+    wait_for("it has left", lambda: victim["pid"] not in [w["pid"] for w in cluster.workers("decode")], 10)
+    assert time.monotonic() - start < 5
+    assert streams.texts() == expected
+    after = counters(cluster)
+    assert after["sequences_moved"] > before["sequences_moved"], cluster.state()
+    assert after["redispatches"] == before["redispatches"], cluster.state()["last_retries"]
+    cluster.wait_whole(2, 2)
+
+
+def test_all_of_a_requests_state_moves(cluster: Cluster) -> None:
+    """Penalties, seeds, n > 1, logprobs and stop strings, before and after a move."""
+    more: dict[str, Any] = {
+        "n": 2,
+        "seed": 5,
+        "temperature": 0.8,
+        "logprobs": 2,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+        "stop": ["zq0"],
+        "extra_body": {"ignore_eos": True, "repetition_penalty": 1.05, "min_tokens": 20},
+    }
+
+    def ask() -> Any:
+        answer = cluster.client.completions.create(model=MODEL_NAME, prompt="state " * 20, max_tokens=1500, **more)
+        return [(choice.text, choice.finish_reason, choice.logprobs) for choice in answer.choices]
+
+    undisturbed = ask()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask)
+        wait_for("it runs", lambda: any(w["running"] for w in cluster.workers("decode")), 10)
+        before = counters(cluster)
+        os.kill(cluster.busy_worker("decode")["pid"], signal.SIGTERM)
+        moved = answer.result(timeout=60)
+    assert moved == undisturbed
+    assert counters(cluster)["sequences_moved"] > before["sequences_moved"]
+    cluster.wait_whole(2, 2)
+    cluster.wait_at_rest()
+
+
+def test_rolling_restart_of_every_worker_under_load(cluster: Cluster, expected: list[str]) -> None:
+    pids = {w["worker_id"]: w["pid"] for w in cluster.state()["workers"]}
+    before = counters(cluster)
+    stop = [False]
+
+    def load(i: int) -> int:
+        count = 0
+        while not stop[0]:
+            assert "".join(cluster.stream(PROMPTS[i], NUM_TOKENS)) == expected[i]
+            count += 1
+        return count
+
+    def renewed() -> bool:
+        now = {w["worker_id"]: w["pid"] for w in cluster.state()["workers"]}
+        return set(now) == set(pids) and all(now[name] != pid for name, pid in pids.items())
+
+    with ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(load, i) for i in (0, 2)]
+        cluster.process.send_signal(signal.SIGUSR1)
+        try:
+            wait_for("every worker is new", renewed, 90)
+        finally:
+            stop[0] = True
+        assert all(stream.result(timeout=90) > 0 for stream in streams)
+    assert counters(cluster)["workers_lost"] == before["workers_lost"]
+    cluster.wait_at_rest()

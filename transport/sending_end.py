@@ -1,0 +1,179 @@
+"""The sending side's shell: channels to the decode workers met, movers into their pools, checksums of what leaves.
+
+A prefill worker has one for all its handoffs; a decode worker has one for the sequences that it hands to others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import zmq
+
+from .actions import CancelPuts, Connect, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer
+from .channels import DealerChannel
+from .coordinator_link import identity_of
+from .errors import TransportError
+from .handoff import FALLBACK_MOVER, PeerId
+from .handoff_sender import HandoffSender
+from .keys import ClusterKey
+from .messages import FROM_DECODE, Handoff, Placed, u64
+from .movers.checksum import RunningChecksums
+from .movers.interface import Pool, PutSource
+from .movers.opening import open_source
+from .transfer_clock import TransferClock
+
+RECEIVE_LIMIT = 256
+_log = logging.getLogger(__name__)
+
+
+class SourceBlocks(Protocol):
+    """The KV blocks that are sent from."""
+
+    @property
+    def pool(self) -> Pool:
+        """Host memory, uint8 [num_blocks, num_layers, layer_bytes]."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def fetch(self, blocks: Sequence[int], first_layer: int = 0, num_layers: int | None = None) -> None:
+        """Brings these layers of these blocks into ``pool``."""
+
+
+class SendingEnd:
+    """Carries out what a ``HandoffSender`` wants done. Channels are opened under ``incarnation`` and registered with ``poller``."""
+
+    def __init__(
+        self,
+        sender: HandoffSender,
+        worker_id: str,
+        incarnation: int,
+        key: ClusterKey | None,
+        source: SourceBlocks,
+        poller: zmq.Poller,
+        plaintext: bool,
+    ) -> None:
+        """``plaintext``: whether KV blocks may leave unencrypted."""
+        self._sender, self._worker_id, self._incarnation = sender, worker_id, incarnation
+        self._key, self._source, self._poller, self._plaintext = key, source, poller, plaintext
+        self._channels: dict[PeerId, DealerChannel] = {}
+        self._movers: dict[PeerId, PutSource] = {}
+        self._checksums = RunningChecksums(source.pool)
+        self.transfers = TransferClock()
+
+    @property
+    def pending(self) -> bool:
+        """Whether blocks have not left yet: then ``receive`` is to be called soon."""
+        return any(mover.pending() for mover in self._movers.values())
+
+    def rename(self, incarnation: int, poller: zmq.Poller) -> None:
+        """From now on it speaks as this incarnation; all channels of the old one are closed."""
+        self.close()
+        self._incarnation, self._poller = incarnation, poller
+
+    def receive(self, ready: set[object], now: float) -> None:
+        """What the peers have said goes to the sender; transfers go on."""
+        for peer, channel in list(self._channels.items()):
+            if channel.socket in ready:
+                for message in channel.receive(RECEIVE_LIMIT):
+                    self._sender.receive(peer, message, now)
+        for peer, mover in list(self._movers.items()):
+            self._with_mover(peer, mover.poll)
+            self._time(peer, mover)
+
+    def carry_out(self, action: SenderAction) -> None:
+        """One action of the sender's. Delivered and Undelivered are its owner's."""
+        if isinstance(action, ToPeer):
+            if action.peer in self._channels:
+                self._channels[action.peer].send(action.message)
+        elif isinstance(action, Put):
+            self._put(action)
+        elif isinstance(action, SendPlaced):
+            self._send_placed(action)
+        elif isinstance(action, SendHandoff):
+            self._send_handoff(action)
+        elif isinstance(action, CancelPuts):
+            if action.peer in self._movers:
+                self._movers[action.peer].cancel(action.lease)
+        elif isinstance(action, Connect):
+            self._connect(action)
+        elif isinstance(action, OpenMover):
+            self._with_mover(action.peer, lambda: self._open_mover(action))
+
+    def close(self) -> None:
+        """Ends all channels and movers; what has not left is lost."""
+        for peer in list(self._channels):
+            self._forget(peer)
+
+    def _connect(self, action: Connect) -> None:
+        peer = (action.peer.worker_id, action.peer.incarnation)
+        for earlier in [p for p in self._channels if p[0] == peer[0] and p != peer]:
+            self._forget(earlier)
+            self._sender.peer_lost(earlier, "it has restarted")
+        if peer in self._channels:
+            return  # it was given up, and is met again
+        identity = identity_of(self._worker_id, self._incarnation, peer[1])
+        channel = DealerChannel.connect(action.peer.address, identity, self._key, FROM_DECODE)
+        self._channels[peer] = channel
+        self._poller.register(channel.socket, zmq.POLLIN)
+
+    def _open_mover(self, action: OpenMover) -> None:
+        self._movers[action.peer] = open_source(action.met, self._source.pool, self._plaintext)
+        _log.info("hands KV blocks to %s by %s", action.peer[0], action.met.mover)
+
+    def _put(self, action: Put) -> None:
+        source = self._source
+        blocks = [block for _, block, _ in action.items]
+        first, end = action.layers or (0, source.num_layers)
+        num_bytes = source.pool[0].nbytes * len(blocks) * (end - first) // source.num_layers
+        self.transfers.put(action.peer, num_bytes, time.monotonic())
+
+        def put() -> None:
+            source.fetch(blocks, first, end - first)
+            mover = self._movers[action.peer]
+            mover.put(action.lease, action.secret, action.items, first, end - first)
+            self._time(action.peer, mover)
+
+        self._with_mover(action.peer, put)
+        self._checksums.add(blocks, first, end - first)
+
+    def _time(self, peer: PeerId, mover: PutSource) -> None:
+        if not mover.pending() and (burst := self.transfers.settled(peer, time.monotonic())) is not None:
+            self._sender.moved(peer, *burst)
+
+    def _send_placed(self, action: SendPlaced) -> None:
+        if action.peer in self._channels:
+            sums = u64(self._checksums.of(action.source_blocks))
+            self._channels[action.peer].send(Placed(lease=action.lease, first=action.first, checksums=sums))
+
+    def _send_handoff(self, action: SendHandoff) -> None:
+        if action.peer in self._channels:
+            sums = u64(self._checksums.of(action.source_blocks))
+            handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
+            self._channels[action.peer].send(handoff)
+
+    def _with_mover(self, peer: PeerId, use: Callable[[], object]) -> None:
+        """A mover that fails ends the handoffs to that peer; the coordinator tries them again. The channel stays: what is leased to us
+        there comes free when it hears that we have stopped."""
+        try:
+            if peer in self._channels:
+                use()
+        except (TransportError, KeyError) as error:
+            self._close_mover(peer)
+            falls_back = self._sender.mover_failed(peer, str(error))
+            what_now = f"; from now on by {FALLBACK_MOVER}" if falls_back else ""
+            _log.warning("cannot hand KV blocks to %s: %s%s", peer[0], error, what_now)
+
+    def _close_mover(self, peer: PeerId) -> None:
+        if (mover := self._movers.pop(peer, None)) is not None:
+            mover.close()
+            self.transfers.forget(peer)
+
+    def _forget(self, peer: PeerId) -> None:
+        self._close_mover(peer)
+        if (channel := self._channels.pop(peer, None)) is not None:
+            self._poller.unregister(channel.socket)
+            channel.close()
