@@ -55,6 +55,10 @@ class SocketDispatcher:
         self._empty_outbox()
         self._channel.close()
 
+    def change_key(self, key: ClusterKey) -> None:
+        """See ``RouterChannel.change_key``."""
+        self._channel.change_key(key)
+
     # --- for the HTTP side (``Dispatcher``) ------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> None:

@@ -10,7 +10,8 @@ import time
 
 import uvloop
 
-from ..transport.keys import load_key
+from ..transport.errors import KeyFileError
+from ..transport.keys import KeyFile
 from ..transport.messages import Sampling
 from .admin import AdminRoutes, admin_key
 from .dispatcher import SocketDispatcher, prove
@@ -32,10 +33,10 @@ def run(settings: CoordinatorSettings) -> None:
 
 async def serve(settings: CoordinatorSettings) -> None:
     """Serves until a signal. Raises TransportError, OSError or ValueError where it cannot start."""
-    key = None if settings.insecure or settings.key_file is None else load_key(settings.key_file)
+    keys = None if settings.insecure or settings.key_file is None else KeyFile(settings.key_file)
     model = ServedModel.load(settings.model, settings.model_name, max_model_len=settings.max_model_len)
     lifecycle = Lifecycle(time.time_ns(), settings.routing, limits_of(settings))
-    dispatcher = SocketDispatcher(lifecycle, settings.control_address, key)
+    dispatcher = SocketDispatcher(lifecycle, settings.control_address, keys.key if keys is not None else None)
     limits = HttpLimits(max_body_bytes=int(settings.max_body_mib * 2**20), request_timeout_s=settings.request_timeout_s)
     admin = AdminRoutes(dispatcher, admin_key(settings.admin_key_file))
     server = HttpServer(create_app(dispatcher, model, limits, dispatcher.system, admin), host=settings.host, port=settings.port)
@@ -47,11 +48,28 @@ async def serve(settings: CoordinatorSettings) -> None:
     gc.collect()
     gc.freeze()  # what is here now stays: the collector need not look at it again
     _log.info("HTTP on http://%s:%d, workers connect to %s", settings.host, server.port, dispatcher.address)
-    proving = asyncio.create_task(prove(dispatcher, _probe))
+    tasks = [asyncio.create_task(prove(dispatcher, _probe))]
+    if keys is not None:
+        tasks.append(asyncio.create_task(follow(keys, dispatcher)))
     await stopping.wait()
-    proving.cancel()
+    for task in tasks:
+        task.cancel()
     await server.stop()
     dispatcher.stop()
+
+
+async def follow(keys: KeyFile, dispatcher: SocketDispatcher, every_s: float = 1.0) -> None:
+    """Goes by the cluster key that the file holds, whenever it changes: nobody has to wait for a restart."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            if not keys.changed():
+                continue
+        except KeyFileError as error:
+            _log.error("still going by the old cluster key: %s", error)
+            continue
+        dispatcher.change_key(keys.key)
+        _log.info("the cluster key has changed: %s", "two are accepted for now" if keys.key.second else "one is accepted")
 
 
 def limits_of(settings: CoordinatorSettings) -> LifecycleLimits:

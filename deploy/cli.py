@@ -11,7 +11,7 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import click
 
@@ -120,13 +120,18 @@ def up_command() -> click.Command:
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-def keygen(file: Path) -> None:
+@click.option("--rotate", "step", type=click.Choice(["add", "switch", "finish"]), help="Change the key in FILE, step by step.")
+def keygen(file: Path, step: Literal["add", "switch", "finish"] | None) -> None:
     """Make a new cluster key and write it to FILE, readable by you alone.
 
     Copy the file to every host of the cluster: who has it can send work to the workers.
     """
-    from ..transport.keys import generate_key
+    from ..transport.keys import generate_key, rotate
 
+    if step is not None:
+        rotate(file, step)
+        click.echo(f"{file} changed ({step}); copy it to every host, then restart the workers one after the other")
+        return
     if file.exists():
         raise click.ClickException(
             f"{file} exists already: a new key would lock out whoever uses it. Remove it first or name another file."

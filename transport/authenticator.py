@@ -1,8 +1,7 @@
 """Who may connect: a ZAP handler (rfc.zeromq.org/spec/27) in a daemon thread, one per ZeroMQ context.
 
-A server socket's *ZAP domain* names the one credential it accepts: the cluster's public key (z85) where it speaks CURVE, a
-password where it speaks PLAIN. The domain never travels, so the handler needs no list and serves any number of sockets. It
-ends when its context is terminated.
+A listening endpoint's *ZAP domain* names the one credential it accepts: the cluster's public key (z85). The domain never travels, so the
+handler needs no list and serves any number of endpoints. It ends when its context is terminated.
 """
 
 from __future__ import annotations
@@ -51,6 +50,4 @@ def _answer(request: list[bytes]) -> list[bytes]:
 def _is_member(domain: bytes, mechanism: bytes, credentials: list[bytes]) -> bool:
     if mechanism == b"CURVE" and len(credentials) == 1:  # the client's public key, proved by the handshake
         return hmac.compare_digest(z85.encode(credentials[0]), domain)
-    if mechanism == b"PLAIN" and len(credentials) == 2:  # user name, password
-        return hmac.compare_digest(credentials[1], domain)
     return False

@@ -20,7 +20,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypeAlias
 
 import zmq
@@ -29,6 +29,7 @@ from .authenticator import Authenticator
 from .codec import MAX_MESSAGE_BYTES, decode, encode
 from .errors import AddressError, BadMessage
 from .keys import ClusterKey
+from .listening import refuse_taken, shared_listener
 from .messages import Message
 
 HIGH_WATER_MARK = 10_000  # messages per peer and direction
@@ -159,6 +160,7 @@ class RouterChannel(_Channel):
     ):
         super().__init__(context, socket, allowed)
         self._authenticator = authenticator
+        self._key: ClusterKey | None = None
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @classmethod
@@ -169,20 +171,35 @@ class RouterChannel(_Channel):
         socket = _configured(context, zmq.ROUTER, address)
         socket.router_handover = True  # a restarted peer of the same identity replaces its old connection
         socket.router_mandatory = True  # an unknown peer is an error that we count
-        if key is not None:
-            socket.curve_server = True
-            socket.curve_secretkey = key.secret
-            socket.zap_domain = key.public
-            socket.zap_enforce_domain = True
         try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
+            if key is None:
+                socket.bind(address)
+            else:
+                refuse_taken(address)
+                _listen(socket, address, key)
+        except (OSError, zmq.ZMQError) as error:
             socket.close()
             context.term()
             if authenticator is not None:
                 authenticator.join()
             raise AddressError(f"cannot listen on {address}: {error.strerror}; choose another address or port 0") from None
-        return cls(context, socket, allowed, authenticator)
+        channel = cls(context, socket, allowed, authenticator)
+        if key is not None:
+            channel._key = replace(key, second=None)
+            channel.change_key(key)
+        return channel
+
+    def change_key(self, key: ClusterKey) -> None:
+        """From now on lets those in who know one of the ``key``'s pairs. Where one that was good before is not among them, all connections
+        end, and members connect again at once."""
+        assert self._key is not None, "a channel without a key has none to change"
+        before, self._key = self._key.pairs, key
+        if not set(before) <= set(key.pairs):
+            self.socket.unbind(self.address)
+            before = ()
+        for pair in key.pairs:
+            if pair not in before:
+                _listen(self.socket, self.address, pair)
 
     def send(self, peer: bytes, *messages: Message) -> bool:
         """Queues ``messages`` for ``peer``; False where any had to be dropped."""
@@ -234,6 +251,19 @@ class DealerChannel(_Channel):
     def receive(self, limit: int) -> list[Message]:
         """What has arrived, of up to ``limit`` calls of ``send``."""
         return [message for frames in self._receive(limit, 0) for data in frames if (message := self._decode(data, frames)) is not None]
+
+
+def _listen(socket: zmq.Socket[bytes], address: str, key: ClusterKey) -> None:
+    """Adds an endpoint that lets in who knows ``key``. ZeroMQ has one key for an endpoint; several share one port, and who comes to the
+    wrong one is turned away and comes again. Raises OSError."""
+    socket.curve_server = True
+    socket.curve_secretkey = key.secret
+    socket.zap_domain = key.public
+    socket.zap_enforce_domain = True
+    listener = shared_listener(address, BACKLOG)
+    socket.use_fd = listener.fileno()
+    socket.bind(address)
+    listener.detach()  # it is the endpoint's now
 
 
 def _configured(context: Context, kind: int, address: str) -> zmq.Socket[bytes]:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -289,3 +290,48 @@ def test_a_wakeup_ends_a_poll_from_another_thread() -> None:
     wakeup.set(), wakeup.clear()
     assert not poller.poll(0)
     wakeup.close()
+
+
+def talk(server: RouterChannel, member: DealerChannel, identity: bytes) -> None:
+    """Both ways. Says it again, as the protocol does: what is under way when a connection ends is lost."""
+
+    def heard() -> object:
+        member.send(HELLO)
+        return (identity, HELLO) in server.receive(100) and server.send(identity, WELCOME) and member.socket.poll(200)
+
+    until(heard)
+    assert WELCOME in member.receive(100)
+
+
+def test_the_key_is_changed_while_everybody_goes_on(stack: ExitStack) -> None:
+    """Workers with the old key and workers with the new one are connected at the same time; at the end the old key opens nothing."""
+    old, new = new_key(), new_key()
+    server = router(stack, old)
+    first = dealer(stack, server.address, old, b"first")
+    talk(server, first, b"first")
+
+    server.change_key(replace(old, second=new))  # add
+    members = [(dealer(stack, server.address, key, name), name) for key, name in ((old, b"o1"), (new, b"n1"), (old, b"o2"), (new, b"n2"))]
+    for member, name in [(first, b"first"), *members]:
+        talk(server, member, name)
+    server.change_key(replace(new, second=old))  # switch
+    for member, name in [(first, b"first"), *members, (dealer(stack, server.address, replace(new, second=old), b"n3"), b"n3")]:
+        talk(server, member, name)
+
+    server.change_key(new)  # finish
+    for member, name in [members[1], members[3]]:
+        talk(server, member, name)
+    stranger = dealer(stack, server.address, old, b"stranger")
+    stranger.send(HELLO)
+    assert first.send(HELLO)
+    talk(server, dealer(stack, server.address, new, b"last"), b"last")
+    assert not server.send(b"stranger", WELCOME)
+    assert not server.send(b"first", WELCOME)
+    assert [name for name, _ in server.receive(100) if name in (b"stranger", b"first", b"o1", b"o2")] == []
+
+
+def test_a_port_that_is_taken_is_not_shared(stack: ExitStack) -> None:
+    server = router(stack, KEY)
+    for key in (KEY, new_key(), None):
+        with pytest.raises(AddressError, match="Address already in use"):
+            RouterChannel.bind(server.address, key, FROM_WORKER)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.transport.errors import KeyFileError
-from splitserve.transport.keys import generate_key, load_key
+from splitserve.transport.keys import ClusterKey, KeyFile, generate_key, load_key, rotate
 
 
 def test_a_key_is_written_private_and_read_back(tmp_path: Path) -> None:
@@ -56,3 +56,54 @@ def test_halves_of_two_keys_do_not_make_one(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("\n".join([first[0], first[1], second[2]]))
     with pytest.raises(KeyFileError, match="do not belong together"):
         load_key(tmp_path / "a")
+
+
+def test_a_key_is_changed_in_three_steps(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    old = generate_key(path)
+    both = rotate(path, "add")
+    assert both.public == old.public
+    new = both.pairs[1]
+    assert load_key(path) == both
+    switched = rotate(path, "switch")
+    assert load_key(path) == switched == ClusterKey(new.public, new.secret, old)
+    assert rotate(path, "finish") == load_key(path) == new
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_steps_out_of_order_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    key = generate_key(path)
+    for step in ("switch", "finish"):
+        with pytest.raises(KeyFileError, match="begin with add"):
+            rotate(path, step)  # type: ignore[arg-type]
+    assert load_key(path) == key
+    both = rotate(path, "add")
+    with pytest.raises(KeyFileError, match="go on with switch"):
+        rotate(path, "add")
+    assert load_key(path) == both
+
+
+def test_three_keys_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    generate_key(path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, *lines[1:], *lines[1:]]) + "\n")
+    with pytest.raises(KeyFileError, match="damaged"):
+        load_key(path)
+
+
+def test_a_key_file_is_followed_and_a_damaged_one_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    generate_key(path)
+    file = KeyFile(path)
+    assert not file.changed()
+    both = rotate(path, "add")
+    assert file.changed()
+    assert file.key == both
+    path.write_text("nonsense")
+    with pytest.raises(KeyFileError):
+        file.changed()
+    assert not file.changed()
+    assert file.key == both
