@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from splitserve.deploy.cli import cli
 from splitserve.deploy.config import SECTIONS
 from splitserve.deploy.options import flag_of
+from splitserve.transport.errors import TransportError
 
 COMMANDS = ["up", "coordinator", "prefill", "decode", "chat", "keygen", "doctor", "bench", "version"]
 
@@ -75,6 +76,14 @@ def test_keygen_makes_a_private_key_once(tmp_path: Path) -> None:
     again = CliRunner().invoke(cli, ["keygen", str(path)])
     assert again.exit_code == 1
     assert "exists already" in again.output
+
+
+def test_keygen_changes_a_key_step_by_step(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    CliRunner().invoke(cli, ["keygen", str(path)])
+    for step in ("add", "switch", "finish"):
+        assert CliRunner().invoke(cli, ["keygen", str(path), "--rotate", step]).exit_code == 0
+    assert isinstance(CliRunner().invoke(cli, ["keygen", str(path), "--rotate", "finish"]).exception, TransportError)
 
 
 def test_version_names_the_libraries() -> None:
