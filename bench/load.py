@@ -103,7 +103,7 @@ async def _send(session: aiohttp.ClientSession, body: bytes, sample: Sample, sta
             else:
                 await _read_events(response, sample, start)
     except (aiohttp.ClientError, TimeoutError) as error:
-        sample.error = f"{type(error).__name__}: {error}"
+        sample.error = _sentence(error)
     sample.end = sample.arrivals[-1] if sample.arrivals else time.perf_counter() - start
 
 
@@ -122,6 +122,13 @@ async def _read_events(response: aiohttp.ClientResponse, sample: Sample, start: 
     if not done and not sample.error:
         sample.error = "the stream ended without [DONE]"
     sample.num_output_tokens = sample.num_output_tokens or len(sample.arrivals)
+
+
+def _sentence(error: Exception) -> str:
+    """Where no connection came about, aiohttp's own words speak of TLS even for plain HTTP."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect to {error.host}:{error.port}: {error.os_error.strerror or error.os_error}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _note(event: dict[str, Any], sample: Sample, now: float) -> None:
@@ -155,4 +162,4 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
             listed: Sequence[dict[str, Any]] = (await response.json())["data"]
             return str(listed[0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-        raise LoadError(f"{url} does not list its models ({error}); is it running? Else give --served-model-name") from error
+        raise LoadError(f"{url} does not list its models ({_sentence(error)}); is it running? Else give --served-model-name") from error

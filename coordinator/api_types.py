@@ -155,8 +155,8 @@ class SamplingFields(_Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Annotated[Any, BeforeValidator(_stop)] = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -220,7 +220,7 @@ class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=INT64)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

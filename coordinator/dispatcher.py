@@ -20,6 +20,7 @@ from .flight import Action, End, Push, PushPromptLogprobs, Send
 from .lifecycle import DRAINED, Lifecycle
 from .metrics import SystemSnapshot, WorkerSnapshot
 from .pools import Worker, WorkerId
+from .process_watch import ProcessWatch
 from .request import GenerationRequest, Sink
 
 TICK_S = 0.05
@@ -37,6 +38,7 @@ class SocketDispatcher:
         self.address = self._channel.address
         self._attachment: Attachment | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._processes = ProcessWatch(self._process_ended)
         self._known: dict[tuple[str, int], str] = {}
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
 
@@ -53,6 +55,7 @@ class SocketDispatcher:
         if self._attachment is not None:
             self._attachment.close()
         self._empty_outbox()
+        self._processes.close()
         self._channel.close()
 
     def change_key(self, key: ClusterKey) -> None:
@@ -123,6 +126,12 @@ class SocketDispatcher:
                 actions += self._core.receive(worker, message, now)
         self._carry_out(actions)
 
+    def _process_ended(self, worker: WorkerId) -> None:
+        """Whatever it said before is on its way, or here: that comes first."""
+        self._receive(self._channel.receive(TICK_LIMIT))
+        self._carry_out(self._core.worker_ended(worker, time.monotonic()))
+        self._tell_changes()
+
     def _tick(self) -> None:
         self._receive(self._channel.receive(TICK_LIMIT))  # after a stall, first hear who has spoken
         self._carry_out(self._core.tick(time.monotonic()))
@@ -162,9 +171,11 @@ class SocketDispatcher:
         now: dict[tuple[str, int], str] = {worker.id: worker.role for worker in self._core.pools.workers.values()}
         for worker_id, role in now.items():
             if worker_id not in self._known:
+                self._processes.watch(self._core.pools.workers[worker_id].hello)
                 _log.info("%s worker %s is here", role, worker_id[0])
         for worker_id, role in self._known.items():
             if worker_id not in now:
+                self._processes.forget(worker_id)
                 reason = self._core.reasons_lost.get(worker_id, "lost")
                 _log.log(logging.INFO if reason == DRAINED else logging.WARNING, "%s worker %s is gone: %s", role, worker_id[0], reason)
         if now != self._known:

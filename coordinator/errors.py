@@ -20,6 +20,7 @@ Lower layers are mapped here alone: ``from_validation`` for pydantic, ``from_end
 from __future__ import annotations
 
 import math
+import re
 from typing import ClassVar
 
 import orjson
@@ -176,7 +177,13 @@ def from_validation(error: ValidationError) -> InvalidRequest:
     message = "; ".join(_sentence(detail) for detail in found[:MAX_REPORTED])
     if len(found) > MAX_REPORTED:
         message += f"; and {len(found) - MAX_REPORTED} more"
-    return InvalidRequest(message, param=field_path(found[0]["loc"]) or None)
+    return InvalidRequest(message, param=field_path(found[0]["loc"]) or _named_field(found[0]["msg"]))
+
+
+def _named_field(message: str) -> str | None:
+    """Of a sentence about several fields, the one that it begins with."""
+    found = re.match(r"(\w+): ", message)
+    return found[1] if found else None
 
 
 def field_path(location: tuple[int | str, ...]) -> str:

@@ -171,6 +171,14 @@ class Lifecycle:
             self._pump(now)
         return self._take()
 
+    def worker_ended(self, worker_id: WorkerId, now: float) -> list[Action]:
+        """Its process is known to have ended."""
+        worker = self.pools.workers.get(worker_id)
+        if worker is not None:
+            self._lose(worker, "its process has ended", now)
+            self._pump(now)
+        return self._take()
+
     def tick(self, now: float) -> list[Action]:
         """At least ten times a second: dead workers, deadlines, lost dispatches, the queue."""
         self._forgive_own_stall(now)

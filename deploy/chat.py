@@ -59,9 +59,11 @@ async def converse(settings: ChatSettings) -> int:
     """Reads questions until the end of input. Returns the exit status."""
     async with _client(settings) as client:
         conversation = Conversation(client, settings)
-        if sys.stdin.isatty():
+        asked = sys.stdin.isatty()
+        if asked:
             print(HELP)
         async for line in _lines():
+            asked = asked or bool(line.strip())
             match line.strip():
                 case "":
                     pass
@@ -79,7 +81,9 @@ async def converse(settings: ChatSettings) -> int:
                         print(f"splitserve: {error}", file=sys.stderr)
                         if not sys.stdin.isatty():
                             return 1
-    return 0
+    if not asked:
+        print("splitserve: standard input held no question; write one a line, or run this in a terminal", file=sys.stderr)
+    return 0 if asked else 1
 
 
 class Conversation:

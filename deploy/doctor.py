@@ -108,11 +108,26 @@ def check_kernels(_: DoctorSettings) -> Iterator[Finding]:
 
 def check_ports(settings: DoctorSettings) -> Iterator[Finding]:
     control = urlsplit(settings.control_address)
+    ours = _ports_of_ours(settings.host, settings.port)
     for use, host, port in (("HTTP", settings.host, settings.port), ("control", control.hostname or "", control.port or 0)):
-        if problem := port_problem(host, port):
+        if port in ours:
+            advice = "nothing to do, unless you mean to start another: then choose other ports"
+            yield Finding("note", f"{use} port {host}:{port} is used by a splitserve coordinator that runs already", advice)
+        elif problem := port_problem(host, port):
             yield Finding("problem", f"{use} port: {problem}")
         else:
             yield Finding("ok", f"{use} port {host}:{port} is free")
+
+
+def _ports_of_ours(host: str, port: int) -> set[int]:
+    """The ports of the coordinator whose HTTP server this is; none where no coordinator answers."""
+    import httpx
+
+    try:
+        state = httpx.get(f"http://{host}:{port}/debug/state", timeout=2).json()
+        return {port, int(state["coordinator"]["control_address"].rpartition(":")[2])}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
+        return set()
 
 
 def check_key(settings: DoctorSettings) -> Iterator[Finding]:

@@ -108,7 +108,7 @@ class Supervisor:
             running = {child.command.name: child.pid for child in self.children if child.running and child.pid is not None}
             for child in self.children:
                 if child.command.name in watch.hung(known, running, time.monotonic()):
-                    self._log(child.command.name, "hangs: the coordinator has given it up, killing it")
+                    self._say(child, "hangs: the coordinator has given it up, killing it")
                     child.signal(signal.SIGKILL)
 
     async def _roll(self, known_workers: Callable[[], Awaitable[dict[str, int] | None]]) -> None:
@@ -154,7 +154,7 @@ class Supervisor:
                 self.failure = f"{name} could not start ({_ending(status)}): {said.removeprefix('splitserve: ')}"
                 self._stopping.set()
                 return
-            self._log(name, f"ended ({_ending(status)}); starts again in {delay:g} s")
+            self._say(child, f"ended ({_ending(status)}); starts again in {delay:g} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
 
@@ -167,6 +167,10 @@ class Supervisor:
             await asyncio.wait(late)
         for keeper in keepers:
             keeper.result()
+
+    def _say(self, child: ChildProcess, text: str) -> None:
+        """A line of the supervisor's own, in the form of the processes' lines."""
+        self._log(child.command.name, f"{time.strftime('%H:%M:%S')} WARNING {text}")
 
     def _signal_all(self, number: int) -> None:
         for child in self.children:

@@ -42,6 +42,12 @@ async def test_a_conversation_remembers_until_reset(monkeypatch: pytest.MonkeyPa
         assert "anew" in capsys.readouterr().out
 
 
+async def test_input_without_a_question_is_said_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n\n"))
+    assert await converse(ChatSettings()) == 1
+    assert "standard input held no question" in capsys.readouterr().err
+
+
 async def test_interrupt_stops_the_answer_and_cancels_the_request(capsys: pytest.CaptureFixture[str]) -> None:
     async with fake_openai() as server:
         server.gap_s = 30

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from rich.console import Console
@@ -39,6 +41,26 @@ def test_what_blocks_is_named_with_advice(tmp_path: Path) -> None:
     assert "chmod 600" in said
     assert "there is no folder" in said
     assert "3 problems" in said
+
+
+def test_the_coordinator_that_runs_already_is_no_problem() -> None:
+    class State(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"coordinator": {"control_address": f"tcp://127.0.0.1:{control.getsockname()[1]}"}}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with socket.create_server(("127.0.0.1", 0)) as control, HTTPServer(("127.0.0.1", 0), State) as http:
+        thread = threading.Thread(target=http.handle_request)
+        thread.start()
+        status, said = doctor(port=http.server_port, control_address=f"tcp://127.0.0.1:{control.getsockname()[1]}")
+        thread.join(10)
+    assert status == 0
+    assert said.count("is used by a splitserve coordinator that runs already") == 2
 
 
 def test_each_gap_in_a_model_folder_is_named(tmp_path: Path) -> None:

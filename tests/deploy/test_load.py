@@ -101,5 +101,5 @@ async def test_failures_are_reported_not_hidden() -> None:
             await generate_load(LoadSettings(url=server.url, requests=3))
         samples, duration_s = await generate_load(LoadSettings(url=server.url, requests=3, warmup=0))
         assert summarize(samples, duration_s).num_failed == 3
-    with pytest.raises(LoadError, match="is it running"):
+    with pytest.raises(LoadError, match=r"does not list its models \(cannot connect to 127\.0\.0\.1:\d+: .*\); is it running"):
         await generate_load(LoadSettings(url=server.url, requests=1))

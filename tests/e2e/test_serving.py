@@ -145,6 +145,36 @@ def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(ti
             assert [process.wait(20) for process in processes] == [0] * len(processes)
 
 
+def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, tmp_path: Path) -> None:
+    port, control = free_port(), free_port()
+    common = [sys.executable, "-m", "splitserve.deploy.cli"]
+    worker = ["--model", str(tiny[0]), "--insecure", "--coordinator", f"tcp://127.0.0.1:{control}", "--kv-cache-gib", "0.05"]
+    roles = [
+        ["coordinator", "--model", str(tiny[0]), "--insecure", "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"],
+        ["prefill", *worker, "--block-size", "16"],
+        ["decode", *worker, "--block-size", "32"],
+    ]
+
+    def said() -> str:
+        try:
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"}, timeout=5)
+        except httpx.TransportError:
+            return ""
+        assert answer.status_code == 503
+        message: str = answer.json()["error"]["message"]
+        return message
+
+    with (tmp_path / "log").open("wb") as log:
+        processes = [subprocess.Popen([*common, *role], stdout=log, stderr=log) for role in roles]
+        try:
+            wait_for("both workers are compared", lambda: "do not fit together: their block size differs (16 and 32)" in said(), 60)
+            wait_for("the log says so too", lambda: b"gets no work: it does not fit" in (tmp_path / "log").read_bytes(), 10)
+        finally:
+            for process in processes:
+                process.terminate()
+            assert [process.wait(20) for process in processes] == [0] * len(processes)
+
+
 def _answers(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health", timeout=2).status_code == 200

@@ -1,0 +1,47 @@
+"""Ctrl-C on ``splitserve up`` while it streams; and what is noticed when a process of it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+from e2e.cluster import MODEL_NAME, Cluster, running, wait_for
+from transformers import PreTrainedModel
+
+ENDLESS = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+def test_ctrl_c_ends_an_open_stream_and_everything_else(tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    with (
+        running(tiny[0], tmp_path, "--kv-cache-gib", "0.1") as cluster,
+        httpx.stream("POST", f"{cluster.url}/v1/completions", json=ENDLESS, timeout=60) as response,
+    ):
+        workers = [worker["pid"] for worker in cluster.state()["workers"]]
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        cluster.process.send_signal(signal.SIGINT)
+        events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert "shutting down" in events[-2] or '"finish_reason":"length"' in events[-2]
+        assert cluster.process.wait(30) == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_a_killed_worker_is_noticed_before_it_is_missed(cluster: Cluster) -> None:
+    cluster.wait_whole(2, 2)
+    victim = cluster.workers("decode")[0]
+    with httpx.Client(base_url=cluster.url) as http:
+        http.get("/debug/state")  # the connection is there
+        os.kill(victim["pid"], signal.SIGKILL)
+        killed = time.monotonic()
+
+        def noticed() -> bool:
+            return victim["incarnation"] not in [worker["incarnation"] for worker in http.get("/debug/state").json()["workers"]]
+
+        wait_for("the loss is noticed", noticed, 5)
+    assert time.monotonic() - killed < 0.75  # silence would take twice as long
+    assert f"decode worker {victim['worker_id']} is gone: its process has ended" in cluster.log.read_text()
+    cluster.wait_whole(2, 2)
