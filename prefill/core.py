@@ -71,6 +71,13 @@ class PrefillCore:
         actions, self._actions = self._actions, []
         return actions
 
+    def take_reports(self) -> list[Message]:
+        """What the coordinator is to be told, in order, before anything else of ``take`` is done: a first token waits for nothing."""
+        reports = [action.message for action in self._actions if isinstance(action, ToCoordinator)]
+        if reports:
+            self._actions = [action for action in self._actions if not isinstance(action, ToCoordinator)]
+        return reports
+
     def from_coordinator(self, message: Message, now: float) -> None:
         """Prefill, Cancel or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and ``rename``.)"""
         if isinstance(message, Prefill):

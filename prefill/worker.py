@@ -3,6 +3,7 @@
 wait for sockets, the step thread or the clock
 receive   what coordinator and decode workers said     -> core
 collect   the step that has run                        -> core
+tell      the coordinator what came of it: the first tokens
 launch    the core's next step                         -> step thread
 carry out what the core wants done: messages, KV puts
 report    heartbeat and cache events
@@ -90,6 +91,7 @@ class PrefillWorker:
                 now = time.monotonic()
                 self._receive(ready, now)
                 self._collect(now)
+                self._tell()
                 self._launch(now)
                 self._carry_out()
                 self._launch(now)  # blocks that were just freed are used at once
@@ -132,6 +134,11 @@ class PrefillWorker:
         else:
             _log.error("a prefill step failed; its requests go back to the coordinator", exc_info=finished.error)
             self._core.fail_step(finished.step, f"prefill failed: {finished.error}")
+
+    def _tell(self) -> None:
+        """First tokens leave before the next step is made and before any block is copied."""
+        if reports := self._core.take_reports():
+            self._link.send(*reports)
 
     def _launch(self, now: float) -> None:
         if not self._steps.busy and (step := self._core.schedule(now)) is not None:
