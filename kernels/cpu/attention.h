@@ -97,59 +97,85 @@ struct Scratch {  // kept by its thread from call to call
   Floats q, acc, scores, keys, values, m, l, rescale;
 };
 
-// sums[g] = the lanes of q[g] . k for the G queries that share a key.
-template <int G>
-static inline void dot_group(const float* q, const float* k, int64_t head_dim, vf* sums) {
-  vf acc[G] = {};
-  for (int64_t d = 0; d < head_dim; d += W) {
-    const vf key = load(k + d);
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) acc[g] += key * load(q + g * head_dim + d);
+// Asks for the rows of a run one after the other, in the order in which they lie, a few lines at a time.
+template <class T>
+struct Ahead {
+  const T* base;
+  const int64_t* offsets;
+  int64_t left, row_bytes, at = 0;
+
+  inline __attribute__((always_inline)) void step(int64_t num_bytes) {
+    if (left == 0) return;
+    const char* row = reinterpret_cast<const char*>(base + *offsets) + at;
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(row + i);
+    at += num_bytes;
+    if (at >= row_bytes) { at = 0; ++offsets; --left; }
   }
-  for (int g = 0; g < G; ++g) sums[g] = acc[g];
-}
+};
 
-static inline void dot_group_of(int64_t group, const float* q, const float* k, int64_t head_dim, vf* sums) {
-  for (; group > 4; group -= 4, q += 4 * head_dim, sums += 4) dot_group<4>(q, k, head_dim, sums);
-  if (group == 4) dot_group<4>(q, k, head_dim, sums);
-  if (group == 3) dot_group<3>(q, k, head_dim, sums);
-  if (group == 2) dot_group<2>(q, k, head_dim, sums);
-  if (group == 1) dot_group<1>(q, k, head_dim, sums);
-}
-
-// One query token, all key-value heads of the item, in runs of KEYS keys. Rows (query heads) are the lanes of the softmax, and keys and
-// values are taken token by token: memory is read in the very order in which it lies, which the machine's own prefetcher follows. (Several
-// tokens at a time are faster from cache, but read memory at two thirds of the rate.)
+// One query token, all key-value heads of the item, in runs of KEYS keys. In the softmax rows (query heads) are the lanes. A run is gone
+// through head by head with sums in registers. That walk strides through memory, so the run is asked for one stage ahead in a straight one:
+// values while scores are computed, the next run's keys while values are added.
 template <class T>
 struct OneQuery {
   const AttentionArgs& g;
   const KeyValues<T> kv;
   const int64_t D, group, num_heads, rows, lanes, length;
-  int64_t offsets[KEYS], count;
-  float *queries, *acc, *scores, *m, *l, *rescale, *wide;
-  vf* sums;
+  int64_t offsets[2][KEYS], *now = offsets[0], *next = offsets[1], count, next_count;
+  float *queries, *acc, *scores, *m, *l, *rescale;
+  vf* sums;  // [KEYS][lanes]
+  Ahead<T> ahead;
 
   OneQuery(const AttentionArgs& g, const AttentionItem& item, Scratch& s)
       : g(g), kv(g, item.seq), D(g.head_dim), group(g.num_heads / g.num_kv_heads), num_heads(item.num_heads), rows(num_heads * group),
         lanes((rows + 15) / 16 * 16), length(g.seq_lens[item.seq]) {
     queries = s.q.reserve(rows * D); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(KEYS * lanes);
     m = s.m.filled(lanes, -INFINITY); l = s.l.filled(lanes, 0.0f); rescale = s.rescale.reserve(lanes);
-    wide = s.keys.reserve(num_heads * D);
-    sums = reinterpret_cast<vf*>(s.values.filled(lanes * W, 0.0f));
+    sums = reinterpret_cast<vf*>(s.values.filled(KEYS * lanes * W, 0.0f));
   }
 
-  const float* widened(const T* row) {
-    if (sizeof(T) == 4) return reinterpret_cast<const float*>(row);
-    widen_row(row, wide, num_heads * D, 1.0f);
-    return wide;
+  // sums of G query heads from row on with N keys from t on.
+  template <int G, int N>
+  inline __attribute__((always_inline)) void dot(int64_t t, int64_t row, int64_t head) {
+    const float* q = queries + row * D;
+    const T* keys[N];
+    vf total[N][G] = {};
+    for (int n = 0; n < N; ++n) {
+      keys[n] = kv.pool + now[t + n] + head * D;
+      ahead.step(D * int64_t(sizeof(T)));
+    }
+    for (int64_t d = 0; d < D; d += W) {
+      vf x[G];
+#pragma GCC unroll 4
+      for (int i = 0; i < G; ++i) x[i] = load(q + i * D + d);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const vf key = load(keys[n] + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < G; ++i) total[n][i] += key * x[i];
+      }
+    }
+    for (int n = 0; n < N; ++n)
+      for (int i = 0; i < G; ++i) sums[(t + n) * lanes + row + i] = total[n][i];
+  }
+
+  template <int G, int N>
+  void dot_all(int64_t row, int64_t head) {
+    int64_t t = 0;
+    for (; t + N <= count; t += N) dot<G, N>(t, row, head);
+    for (; t < count; ++t) dot<G, 1>(t, row, head);
   }
 
   void score_run() {  // scores [count][lanes]
-    for (int64_t t = 0; t < count; ++t) {
-      const float* key = widened(kv.pool + offsets[t]);
-      for (int64_t h = 0; h < num_heads; ++h) dot_group_of(group, queries + h * group * D, key + h * D, D, sums + h * group);
-      for (int64_t row = 0; row < lanes; row += 8) sum8(sums + row, scores + t * lanes + row);
+    for (int64_t head = 0; head < num_heads; ++head) {
+      int64_t row = head * group, left = group;
+      for (; left > 4; left -= 4, row += 4) dot_all<4, 2>(row, head);
+      if (left == 4) dot_all<4, 2>(row, head);
+      if (left == 3) dot_all<3, 3>(row, head);
+      if (left == 2) dot_all<2, 4>(row, head);
+      if (left == 1) dot_all<1, 4>(row, head);
     }
+    for (int64_t i = 0; i < count * lanes; i += 8) sum8(sums + i, scores + i);
   }
 
   void update(int64_t position) {  // scores become exp(scores - new maximum); the first key's position
@@ -167,20 +193,50 @@ struct OneQuery {
       store(l + row, load(l + row) * scale + sum_by_halves(totals));
       store(rescale + row, scale);
     }
-    for (int64_t row = 0; row < rows; ++row)
-      if (rescale[row] != 1.0f)
-        for (int64_t d = 0; d < D; d += W) store(acc + row * D + d, load(acc + row * D + d) * rescale[row]);
   }
 
-  void add_run() {  // acc += scores values
+  // acc = rescale acc + scores values, G query heads from row on, NV vectors from d on.
+  template <int G, int NV>
+  inline __attribute__((always_inline)) void add(int64_t row, int64_t head, int64_t d) {
+    vf total[G][NV];
+#pragma GCC unroll 4
+    for (int i = 0; i < G; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) total[i][j] = load(acc + (row + i) * D + d + j * W) * rescale[row + i];
     for (int64_t t = 0; t < count; ++t) {
-      const float *value = widened(kv.pool + kv.value_offset + offsets[t]), *p = scores + t * lanes;
-      for (int64_t row = 0; row < rows; ++row) {
-        const vf weight = splat(p[row]);
-        const float* v = value + row / group * D;
-        float* sum = acc + row * D;
-        for (int64_t d = 0; d < D; d += W) store(sum + d, load(sum + d) + weight * load(v + d));
+      const T* value = kv.pool + kv.value_offset + now[t] + head * D + d;
+      ahead.step(NV * W * int64_t(sizeof(T)));
+      vf v[NV];
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) v[j] = load(value + j * W);
+#pragma GCC unroll 4
+      for (int i = 0; i < G; ++i) {
+        const vf p = splat(scores[t * lanes + row + i]);
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; ++j) total[i][j] += p * v[j];
       }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < G; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) store(acc + (row + i) * D + d + j * W, total[i][j]);
+  }
+
+  template <int G, int NV>
+  void add_all(int64_t row, int64_t head) {
+    int64_t d = 0;
+    for (; d + NV * W <= D; d += NV * W) add<G, NV>(row, head, d);
+    for (; d < D; d += W) add<G, 1>(row, head, d);
+  }
+
+  void add_run() {
+    for (int64_t head = 0; head < num_heads; ++head) {
+      int64_t row = head * group, left = group;
+      for (; left > 4; left -= 4, row += 4) add_all<4, 2>(row, head);
+      if (left == 4) add_all<4, 2>(row, head);
+      if (left == 3) add_all<3, 4>(row, head);
+      if (left == 2) add_all<2, 4>(row, head);
+      if (left == 1) add_all<1, 4>(row, head);
     }
   }
 
@@ -188,10 +244,17 @@ struct OneQuery {
     const int64_t row0 = g.query_start_loc[item.seq];
     const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
     for (int64_t i = 0; i < rows; ++i) widen_row(q + i * D, queries + i * D, D, g.scale);
-    for (int64_t t = larger(0, length - g.window); t < length; t += count) {
-      count = kv.run(t, length, item.head * D, offsets);
+    int64_t t = larger(0, length - g.window);
+    for (next_count = kv.run(t, length, item.head * D, next); next_count; t += count) {
+      int64_t* const used = now;
+      now = next;
+      next = used;
+      count = next_count;
+      next_count = t + count < length ? kv.run(t + count, length, item.head * D, next) : 0;
+      ahead = {kv.pool + kv.value_offset, now, count, num_heads * D * int64_t(sizeof(T))};
       score_run();
       update(t);
+      ahead = {kv.pool, next, next_count, num_heads * D * int64_t(sizeof(T))};
       add_run();
     }
     write_rows(acc, l, rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D);
