@@ -41,6 +41,7 @@ def _replay(scenario: str, seed: int) -> int:
     world = simulate_named(scenario, seed)
     print(f"seed {seed}: {world.scenario}\n{dict(sorted(world.counts.items()))}")
     print("\n".join(world.violations) or "nothing found")
+    print(world.traceback, end="")
     return 1 if world.violations else 0
 
 

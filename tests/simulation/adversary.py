@@ -21,6 +21,7 @@ class Adversary:
             (faults.hang_every, self.hang),
             (faults.slow_every, self.slow_down),
             (faults.partition_every, self.partition),
+            (faults.drain_every, self.drain),
             (faults.spill_every, self.spill),
             (faults.coordinator_restart_every, self.restart_coordinator),
             (faults.coordinator_freeze_every, self.freeze_coordinator),
@@ -72,6 +73,17 @@ class Adversary:
             self.world.network.cut(other, one, seconds, holds)
         else:
             self.counts["one-way partitions"] += 1
+
+    def drain(self) -> None:
+        """By a signal, or by a person's word to the coordinator."""
+        worker = self.world.workers[self._some_worker()]
+        if self.random.random() < 0.5:
+            self.counts["drains by signal"] += 1
+            worker.told_to_leave = True
+        else:
+            self.counts["drains by the coordinator"] += 1
+            coordinator = self.world.coordinator
+            coordinator.run(coordinator.drain, worker.name, self.random.choice((None, 0.3)))
 
     def spill(self) -> None:
         self.counts["spills"] += 1

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from simulation.network import LATE_S
 from simulation.scenario import NAMED, Scenario, draw_scenario
 from simulation.world import World
 
@@ -25,8 +26,8 @@ def simulate(seed: int, scenario: Scenario, requests: int = REQUESTS) -> World:
     try:
         _live(world, requests)
     except Exception as error:  # an invariant inside a core spoke first
-        traceback.print_exc()
         world.violated(repr(error))
+        world.traceback = traceback.format_exc()
     return world
 
 
@@ -45,9 +46,10 @@ def _come_to_rest(world: World) -> None:
     world.calm = True
     world.network.heal()
     calm_since = world.queue.now
+    world.queue.run(calm_since + LATE_S + 0.01)  # what was late has come
     world.queue.run_until(lambda: world.checks.at_rest() or bool(world.violations), REST_S)
     world.rest_s = world.queue.now - calm_since
-    world.queue.run(world.queue.now + 1.0)
+    world.queue.run(world.queue.now + 0.5)  # everything has been reported
     world.checks.at_end()
 
 

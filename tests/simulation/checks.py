@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from math import inf
 from typing import TYPE_CHECKING
 
+from simulation.scenario import Faults
+
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess
     from simulation.worker_process import WorkerProcess
@@ -44,6 +46,11 @@ class Checks:
         world = self.world
         return not world.clients.pending and not any(True for _ in self.left_over())
 
+    def _done_again(self) -> dict[str, int]:
+        """What was given back and computed anew, but for want of memory."""
+        counts = self.world.counts
+        return {what: counts[what] for what in counts if what.startswith("given back") and what != "given back: preempted"}
+
     def left_over(self) -> Iterable[str]:
         """What should not be there once everybody is done."""
         for worker in self.world.workers.values():
@@ -70,6 +77,8 @@ class Checks:
             self.world.violated(f"{client.request.request_id}: never ended")
         for what in self.left_over():
             self.world.violated(f"at the end: {what}")
+        if self.world.scenario.faults == Faults() and (again := self._done_again()):
+            self.world.violated(f"without any fault: {again}")
         known = self.world.coordinator.core.pools.workers
         for worker in self.world.workers.values():
             worker.blocks.audit(worker.block_tables())

@@ -44,6 +44,9 @@ class CoordinatorProcess(Process):
     def cancel(self, request_id: str) -> None:
         self._carry_out(self.core.cancel(request_id, self.now))
 
+    def drain(self, worker_id: str, timeout_s: float | None) -> None:
+        self._carry_out(self.core.drain(worker_id, timeout_s)[1])
+
     def hear(self, worker: PeerId, message: Message) -> None:
         self._carry_out(self.core.receive(worker, message, self.now))
 

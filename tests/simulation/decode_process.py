@@ -7,21 +7,20 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from simulation.model import EOS
-from simulation.movers import ParcelTarget
-from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN, MODEL, TIMES, PeerId, WorkerProcess
+from simulation.movers import Parcel, ParcelTarget
+from simulation.sending_end import SendingEnd
+from simulation.worker_process import BLOCK_SIZE, DRAIN_S, MAX_MODEL_LEN, MODEL, TIMES, PeerId, WorkerProcess
 
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.transport import actions as act
 from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.messages import Meet, Message
+from splitserve.transport.messages import FROM_DECODE, Meet, Message
 
 if TYPE_CHECKING:
-    from simulation.prefill_process import PrefillProcess
     from simulation.world import World
 
-
-Channel = tuple["PrefillProcess", PeerId]
+Channel = tuple[SendingEnd, PeerId]
 """Its other end, and the incarnation of ours that it was opened to: who opened it takes all that comes on it for that one's word."""
 
 
@@ -33,11 +32,13 @@ class DecodeProcess(WorkerProcess):
     core: DecodeCore
 
     def __init__(self, world: World, name: str, host: str, num_blocks: int) -> None:
+        super().__init__(world, name, host, num_blocks)
         self._target = ParcelTarget()
         self._checks: deque[act.Verify] = deque()
         self._peers: dict[PeerId, Channel] = {}  # who can be answered
-        self._watched: dict[PeerId, PrefillProcess] = {}  # writers of this host, whose end is seen
-        super().__init__(world, name, host, num_blocks)
+        self._watched: dict[PeerId, WorkerProcess] = {}  # writers of this host, whose end is seen
+        assert self.core.moving is not None
+        self.sending = SendingEnd(self, self.core.moving.sender)
 
     def make_core(self) -> DecodeCore:
         scheduler = DecodeScheduler(self.blocks, BLOCK_SIZE, self.world.scenario.cluster.max_num_seqs, MAX_MODEL_LEN, EOS)
@@ -45,7 +46,7 @@ class DecodeProcess(WorkerProcess):
         receiver = HandoffReceiver(
             self.id, MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: self.world.random.randbytes(16), TIMES
         )
-        return DecodeCore(self.id, scheduler, receiver, MODEL.fingerprint)
+        return DecodeCore(self.id, scheduler, receiver, MODEL.fingerprint, self.meet(), DRAIN_S)
 
     def take(self) -> list[Any]:
         return self.core.take(self.now)
@@ -54,6 +55,10 @@ class DecodeProcess(WorkerProcess):
         self.core.from_coordinator(message)
 
     def take_new_incarnation(self) -> None:
+        """What the old incarnation still owes its peers is said before its channels close."""
+        self.core.drop_others(-1)
+        self.carry_out_all()
+        self.sending.close()
         self.incarnation = self.world.next_number()
         self.core.rename(self.incarnation)
 
@@ -71,16 +76,14 @@ class DecodeProcess(WorkerProcess):
     def hear_peer(self, peer: PeerId, channel: Channel, message: Message) -> None:
         self._peers[peer] = channel
         if isinstance(message, Meet) and message.host == self.host:
-            self._watched[peer] = channel[0]
+            self._watched[peer] = channel[0].process
         self.core.from_peer(peer, message, self.now)
         self.turn()
 
     def do(self, action: Any) -> None:
         match action:
-            case act.ToPeer():
-                if (channel := self._peers.get(action.peer)) is not None:
-                    sender, opened_to = channel
-                    self.world.network.send(self.name, sender.name, action.message, sender.run, sender.hear_peer, opened_to, action.peer)
+            case act.ToPeer() if isinstance(action.message, FROM_DECODE):
+                self._answer(action)
             case act.Verify():
                 self._verify(action)
             case act.OpenLease():
@@ -93,7 +96,14 @@ class DecodeProcess(WorkerProcess):
             case act.Join() | act.Supersede():
                 pass  # the core has seen to it
             case _:
-                raise TypeError(f"the simulator does not know the action {action}")
+                self.sending.carry_out(action)
+
+    def _answer(self, action: act.ToPeer) -> None:
+        if (channel := self._peers.get(action.peer)) is not None:
+            end, opened_to = channel
+            self.world.network.send(self.name, end.process.name, action.message, end.process.run, end.hear, opened_to, action.peer)
+
+    # --- blocks that come ------------------------------------------------------------------------
 
     def _verify(self, action: act.Verify) -> None:
         """A little in each turn of the loop: most are known at once, some later, some in two parts."""
@@ -119,16 +129,14 @@ class DecodeProcess(WorkerProcess):
         self.world.counts["corrupt blocks found"] += len(wrong)
         self.core.receiver.verified(check.lease, check.positions, wrong, self.now)
 
-    def on_parcel(self, lease: int, secret: bytes, parcel: list[tuple[int, list[int]]]) -> None:
-        """The two-sided mover: whole blocks at places that are expected, or nothing."""
-        whole = all(len(values) == BLOCK_SIZE for _, values in parcel)
-        blocks = self._target.take_in(lease, secret, [position for position, _ in parcel]) if whole else None
-        if blocks is None:
+    def on_parcel(self, parcel: Parcel) -> None:
+        """The two-sided mover: whole slices at places that are expected, or nothing."""
+        complete = self._target.take_in(parcel, self.memory)
+        if complete is None:
             self.world.counts["parcels refused"] += 1
             return
-        for block, (position, values) in zip(blocks, parcel, strict=True):
-            self.memory.write(block, 0, values)
-            self.core.receiver.arrived(lease, position)
+        for position in complete:
+            self.core.receiver.arrived(parcel.lease, position)
         self.turn()
 
     def written_by_peer(self, lease: int, block: int, start: int, values: list[int]) -> None:

@@ -1,7 +1,8 @@
 """A language model whose KV cache can be wrong: every token depends on every slot that was read.
 
-    kv[p]    = mix(kv[p - 1] as read from memory, token[p])
-    token    = mix(sum of kv[0..p] as read from memory) mod VOCABULARY
+    kv[0][p]    = mix(kv[0][p - 1] as read from memory, token[p])
+    kv[l][p]    = deeper(kv[l - 1][p] as read from memory)
+    token       = mix(sum of kv[all layers][0..p] as read from memory) mod VOCABULARY
 
 so one corrupt, stale or foreign slot anywhere in a sequence's blocks changes what it says from then on. A token's logprob is a
 function of the token, so that one which is lost, doubled or another's shows.
@@ -14,11 +15,16 @@ from collections.abc import Sequence
 VOCABULARY = 997
 EOS = frozenset(range(32))
 MASK = (1 << 64) - 1
+NUM_LAYERS = 3
 
 
 def mix(a: int, b: int) -> int:
     x = (a * 0x9E3779B97F4A7C15 + b + 0x632BE59BD9B4E019) & MASK
     return ((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9) & MASK
+
+
+def deeper(kv: int) -> int:
+    return (3 * kv + 7) & MASK
 
 
 def next_token(total: int) -> int:
@@ -34,12 +40,12 @@ def expected_output(
     prompt: Sequence[int], max_tokens: int, min_tokens: int, stops: frozenset[int], max_model_len: int
 ) -> tuple[list[int], str]:
     """What a run without faults answers, and why it ends: a pure function of the request."""
-    kv = total = 0
+    kv = total = 0  # the sum over the layers of one token's values is added at once
     output: list[int] = []
     longest = min(max_tokens, max_model_len - len(prompt))
     for token in prompt:
         kv = mix(kv, token)
-        total += kv
+        total += _column(kv)
     while longest:
         token = next_token(total)
         output.append(token)
@@ -48,5 +54,13 @@ def expected_output(
         if len(output) == longest:
             break
         kv = mix(kv, token)
-        total += kv
+        total += _column(kv)
     return output, "length"
+
+
+def _column(kv: int) -> int:
+    total = kv
+    for _ in range(NUM_LAYERS - 1):
+        kv = deeper(kv)
+        total += kv
+    return total

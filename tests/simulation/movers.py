@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from simulation.memory import Memory
+from simulation.model import NUM_LAYERS
 from simulation.network import LATE_S
 
 if TYPE_CHECKING:
     from simulation.decode_process import DecodeProcess
-    from simulation.prefill_process import PrefillProcess
+    from simulation.worker_process import WorkerProcess
 
 from splitserve.transport.messages import Met
 
 Item = tuple[int, int, int]
 """(position in the lease, own block, the peer's block)"""
+ALL_LAYERS = (1 << NUM_LAYERS) - 1
 PARCEL = 4
 """Blocks a parcel, at most."""
 
@@ -27,7 +31,7 @@ class MoverError(Exception):
 class Source:
     """The sending side of either mover, as far as they are alike."""
 
-    def __init__(self, writer: PrefillProcess, peer: str, process: int) -> None:
+    def __init__(self, writer: WorkerProcess, peer: str, process: int) -> None:
         self.writer, self.world, self.peer, self.process = writer, writer.world, peer, process
         self.random, self.faults = self.world.random.random, self.world.scenario.faults
 
@@ -36,16 +40,17 @@ class Source:
         target = self.world.workers[self.peer]
         return target if target.alive and target.pid == self.process else None  # type: ignore[return-value]
 
-    def content(self, block: int) -> list[int]:
-        """What leaves: the block, or something else."""
-        values = self.writer.memory.read(block)
+    def content(self, block: int, first: int, end: int) -> list[int]:
+        """What leaves: these layers of the block, or something else."""
+        values = self.writer.memory.read(block, first, end)
         if self.world.strikes(self.faults.corrupt_put, "puts corrupted"):
             values[int(self.random() * len(values))] ^= 1 << int(self.random() * 60)
         if self.world.strikes(self.faults.partial_put, "puts cut short"):
             values = values[: len(values) // 2]
         return values
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item]) -> None:
+    def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
+        """Layers [first, end) of these blocks."""
         raise NotImplementedError
 
     def cancel(self, lease: int) -> None:
@@ -58,7 +63,7 @@ class Source:
 class SharedMemorySource(Source):
     """Copies into the peer's memory by itself, half a block at a time: it may be stopped, or die, between any two halves."""
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item]) -> None:
+    def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
         target = self.target()
         if target is None:
             raise MoverError("the decode worker's process has ended")
@@ -66,14 +71,14 @@ class SharedMemorySource(Source):
             raise MoverError("the adversary says so")
         target.writers.setdefault(self.writer, Counter()).update(block for _, _, block in items)
         for _, source, block in items:
-            values = self.content(source)
-            half = len(values) // 2
-            self.writer.run(self._copy, target, lease, block, 0, values[:half])
+            values = self.content(source, first, end)
+            start, half = first * self.writer.memory.block_size, len(values) // 2
+            self.writer.run(self._copy, target, lease, block, start, values[:half])
             if self.world.strikes(self.faults.freeze_in_put, "freezes in mid-put"):
                 self.writer.freeze(0.1 + 3.0 * self.random())
             if self.world.strikes(self.faults.die_in_put, "deaths in mid-put"):
                 self.world.kill(self.writer)
-            self.writer.run(self._copy, target, lease, block, half, values[half:])
+            self.writer.run(self._copy, target, lease, block, start + half, values[half:])
             self.writer.run(self._copied, target, block)
 
     def _copy(self, target: DecodeProcess, lease: int, block: int, start: int, values: list[int]) -> None:
@@ -92,41 +97,31 @@ class SharedMemorySource(Source):
 class ParcelSource(Source):
     """Sends parcels, which leave a little later with what their blocks hold then, and arrive as the adversary likes."""
 
-    def __init__(self, writer: PrefillProcess, peer: str, process: int) -> None:
+    def __init__(self, writer: WorkerProcess, peer: str, process: int) -> None:
         super().__init__(writer, peer, process)
-        self._waiting: dict[int, list[Sequence[Item]]] = {}  # parcels by lease that have not left
+        self._cancelled: set[int] = set()  # leases
+        self._closed = False
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item]) -> None:
+    def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
         if self.world.strikes(self.faults.mover_error, "mover errors"):
             raise MoverError("the adversary says so")
         for start in range(0, len(items), PARCEL):
             parcel = items[start : start + PARCEL]
-            self._waiting.setdefault(lease, []).append(parcel)
-            self.writer.leaving.update(block for _, block, _ in parcel)
-            self.writer.after(0.002 * self.random() ** 2, self._leave, lease, secret, parcel)
+            given = [self.writer.blocks.times_given[block] for _, block, _ in parcel]
+            self.writer.after(0.002 * self.random() ** 2, self._leave, lease, secret, parcel, first, end, given)
 
     def cancel(self, lease: int) -> None:
-        for parcel in self._waiting.pop(lease, []):
-            self._gone(parcel)
+        self._cancelled.add(lease)
 
     def close(self) -> None:
-        for lease in list(self._waiting):
-            self.cancel(lease)
+        self._closed = True
 
-    def _gone(self, items: Sequence[Item]) -> None:
-        leaving = self.writer.leaving
-        for _, block, _ in items:
-            leaving[block] -= 1
-            if not leaving[block]:
-                del leaving[block]
-
-    def _leave(self, lease: int, secret: bytes, items: Sequence[Item]) -> None:
-        waiting = self._waiting.get(lease, [])
-        if not any(parcel is items for parcel in waiting):
-            return  # cancelled
-        self._waiting[lease] = [parcel for parcel in waiting if parcel is not items]
-        self._gone(items)
-        parcel = [(position, self.content(source)) for position, source, _ in items]
+    def _leave(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int, given: list[int]) -> None:
+        if self._closed or lease in self._cancelled:
+            return
+        if given != [self.writer.blocks.times_given[block] for _, block, _ in items]:
+            self.world.violated(f"{self.writer.name}: blocks of lease {lease} were given to others before they had left")
+        parcel = Parcel(lease, secret, first, end, [(position, self.content(source, first, end)) for position, source, _ in items])
         copies = 1
         if self.world.strikes(self.faults.lost_put, "puts lost"):
             copies = 0
@@ -136,39 +131,56 @@ class ParcelSource(Source):
             delay = 0.0002 + 0.002 * self.random()
             if self.world.strikes(self.faults.late_put, "puts late"):
                 delay = 0.01 + LATE_S * self.random()
-            self.world.queue.after(delay, self._arrive, lease, secret, parcel)
+            self.world.queue.after(delay, self._arrive, parcel)
 
-    def _arrive(self, lease: int, secret: bytes, parcel: list[tuple[int, list[int]]]) -> None:
+    def _arrive(self, parcel: Parcel) -> None:
         if (target := self.target()) is not None:
-            target.run(target.on_parcel, lease, secret, parcel)
+            target.run(target.on_parcel, parcel)
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Layers [first, end) of some blocks, by position in the lease."""
+
+    lease: int
+    secret: bytes
+    first: int
+    end: int
+    slices: list[tuple[int, list[int]]]
 
 
 class ParcelTarget:
     """The receiving side: this process itself writes, what it expects and nothing else."""
 
     def __init__(self) -> None:
-        self._leases: dict[int, tuple[bytes, Mapping[int, int], set[int]]] = {}
+        self._leases: dict[int, tuple[bytes, Mapping[int, int], dict[int, int]]] = {}  # the last: a bit for each missing layer
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        self._leases[lease] = (secret, targets, set(targets))
+        self._leases[lease] = (secret, targets, dict.fromkeys(targets, ALL_LAYERS))
 
     def expect_again(self, lease: int, positions: Sequence[int]) -> None:
         if lease in self._leases:
-            self._leases[lease][2].update(positions)
+            self._leases[lease][2].update(dict.fromkeys(positions, ALL_LAYERS))
 
     def close(self, lease: int) -> None:
         self._leases.pop(lease, None)
 
-    def take_in(self, lease: int, secret: bytes, positions: Sequence[int]) -> list[int] | None:
-        """The own blocks for these positions; None where they are not expected (any more)."""
-        known = self._leases.get(lease)
-        if known is None or known[0] != secret or not known[2].issuperset(positions):
+    def take_in(self, parcel: Parcel, memory: Memory) -> list[int] | None:
+        """Writes the parcel and returns the positions that are complete now; None where it is not expected (any more)."""
+        known = self._leases.get(parcel.lease)
+        if known is None or known[0] != parcel.secret:
             return None
-        known[2].difference_update(positions)
-        return [known[1][position] for position in positions]
+        _, targets, missing = known
+        bits, size = (1 << parcel.end) - (1 << parcel.first), (parcel.end - parcel.first) * memory.block_size
+        if any(bits & ~missing.get(position, 0) or len(values) != size for position, values in parcel.slices):
+            return None
+        for position, values in parcel.slices:
+            memory.write(targets[position], parcel.first * memory.block_size, values)
+            missing[position] &= ~bits
+        return [position for position, _ in parcel.slices if not missing[position]]
 
 
-def open_source(writer: PrefillProcess, peer: str, met: Met) -> Source:
+def open_source(writer: WorkerProcess, peer: str, met: Met) -> Source:
     """Raises MoverError."""
     kind = SharedMemorySource if met.mover == "shm" else ParcelSource
     source = kind(writer, peer, int(met.data_address))

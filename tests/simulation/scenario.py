@@ -38,6 +38,7 @@ class Faults:
     hang_every: float = 0.0  # a step does not end, while the worker's loop goes on
     slow_every: float = 0.0
     partition_every: float = 0.0
+    drain_every: float = 0.0  # a worker is told to leave in good order
     spill_every: float = 0.0  # a worker's prefix cache is emptied
     coordinator_restart_every: float = 0.0
     coordinator_freeze_every: float = 0.0
@@ -92,6 +93,7 @@ EVERYTHING = replace(
     hang_every=2.0,
     slow_every=1.5,
     step_error=0.001,
+    drain_every=1.5,
     spill_every=1.0,
     clock_drift=0.01,
     coordinator_restart_every=5.0,
@@ -104,6 +106,7 @@ NAMED = {
     "network": Scenario(NETWORK),
     "processes": Scenario(PROCESSES),
     "movers": Scenario(MOVERS),
+    "drains": Scenario(Faults(drain_every=0.3), Cluster(num_prefill=3, num_decode=3)),
     "memory": Scenario(Faults(cancel=0.1, spill_every=0.5), FEW_BLOCKS),
     "echoes": Scenario(Faults(drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1)),
     "everything": Scenario(EVERYTHING),

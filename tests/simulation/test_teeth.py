@@ -1,4 +1,8 @@
-"""The simulator has teeth: each of these bugs, put in on purpose, is found, most within a few hundred requests."""
+"""The simulator has teeth: each of these bugs, put in on purpose, is found, most within a few hundred requests.
+
+Bugs that a second line of the protocol makes good are not here, for nothing wrong comes of them: a lost Nack (the Handoff is said again),
+a skipped Fenced (a worker that is not answered says Hello again), a moved sequence that is dropped too early (notes are compared).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 
 import pytest
 from simulation.campaign import run
+from simulation.model import NUM_LAYERS
 
 from splitserve.coordinator.flight import Flight
 from splitserve.coordinator.flight_table import FlightTable
@@ -124,6 +129,23 @@ def send_blocks_before_they_are_full(patch: Patch) -> None:
     )
 
 
+def send_layers_before_they_are_computed(patch: Patch) -> None:
+    layers_ready = HandoffSender.layers_ready
+    patch.setattr(
+        HandoffSender, "layers_ready", lambda self, key, blocks, stop, n: layers_ready(self, key, blocks, stop, min(n + 1, NUM_LAYERS))
+    )
+
+
+def forget_which_layers_have_left(patch: Patch) -> None:
+    put_layers = HandoffSender._put_layers
+
+    def broken(self: Any, out: Any, end: int) -> None:
+        put_layers(self, out, end)
+        out.layers_put = 0
+
+    patch.setattr(HandoffSender, "_put_layers", broken)
+
+
 # --- the workers -----------------------------------------------------------------------------------
 
 
@@ -220,6 +242,8 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (never_repeat_what_was_not_answered, "network"),
     (free_the_prompt_before_the_ack, "memory"),
     (send_blocks_before_they_are_full, "calm"),
+    (send_layers_before_they_are_computed, "calm"),
+    (forget_which_layers_have_left, "calm"),
     (never_free_a_cancelled_prompt, "network"),
     (wait_for_ever_for_a_grant, "calm"),
     (free_blocks_in_the_middle_of_a_step, "memory"),

@@ -13,7 +13,7 @@ from simulation.watched_blocks import WatchedBlocks
 
 from splitserve.transport.actions import ToCoordinator
 from splitserve.transport.handoff import HandoffTimes
-from splitserve.transport.messages import Alive, Fenced, Hello, Message, ModelIdentity, RequestFailed, Role, Welcome
+from splitserve.transport.messages import Alive, Fenced, Goodbye, Hello, Meet, Message, ModelIdentity, RequestFailed, Role, Welcome
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -23,6 +23,7 @@ MAX_MODEL_LEN = 160
 MODEL = ModelIdentity(fingerprint="simulated", dtype="int", block_size=BLOCK_SIZE, layout="simulated", block_bytes=8 * BLOCK_SIZE)
 TICK_S, HEARTBEAT_S, HELLO_S, ORPHANED_S = 0.06, 0.15, 0.4, 1.5
 TIMES = HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0)
+DRAIN_S = 1.5
 PeerId = tuple[str, int]
 
 
@@ -40,10 +41,11 @@ class WorkerProcess(Process):
         self.memory = Memory(num_blocks, BLOCK_SIZE)
         self.blocks = WatchedBlocks(num_blocks, self)
         self.writers: dict[Process, Counter[int]] = {}  # processes in the middle of copying into these blocks of ours
-        self.leaving: Counter[int] = Counter()  # blocks in parcels that have not left
         self.step: Any = None
+        self.told_to_leave = False  # it was told to end in good order
         self.hung_until = self.slow_until = 0.0
         self._welcome, self._heard, self._said_hello, self._reported, self._num_ticks = False, 0.0, -1e9, -1e9, 0
+        self._movers = ("shm", "zmq") if world.random.random() < world.scenario.cluster.one_sided else ("zmq",)
         self.core: Any = self.make_core()
         self.after(TICK_S * world.random.random(), self._tick)
 
@@ -64,6 +66,10 @@ class WorkerProcess(Process):
         raise NotImplementedError
 
     def take_new_incarnation(self) -> None:
+        raise NotImplementedError
+
+    def hear_peer(self, peer: PeerId, channel: Any, message: Message) -> None:
+        """Of one that hands over to us."""
         raise NotImplementedError
 
     def block_tables(self) -> Iterable[Sequence[int]]:
@@ -97,12 +103,21 @@ class WorkerProcess(Process):
     def turn(self) -> None:
         """One turn of the loop."""
         self._launch()
-        if actions := self.take():
-            while actions:
-                for action in actions:
-                    self.run(self._carry_out, action, self.id)
-                actions = self.take()
+        if self.carry_out_all():
             self._launch()  # what was just verified joins at once
+        if self.core.may_leave and not self.frozen:
+            self._tell(Goodbye(worker_id=self.name, incarnation=self.incarnation))
+            self.world.counts["workers drained"] += 1
+            self.world.kill(self)
+
+    def carry_out_all(self) -> bool:
+        """Whatever the core wants done now. False: nothing."""
+        busy = False
+        while actions := self.take():
+            busy = True
+            for action in actions:
+                self.run(self._carry_out, action, self.id)
+        return busy
 
     def _launch(self) -> None:
         if self.step is None and not self.frozen and (step := self.core.schedule(self.now)) is not None:
@@ -116,6 +131,15 @@ class WorkerProcess(Process):
             # A step reads and writes at any time between its begin and its end: now and then at once, else as late as may be.
             output = self.memory.execute(batch) if self.world.random.random() < 0.3 else None
             self.after(duration, self._step_done, step, output)
+            if output is None:
+                self.begin(step, duration)
+
+    def begin(self, step: Any, duration: float) -> None:
+        """A step is under way."""
+
+    def finish(self, step: Any) -> Any:
+        """What is left of a step; its output."""
+        return self.memory.execute(step.batch)
 
     def _step_done(self, step: Any, output: Any) -> None:
         if (left := self.hung_until - self.world.queue.now) > 0:
@@ -123,7 +147,7 @@ class WorkerProcess(Process):
             return
         self.step = None
         if output is None:
-            output = self.memory.execute(step.batch)
+            output = self.finish(step)
         self.blocks.in_step.clear()
         if self.world.strikes(self.world.scenario.faults.step_error, "steps failed"):
             self.core.fail_step(step, "the adversary says so")
@@ -140,6 +164,8 @@ class WorkerProcess(Process):
     def _tick(self) -> None:
         self.after(TICK_S, self._tick)
         now = self.now
+        if self.told_to_leave:
+            self.core.drain(now)
         self.core.tick(now)
         if self._welcome and now - self._heard >= ORPHANED_S:
             self.world.counts["workers without a coordinator"] += 1
@@ -166,6 +192,10 @@ class WorkerProcess(Process):
             self.world.counts[f"given back: {message.kind}"] += 1
         if message is not None:
             self.world.to_coordinator(me or self.id, message)
+
+    def meet(self) -> Meet:
+        """How it introduces itself to those that it hands over to."""
+        return Meet(worker_id=self.name, incarnation=self.incarnation, host=self.host, pid=self.pid, model=MODEL, movers=self._movers)
 
     def hello(self) -> Hello:
         cluster = self.world.scenario.cluster

@@ -40,6 +40,7 @@ class World:
         self.calm = False
         self.rest_s = 0.0  # how long everything took to end once the faults had stopped
         self.violations: list[str] = []
+        self.traceback = ""  # of an assertion inside a core
         self.counts: Counter[str] = Counter()
         self.contents: dict[bytes, int] = {}  # the checksum of what each block hash stands for
         self._number = 0

@@ -1,0 +1,135 @@
+"""The sending side's shell: channels to decode workers, movers into their memory, checksums of what leaves. Prefill workers have one for
+all their handoffs, decode workers one for the sequences that they hand to others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from simulation.memory import Memory
+from simulation.model import MASK, NUM_LAYERS
+from simulation.movers import MoverError, Source, open_source
+
+from splitserve.transport import actions as act
+from splitserve.transport.handoff_sender import HandoffSender
+from splitserve.transport.messages import Handoff, Message, Placed, u64
+
+if TYPE_CHECKING:
+    from simulation.worker_process import PeerId, WorkerProcess
+
+
+class SendingEnd:
+    """Carries out what a ``HandoffSender`` wants done."""
+
+    def __init__(self, process: WorkerProcess, sender: HandoffSender) -> None:
+        self.process, self.world, self._sender = process, process.world, sender
+        self._channels: set[PeerId] = set()
+        self._sources: dict[PeerId, Source] = {}
+        self._checksums = RunningChecksums(process.memory)
+
+    def close(self) -> None:
+        """Ends all channels and movers; what has not left is lost."""
+        for peer in list(self._channels):
+            self._forget(peer)
+
+    def hear(self, peer: PeerId, addressee: PeerId, message: Message) -> None:
+        """The channel to ``peer`` belongs to an incarnation of ours."""
+        if addressee == self.process.id and peer in self._channels:
+            self._sender.receive(peer, message, self.process.now)
+            self.process.turn()
+
+    def carry_out(self, action: Any) -> None:
+        match action:
+            case act.ToPeer():
+                self._send(action.peer, action.message)
+            case act.Put():
+                self._put(action)
+            case act.SendPlaced():
+                sums = self._checksums.of(action.source_blocks) if action.peer in self._channels else []
+                self._send(action.peer, Placed(lease=action.lease, first=action.first, checksums=u64(sums)))
+            case act.SendHandoff():
+                self._send_handoff(action)
+            case act.CancelPuts():
+                if action.peer in self._sources:
+                    self._sources[action.peer].cancel(action.lease)
+            case act.Connect():
+                self._connect((action.peer.worker_id, action.peer.incarnation))
+            case act.OpenMover():
+                self._with_mover(action.peer, lambda: self._open_mover(action))
+            case act.Delivered() | act.Undelivered():
+                pass  # the core has seen to it
+            case _:
+                raise TypeError(f"the simulator does not know the action {action}")
+
+    def _connect(self, peer: PeerId) -> None:
+        for earlier in [p for p in self._channels if p[0] == peer[0] and p != peer]:
+            self._forget(earlier)
+            self._sender.peer_lost(earlier, "it has restarted")
+        self._channels.add(peer)
+
+    def _open_mover(self, action: act.OpenMover) -> None:
+        self._sources[action.peer] = open_source(self.process, action.peer[0], action.met)
+
+    def _put(self, put: act.Put) -> None:
+        blocks = [block for _, block, _ in put.items]
+        first, end = put.layers or (0, NUM_LAYERS)
+        self.process.blocks.begin_put(blocks)
+        self.world.counts["layers put" if put.layers else "blocks put"] += len(blocks)
+        self._with_mover(put.peer, lambda: self._sources[put.peer].put(put.lease, put.secret, put.items, first, end))
+        self._checksums.add(blocks, first, end)
+        if self.world.random.random() < 0.1:  # now and then a transfer was timed
+            self._sender.moved(put.peer, 1 << 20, 10 ** self.world.random.uniform(-5, -1))
+
+    def _send_handoff(self, action: act.SendHandoff) -> None:
+        if action.peer in self._channels:
+            sums = u64(self._checksums.of(action.source_blocks))
+            handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
+            self._send(action.peer, handoff)
+
+    def _with_mover(self, peer: PeerId, use: Callable[[], None]) -> None:
+        """A mover that fails ends the handoffs to that peer, which is met anew without it."""
+        try:
+            if peer in self._channels:
+                use()
+        except (MoverError, KeyError) as error:
+            self._close_mover(peer)
+            self._sender.mover_failed(peer, str(error))
+
+    def _close_mover(self, peer: PeerId) -> None:
+        if (source := self._sources.pop(peer, None)) is not None:
+            source.close()
+
+    def _forget(self, peer: PeerId) -> None:
+        self._close_mover(peer)
+        self._channels.discard(peer)
+
+    def _send(self, peer: PeerId, message: Message) -> None:
+        if peer in self._channels:
+            self.world.network.send(self.process.name, peer[0], message, self._arrives, peer, self.process.id)
+
+    def _arrives(self, peer: PeerId, me: PeerId, message: Message) -> None:
+        """The address belongs to the process: a new process or incarnation there gets what was meant for the old one."""
+        target = self.world.workers[peer[0]]
+        target.run(target.hear_peer, me, (self, peer), message)
+
+
+class RunningChecksums:
+    """A block's checksum is the same whether it leaves whole or in slices; the slices must leave in order."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._begun: dict[int, tuple[int, list[int]]] = {}
+        self._done: dict[int, int] = {}
+
+    def add(self, blocks: Sequence[int], first: int, end: int) -> None:
+        for block in blocks:
+            expected, values = (0, []) if first == 0 else self._begun.pop(block)
+            assert expected == first, f"layers of block {block} put out of order"
+            values = values + self._memory.read(block, first, end)
+            if end == NUM_LAYERS:
+                self._done[block] = hash(tuple(values)) & MASK
+            else:
+                self._begun[block] = end, values
+
+    def of(self, blocks: Sequence[int]) -> list[int]:
+        return [self._done[block] for block in blocks]
