@@ -17,6 +17,8 @@ from ..kernels.gpu.block_checksum import block_checksums
 from ..kernels.gpu.block_copy import pack_blocks
 from ..kernels.gpu.decode_attention import decode_attention, decode_tile, plan_decode
 from ..kernels.gpu.elementwise import embedding, silu_mul
+from ..kernels.gpu.exact_linear import ExactLinear
+from ..kernels.gpu.fp8_linear import quantize_rows
 from ..kernels.gpu.gumbel_argmax import gumbel_argmax
 from ..kernels.gpu.norm import add_rms_norm
 from ..kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
@@ -122,6 +124,10 @@ CASES: dict[str, Callable[[], object]] = {
     "embedding": lambda: embedding(empty(1000, 4096), empty(8, dtype=torch.int32), BFLOAT16),
     "gumbel_argmax": lambda: gumbel_argmax(empty(8, 151936, dtype=torch.float32), empty(8, 2, dtype=torch.int64)),
     "sampling": sampling,
+    "exact linear 64 rows": lambda: ExactLinear(empty(6144, 4096), None)(empty(64, 4096)),
+    "exact linear 512 rows": lambda: ExactLinear(empty(6144, 4096), None)(empty(512, 4096)),
+    "exact linear 4096 rows": lambda: ExactLinear(empty(6144, 4096), empty(6144))(empty(4096, 4096)),
+    "quantize rows": lambda: quantize_rows(empty(64, 14336)),
     "pack": lambda: pack_blocks(*block_bytes(), empty(2, 1 << 19, dtype=torch.uint8), 4096),
     "checksum": lambda: block_checksums(*block_bytes()),
 }

@@ -17,6 +17,8 @@ from ..kernels.gpu.block_checksum import block_checksums
 from ..kernels.gpu.block_copy import pack_blocks, unpack_blocks
 from ..kernels.gpu.decode_attention import MAX_PARTIALS, decode_attention, decode_tile, plan_decode
 from ..kernels.gpu.elementwise import embedding, silu_mul
+from ..kernels.gpu.exact_linear import ExactLinear
+from ..kernels.gpu.fp8_linear import Fp8Linear
 from ..kernels.gpu.gumbel_argmax import gumbel_argmax
 from ..kernels.gpu.norm import add_rms_norm
 from ..kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
@@ -101,6 +103,11 @@ def checks(big: bool) -> Iterator[Check]:
         yield Check(f"rope and store, {dtype}", ALLOWED[dtype], partial(_rope, 40 if big else 4, dtype, False))
     yield Check("rope and store, fp8", 0.02, partial(_rope, 40 if big else 4, BFLOAT16, True))
     yield Check("embedding", 0, _embedding)
+    yield Check("exact linear", ALLOWED[BFLOAT16], partial(_exact_linear, big))
+    yield Check("exact linear: bits of a row in any batch", 0, partial(_exact_rows, big))
+    if big:
+        yield Check("float8 linear, a scale a channel", 0.06, partial(_fp8_linear, True))
+    yield Check("float8 linear, one scale", 0.06, partial(_fp8_linear, False))
     yield Check("blocks packed and unpacked", 0, _copies)
     yield Check("checksums are xxh3", 0, _checksums)
     yield Check("gumbel_argmax", 0, partial(_gumbel, 32 if big else 3, 151936 if big else 5000))
@@ -190,6 +197,27 @@ def _embedding(device: str) -> float:
     expected = table[ids.clamp(min=0).long()]
     expected[3] = 0
     return float(not torch.equal(embedding(table, ids, BFLOAT16), expected))
+
+
+def _exact_linear(big: bool, device: str) -> float:
+    worst = 0.0
+    for m, n, k in ((1, 4096, 4096), (70, 6144, 1000), (900, 1024, 4096)) if big else ((3, 40, 100),):
+        x, weight = randn(m, k, dtype=BFLOAT16, device=device), randn(n, k, dtype=BFLOAT16, device=device, seed=1)
+        worst = max(worst, relative_error(ExactLinear(weight, None)(x), x.double() @ weight.double().t()))
+    return worst
+
+
+def _exact_rows(big: bool, device: str) -> float:
+    rows, n, k = (700, 4096, 4096) if big else (130, 40, 128)
+    x, linear = randn(rows, k, dtype=BFLOAT16, device=device), ExactLinear(randn(n, k, dtype=BFLOAT16, device=device, seed=1), None)
+    together = linear(x)
+    parts = (slice(0, 1), slice(5, 69), slice(60, 125), slice(64, rows - 1))
+    return float(not all(torch.equal(linear(x[part]), together[part]) for part in parts))
+
+
+def _fp8_linear(per_channel: bool, device: str) -> float:
+    x, weight = randn(64, 512, dtype=BFLOAT16, device=device), randn(256, 512, dtype=BFLOAT16, device=device, seed=1)
+    return relative_error(Fp8Linear(weight, None, per_channel)(x), x.double() @ weight.double().t())
 
 
 def _random_blocks(device: str) -> Tensor:

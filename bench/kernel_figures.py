@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -11,13 +11,16 @@ from torch import Tensor
 from ..kernels.gpu.attention_tiles import TileShape
 from ..kernels.gpu.block_checksum import block_checksums
 from ..kernels.gpu.block_copy import pack_blocks
-from ..kernels.gpu.decode_attention import decode_attention, decode_tile, plan_decode, programs_per_sm
+from ..kernels.gpu.decode_attention import EXACT_PROGRAMS_PER_SM, decode_attention, decode_tile, plan_decode, programs_per_sm
 from ..kernels.gpu.elementwise import silu_mul
+from ..kernels.gpu.exact_linear import ExactLinear
+from ..kernels.gpu.fp8_linear import Fp8Linear
 from ..kernels.gpu.norm import add_rms_norm
 from ..kernels.gpu.prefill_attention import exact_tile, plan_prefill, prefill_attention, prefill_tile
 from ..kernels.gpu.rope_store import rope_and_store
 from ..kernels.gpu.sampling import SamplingRows, sample
-from ..kernels.interface import AttentionInputs, RopeInputs
+from ..kernels.interface import AttentionInputs, Linear, RopeInputs
+from ..kernels.reference import TorchLinear
 from .gpu_timing import Call, Ceilings, Figure, bytes_figure, flops_figure, microseconds
 
 BFLOAT16 = torch.bfloat16
@@ -43,6 +46,7 @@ def kernel_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
     for chunk, cached in PREFILLS if big else ((20, 30),):
         yield prefill_figure(device, ceilings, chunk, cached, heads, big)
     yield prefill_figure(device, ceilings, *((8192, 0) if big else (9, 9)), heads, big, exact=True)
+    yield from linear_figures(device, ceilings, big)
     yield from small_figures(device, ceilings, (64, 8192) if big else (2,), 4096 if big else 128)
     yield from block_figures(device, ceilings, big)
     yield from sampling_figures(device, ceilings, big)
@@ -63,7 +67,7 @@ def decode_figure(
     name += f", {dtype}" if dtype != BFLOAT16 else ""
     name += ", exact" if exact else f", {tile}, {per_sm} a multiprocessor" if tile else ""
     shape = exact_tile(head_dim) if exact else tile or decode_tile(head_dim, group)
-    per_sm = per_sm or (2 if exact else programs_per_sm(head_dim, group, BLOCK_SIZE, dtype))
+    per_sm = per_sm or (EXACT_PROGRAMS_PER_SM if exact else programs_per_sm(head_dim, group, BLOCK_SIZE, dtype))
     programs = per_sm * torch.cuda.get_device_properties(device).multi_processor_count if big else 3
     calls: list[Call] = [partial(decode_attention, out, q, pool, layer, inputs, plan, programs, shape) for layer in range(layers)]
     return bytes_figure(name, microseconds(calls), num_bytes, ceilings)
@@ -96,6 +100,22 @@ def _cache(
     scales = torch.ones((layers, 2, num_kv_heads), device=device) if dtype.itemsize == 1 else None
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
     return pool, AttentionInputs(starts, lens, tables, head_dim**-0.5, kv_scales=scales)
+
+
+def linear_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
+    """Of Llama-3.1-8B: by cuBLAS, exact, and in float8 where the GPU has it."""
+    kinds: dict[str, Callable[[Tensor], Linear]] = {"cuBLAS": lambda w: TorchLinear(w, None), "exact": lambda w: ExactLinear(w, None)}
+    if big and torch.cuda.get_device_capability(device) >= (8, 9):
+        kinds["float8"] = lambda w: Fp8Linear(w, None)
+    for name, n, k in (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336)) if big else (("tiny", 64, 64),):
+        weights = [torch.randn((n, k), device=device).to(BFLOAT16) for _ in range(int(ROTATED_BYTES / (2 * n * k)) + 2 if big else 1)]
+        for kind, make in kinds.items():
+            linears = [make(weight) for weight in weights]
+            for m in (1, 16, 64, 256, 4096) if big else (3,):
+                x = torch.randn((m, k), device=device).to(BFLOAT16)
+                us = microseconds([partial(linear, x) for linear in linears])
+                floor = max(2 * n * k / ceilings.copy, 2 * m * n * k / ceilings.flops) * 1e6  # of bfloat16, for all of them
+                yield Figure(f"linear {name} {n} x {k}, {m} rows, {kind}", us, floor, 2 * m * n * k / us * 1e6, "FLOP")
 
 
 def small_figures(device: str, ceilings: Ceilings, rows_each: tuple[int, ...], hidden: int) -> Iterator[Figure]:

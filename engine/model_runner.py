@@ -69,7 +69,7 @@ class ModelRunner:
             kernels = select_kernels(self.device, engine.num_threads, engine.exact)
         except InexactKernelsError as error:
             raise ModelConfigError(str(error)) from error
-        self.numerics = numerics(engine.exact)
+        self.numerics = numerics(self.device, engine.exact)
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self._model = DecoderModel(self.config, LayerLoader(checkpoint, kernels, self.dtype, self.device), self.max_model_len)
         self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)

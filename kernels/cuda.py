@@ -1,4 +1,8 @@
-"""The kernels on NVIDIA GPUs: Triton's, from gpu/, and cuBLAS for the matrix products. Nothing here waits for the device."""
+"""The kernels on NVIDIA GPUs: Triton's, from gpu/, and cuBLAS for the matrix products. Nothing here waits for the device.
+
+Exact: products by exact_linear.py, and both attention kernels in one tile shape with the same folds, so that a token's row has the same
+bits in any batch and chunk, prefilled or decoded. The other kernels are like that anyway.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import torch
 from torch import Tensor
 
 from .gpu.attention_tiles import TileShape
-from .gpu.decode_attention import DecodePlan, decode_attention, decode_tile, plan_decode, programs_per_sm
+from .gpu.decode_attention import EXACT_PROGRAMS_PER_SM, DecodePlan, decode_attention, decode_tile, plan_decode, programs_per_sm
 from .gpu.elementwise import embedding, silu_mul
+from .gpu.exact_linear import ExactLinear
+from .gpu.fp8_linear import MULTIPLE, Fp8Linear
 from .gpu.gumbel_argmax import gumbel_argmax
 from .gpu.norm import add_rms_norm, rms_norm
-from .gpu.prefill_attention import PrefillPlan, plan_prefill, prefill_attention, prefill_tile
+from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefill_attention, prefill_tile
 from .gpu.rope_store import rope_and_store
 from .interface import AttentionInputs, Linear, RopeInputs
 from .reference import TorchLinear
@@ -21,13 +27,20 @@ Plans = tuple[DecodePlan | None, PrefillPlan | None]
 class CudaKernels:
     """See ``interface.Kernels`` for the contracts."""
 
-    def __init__(self, num_sms: int, prefill_shape: TileShape | None = None) -> None:
-        """``num_sms``: multiprocessors of the GPU; ``prefill_shape``: another than the one that suits it (small ones, for the
-        interpreter)."""
+    def __init__(self, num_sms: int, exact: bool = False, fp8_linears: bool = False, prefill_shape: TileShape | None = None) -> None:
+        """``num_sms``: multiprocessors of the GPU; ``fp8_linears``: linear layers in float8, where their shape allows it;
+        ``prefill_shape``: another than the one that suits the GPU (small ones, for the interpreter)."""
+        assert not (exact and fp8_linears), "the exact product is not made for float8"
         self._num_sms = num_sms
+        self._exact = exact
+        self._fp8_linears = fp8_linears
         self._prefill_shape = prefill_shape
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if self._exact:
+            return ExactLinear(weight, bias)
+        if self._fp8_linears and weight.shape[0] % MULTIPLE == weight.shape[1] % MULTIPLE == 0:
+            return Fp8Linear(weight, bias)
         return TorchLinear(weight, bias)
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -54,10 +67,11 @@ class CudaKernels:
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
         if decode is not None:
             group = num_heads // pool.shape[4]
-            programs = self._num_sms * programs_per_sm(head_dim, group, pool.shape[3], pool.dtype)
-            decode_attention(out, q, pool, layer, inputs, decode, programs, decode_tile(head_dim, group))
+            tile = self._prefill_tile(head_dim) if self._exact else decode_tile(head_dim, group)
+            at_once = EXACT_PROGRAMS_PER_SM if self._exact else programs_per_sm(head_dim, group, pool.shape[3], pool.dtype)
+            decode_attention(out, q, pool, layer, inputs, decode, self._num_sms * at_once, tile)
         if prefill is not None:
-            prefill_attention(out, q, pool, layer, inputs, prefill, split_folds=False)
+            prefill_attention(out, q, pool, layer, inputs, prefill, split_folds=self._exact)
         return out
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
@@ -71,5 +85,8 @@ class CudaKernels:
         decode = None if none_single else plan_decode(inputs, num_heads, num_kv_heads, head_dim, block_size)
         if all_single:
             return decode, None
-        tile = self._prefill_shape or prefill_tile(head_dim)
+        tile = self._prefill_tile(head_dim)
         return decode, plan_prefill(inputs, num_tokens, num_heads // num_kv_heads, tile, singles=False)
+
+    def _prefill_tile(self, head_dim: int) -> TileShape:
+        return self._prefill_shape or (exact_tile(head_dim) if self._exact else prefill_tile(head_dim))

@@ -23,9 +23,7 @@ class InexactKernelsError(Exception):
 def select_kernels(device: torch.device, num_threads: int, exact: bool = False) -> Kernels:
     """Triton's on GPUs, C++ on CPUs; plain torch where Triton or a C++ compiler was missing at installation. Raises InexactKernelsError."""
     if device.type == "cuda":
-        if exact:
-            raise InexactKernelsError(f"exact is not available on {device}; leave it off, or use --device cpu")
-        return _cuda_kernels(device)
+        return _cuda_kernels(device, exact)
     try:
         from .native_cpu import INSTRUCTION_SET, NativeCpuKernels
     except ImportError:
@@ -41,24 +39,30 @@ def select_kernels(device: torch.device, num_threads: int, exact: bool = False) 
     return NativeCpuKernels(num_threads, onednn)
 
 
-def numerics(exact: bool) -> str:
-    """Names how results come about on this CPU: what two exact workers must share. Of those that are not exact, only that they are not."""
+def numerics(device: torch.device, exact: bool) -> str:
+    """Names how results come about: what two exact workers must share. Of those that are not exact, only that they are not."""
     if not exact:
         return "fast"
+    if device.type == "cuda":
+        import triton
+
+        return f"exact, Triton {triton.__version__} on {torch.cuda.get_device_name(device)}"
     from .native_cpu import INSTRUCTION_SET
 
     return f"exact, C++ {INSTRUCTION_SET}"
 
 
-def _cuda_kernels(device: torch.device) -> Kernels:
+def _cuda_kernels(device: torch.device, exact: bool) -> Kernels:
     try:
         from .cuda import CudaKernels
     except ImportError:
+        if exact:
+            raise InexactKernelsError("exact on a GPU needs Triton: pip install triton; or leave exact off, or use --device cpu") from None
         logger.warning("kernels: plain torch on %s, much slower: Triton is not installed (pip install triton)", device)
         return TorchKernels()
     gpu = torch.cuda.get_device_properties(device)
-    logger.info("kernels: Triton on %s, %d multiprocessors", gpu.name, gpu.multi_processor_count)
-    return CudaKernels(gpu.multi_processor_count)
+    logger.info("kernels: Triton on %s, %d multiprocessors%s", gpu.name, gpu.multi_processor_count, ", exact" if exact else "")
+    return CudaKernels(gpu.multi_processor_count, exact)
 
 
 def cpu_multiplies_bfloat16() -> bool:

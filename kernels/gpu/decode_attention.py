@@ -23,6 +23,7 @@ from ..interface import AttentionInputs
 from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, window_of
 
 SPLIT = 256  # tokens
+EXACT_PROGRAMS_PER_SM = 2
 MAX_PARTIALS = 4096  # splits of a step whose partial results are kept: a million tokens, 64 MiB for 32 heads of 128
 
 

@@ -49,7 +49,7 @@ def test_nothing_spills_and_all_fits(compiled: dict[str, Kernels], case: str) ->
 
 
 @pytest.mark.parametrize("case", [name for name in TESTED if name.startswith("prefill") or "exact" in name])
-def test_prefill_multiplies_with_warp_groups(compiled: dict[str, Kernels], case: str) -> None:
+def test_prefill_and_exact_kernels_multiply_with_warp_groups(compiled: dict[str, Kernels], case: str) -> None:
     assert compiled[case][-1]["wgmma"] > 0
 
 

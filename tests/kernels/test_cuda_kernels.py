@@ -73,3 +73,26 @@ def test_gumbel_argmax() -> None:
     logits[2] = 0  # the noise alone decides
     keys = torch.tensor([noise_key(seed=3, position=i) for i in range(6)])
     assert torch.equal(gumbel_argmax(logits, keys), TorchKernels().gumbel_argmax(logits, keys))
+
+
+def test_exact_kernels_give_a_token_the_same_bits_however_it_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt at once and alone; in chunks, the last of them a decode step, beside another sequence."""
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
+    kernels = CudaKernels(num_sms=1, exact=True, prefill_shape=SMALL)
+    monkeypatch.setattr(model_runner, "select_kernels", lambda *_: kernels)
+    runner = ModelRunner(EngineConfig(tmp_path, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
+    random = np.random.default_rng(2)
+    params = SamplingParams(max_tokens=9, temperature=0.0, logprobs=3)
+    prompt, other_prompt = (random.integers(0, VOCAB_SIZE, n).tolist() for n in (30, 9))
+    alone = HandSequence(prompt, [5, 2, 33, 8], params)
+    whole = runner.execute(make_batch([(alone, 30)], BLOCK_SIZE))
+    chunked, other = HandSequence(prompt, [50, 9, 12, 20], params), HandSequence(other_prompt, [1, 61], params)
+    for chunk, beside in ((17, 9), (12, 0), (1, 1)):
+        steps = [(chunked, chunk)] + ([(other, beside)] if beside else [])
+        output = runner.execute(make_batch(steps, BLOCK_SIZE))
+        chunked.num_computed += chunk
+        other.num_computed += beside
+        other.output += output.token_ids[1:].tolist()
+    pool = runner.kv_cache.pool
+    assert torch.equal(pool[alone.blocks], pool[chunked.blocks])
+    assert output.logprobs[0] == whole.logprobs[0]

@@ -1,0 +1,70 @@
+"""The exact and the float8 linear layers of the GPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from splitserve.bench import triton_interpreter
+from splitserve.bench.kernel_inputs import randn, relative_error
+from splitserve.kernels.gpu.exact_linear import ExactLinear
+from splitserve.kernels.gpu.fp8_linear import Fp8Linear, quantize_rows
+
+triton_interpreter.install()
+pytestmark = pytest.mark.usefixtures("guarded_memory")
+
+few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+@few
+@given(
+    m=st.sampled_from([1, 3, 64, 65, 130]),
+    n=st.sampled_from([1, 40, 130]),
+    k=st.sampled_from([16, 64, 100, 192]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    bias=st.booleans(),
+)
+def test_an_exact_linear_is_a_product(m: int, n: int, k: int, dtype: torch.dtype, bias: bool) -> None:
+    x, weight, offset = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype, seed=1), randn(n, dtype=dtype, seed=2)
+    expected = x.double() @ weight.double().t() + (offset.double() if bias else 0)
+    assert relative_error(ExactLinear(weight, offset if bias else None)(x), expected) < ALLOWED[dtype]
+
+
+def test_its_rows_do_not_depend_on_each_other() -> None:
+    x, linear = randn(600, 128, dtype=torch.bfloat16), ExactLinear(randn(70, 128, dtype=torch.bfloat16, seed=1), None)
+    together = linear(x)
+    for rows in (slice(0, 1), slice(7, 70), slice(100, 300)):
+        assert torch.equal(linear(x[rows]), together[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_quantized_each_with_its_own_scale(dtype: torch.dtype) -> None:
+    x = randn(5, 300, dtype=dtype) * torch.tensor([1e-3, 1.0, 50.0, 0.0, 1.0], dtype=dtype)[:, None]
+    quantized, scales = quantize_rows(x)
+    expected_scales = (x.float().abs().amax(1, keepdim=True) / 448).clamp(min=1e-12)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(quantized.float(), (x.float() / expected_scales).to(torch.float8_e4m3fn).float())
+
+
+def test_a_float8_linear_with_one_scale_is_close() -> None:
+    x, weight, bias = (
+        randn(20, 64, dtype=torch.bfloat16),
+        randn(48, 64, dtype=torch.bfloat16, seed=1),
+        randn(48, dtype=torch.bfloat16, seed=2),
+    )
+    expected = x.double() @ weight.double().t() + bias.double()
+    assert relative_error(Fp8Linear(weight, bias, per_channel=False)(x), expected) < 0.05
+
+
+def test_a_float8_linear_with_a_scale_a_channel_is_close() -> None:
+    """torch's product with scales a row needs a GPU; here its place is taken by the formula."""
+    x, weight = randn(20, 64, dtype=torch.bfloat16), randn(48, 64, dtype=torch.bfloat16, seed=1)
+    weight *= torch.logspace(-3, 2, 48)[:, None].bfloat16()
+    linear = Fp8Linear(weight, None)
+    (quantized, scales), expected = quantize_rows(x), x.double() @ weight.double().t()
+    found = (quantized.double() * scales.double()) @ (linear._weight.double() * linear._scales.double()).t()
+    columns = (found - expected).norm(dim=0) / expected.norm(dim=0)
+    assert columns.max() < 0.1
