@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-LLAMA_125M = {
+LLAMA_125M: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -19,6 +19,27 @@ LLAMA_125M = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": True,
 }
+
+
+LLAMA_500M: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+LLAMA_TINY: dict[str, Any] = {  # time spent outside the kernels shows
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": LLAMA_TINY}
 
 
 def make_random_llama(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **shape: Any) -> None:

@@ -17,7 +17,7 @@ done
 echo "== peer"
 model=$(mktemp -d)/llama-125m
 "$python" -c "import sys, pathlib; from splitserve.bench.models import make_random_llama; make_random_llama(pathlib.Path(sys.argv[1]))" "$model"
-.venv/bin/splitserve up --model "$model" --port "$port" >"$model.log" 2>&1 &
+.venv/bin/splitserve up --model "$model" --dtype float32 --port "$port" >"$model.log" 2>&1 &
 server=$!
 trap 'kill "$server" 2>/dev/null; wait "$server" 2>/dev/null; rm -rf "$(dirname "$model")"' EXIT
 until "$python" -c "import sys, httpx; sys.exit(httpx.get('http://127.0.0.1:$port/ready').status_code != 200)" 2>/dev/null; do

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from ..kernels.select import cpu_multiplies_bfloat16
+from ..kernels.select import cpu_multiplies_bfloat16, cpu_widens_bfloat16
 from .errors import ModelConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,10 +25,13 @@ def select_device(name: str) -> torch.device:
     return device
 
 
-def select_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 on GPUs and where the CPU multiplies bfloat16 itself (AVX512-BF16, AMX), float32 otherwise."""
+def select_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """auto: bfloat16 on GPUs and where the CPU multiplies bfloat16 itself (AVX512-BF16, AMX); on other CPUs too where the checkpoint
+    is ``stored`` in bfloat16 (decode reads half as much, prefill is no slower: bench/results/engine.json); float32 otherwise."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or cpu_multiplies_bfloat16() else torch.float32
+        if device.type == "cuda" or cpu_multiplies_bfloat16():
+            return torch.bfloat16
+        return torch.bfloat16 if stored == torch.bfloat16 and cpu_widens_bfloat16() else torch.float32
     if name not in DTYPES:
         raise ModelConfigError(f"dtype {name!r} is not supported (supported: auto, {', '.join(DTYPES)})")
     if name == "float16" and device.type == "cpu":

@@ -62,7 +62,6 @@ class ModelRunner:
         torch.set_num_threads(self._num_torch_threads)
         self.config = ModelConfig.from_folder(engine.model_path)
         self.device = select_device(engine.device)
-        self.dtype = select_dtype(engine.dtype, self.device)
         self.max_model_len = _max_model_len(engine.max_model_len, self.config)
         self.fingerprint = model_fingerprint(engine.model_path)
         try:
@@ -71,6 +70,7 @@ class ModelRunner:
             raise ModelConfigError(str(error)) from error
         self.numerics = numerics(self.device, engine.exact)
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
+            self.dtype = select_dtype(engine.dtype, self.device, checkpoint.dtype)
             self._model = DecoderModel(self.config, LayerLoader(checkpoint, kernels, self.dtype, self.device), self.max_model_len)
         self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)
         layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], self.dtype)

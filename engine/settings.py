@@ -38,7 +38,8 @@ class WorkerSettings(BaseModel):
     )
     dtype: DType = Field(
         default="auto",
-        description="Type of weights and KV cache. auto: bfloat16 on GPUs and on CPUs with AMX or AVX512-BF16, else float32.",
+        description="Type of weights and KV cache. auto: bfloat16 on GPUs and on CPUs with AMX or AVX512-BF16; on other CPUs bfloat16 if "
+        "the checkpoint is, else float32.",
     )
     block_size: int = Field(
         default=0, ge=0, le=4096, description="Tokens per KV block, the same on all workers. 0: 16 on CPUs, 64 on GPUs."

@@ -6,6 +6,8 @@ Nothing is ever unpickled: a folder with only .bin or .pt files is refused.
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +21,8 @@ from torch import Tensor
 from .errors import WeightsError
 
 INDEX = "model.safetensors.index.json"
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FLOAT_DTYPES = tuple(STORED_DTYPES.values())
 
 
 class Checkpoint:
@@ -53,6 +56,15 @@ class Checkpoint:
             found = tuple(self._file_of[name].get_slice(name).get_shape())
             if found != shape:
                 raise WeightsError(f"{self._path}: tensor {name!r} has shape {list(found)}, config.json implies {list(shape)}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of most of the weights."""
+        sizes: Counter[str] = Counter()
+        for name, handle in self._file_of.items():
+            view = handle.get_slice(name)
+            sizes[view.get_dtype()] += math.prod(view.get_shape())
+        return STORED_DTYPES.get(sizes.most_common(1)[0][0], torch.float32) if sizes else torch.float32
 
     def tensor(self, name: str) -> Tensor:
         """In the file's dtype, without a copy."""

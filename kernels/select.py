@@ -66,6 +66,15 @@ def _cuda_kernels(device: torch.device, exact: bool) -> Kernels:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """With AVX512-BF16 or AMX; elsewhere bfloat16 is widened, and float32 is the faster choice for prefill."""
+    """With AVX512-BF16 or AMX; elsewhere bfloat16 is widened, and multiplied at the rate of float32."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def cpu_widens_bfloat16() -> bool:
+    """Where the C++ kernels are built: bfloat16 weights then cost no more time than float32 ones, and half the memory traffic."""
+    try:
+        from . import _cpu  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from support.batches import HandSequence, make_batch
 from support.models import make_checkpoint
 
+from splitserve.engine import device
 from splitserve.engine.config import ModelConfig
 from splitserve.engine.errors import ModelConfigError, OutOfMemoryError, WeightsError
 from splitserve.engine.fingerprint import model_fingerprint
 from splitserve.engine.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.weights import Checkpoint
 
 
 @pytest.fixture
@@ -166,3 +168,20 @@ def test_the_pool_may_lie_in_memory_of_the_callers(folder: Path) -> None:
     assert view.shape == (64, runner.kv_cache.layout.block_bytes)
     assert view[0].any()
     assert bytes(view[1]) == bytes(buffers[0][view.shape[1] : 2 * view.shape[1]])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_is_the_checkpoints_own_dtype_where_the_cpu_has_no_faster_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype
+) -> None:
+    make_checkpoint(tmp_path, "llama3", dtype=stored)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.dtype == stored
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(device, "cpu_widens_bfloat16", lambda: True)
+    assert device.select_dtype("auto", cpu, stored) == (torch.bfloat16 if stored == torch.bfloat16 else torch.float32)
+    monkeypatch.setattr(device, "cpu_widens_bfloat16", lambda: False)
+    assert device.select_dtype("auto", cpu, stored) == torch.float32
+    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: True)
+    assert device.select_dtype("auto", cpu, stored) == torch.bfloat16
