@@ -9,7 +9,7 @@ import importlib.metadata
 import logging
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,6 +17,7 @@ import click
 
 from .. import __version__
 from ..engine.errors import EngineError
+from ..planner.errors import PlannerError
 from ..transport.errors import TransportError
 from .config import CONFIG_VARIABLE, SECTIONS, ConfigError, Sources, load
 from .options import SettingsCommand, given, options
@@ -46,6 +47,17 @@ def settings_command(section: str, text: str, run: Run) -> click.Command:
     return SettingsCommand(
         section, params=[*options(SECTIONS[section]), config_option()], callback=callback, help=text, epilog=EPILOG, no_args_is_help=False
     )
+
+
+def files_command(section: str, text: str, run: Callable[[Any, Sequence[Path]], int]) -> click.Command:
+    """Like settings_command, with one or more FILEs; the name of a section such as ``trace_stats`` ends in the command's."""
+
+    def callback(config: Path | None, files: Sequence[Path], **flags: Any) -> None:
+        sys.exit(run(load(section, given(flags), Sources.read(config)), files))
+
+    argument = click.Argument(["files"], nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+    params = [argument, *options(SECTIONS[section]), config_option()]
+    return SettingsCommand(section.rpartition("_")[2], params=params, callback=callback, help=text, epilog=EPILOG)
 
 
 def log_to_stderr(level: str) -> None:
@@ -98,6 +110,23 @@ def run_bench(settings: Any) -> int:
     from ..bench.load import main as bench
 
     return bench(settings)
+
+
+def run_trace_stats(settings: Any, files: Sequence[Path]) -> int:
+    from ..planner.trace_commands import stats
+
+    return stats(settings, files)
+
+
+def trace_group() -> click.Group:
+    """``splitserve trace ...``"""
+    text = (
+        "Look at traces of requests.\n\nReads the Azure LLM inference traces, Mooncake's, splitwise-sim's, ServeGen's and splitserve's own "
+        "format, told apart by their first line; any of them may be gzip'ed."
+    )
+    group = click.Group("trace", help=text)
+    group.add_command(files_command("trace_stats", "Tell what traces are like: arrivals, bursts, lengths, prefix reuse.", run_trace_stats))
+    return group
 
 
 def run_up(config: Path | None, **flags: Any) -> None:
@@ -169,6 +198,7 @@ for command in (
     keygen,
     settings_command("doctor", "Check whether this machine can serve, and say what to do where it cannot.", cast(Run, run_doctor)),
     settings_command("bench", "Send load to an OpenAI-compatible server and measure latency, throughput and goodput.", run_bench),
+    trace_group(),
     version,
 ):
     cli.add_command(command)
@@ -181,7 +211,7 @@ def main() -> None:
     except ConfigError as error:
         click.echo(f"splitserve: {error}", err=True)
         sys.exit(2)
-    except (EngineError, TransportError) as error:
+    except (EngineError, PlannerError, TransportError) as error:
         click.echo(f"splitserve: {error}", err=True)
         sys.exit(1)
 

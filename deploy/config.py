@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 from ..bench.settings import LoadSettings
 from ..coordinator.settings import CoordinatorSettings
 from ..decode.settings import DecodeSettings
+from ..planner.settings import TraceStatsSettings
 from ..prefill.settings import PrefillSettings
 from .settings import ChatSettings, DoctorSettings, UpSettings
 
@@ -36,6 +37,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "chat": ChatSettings,
     "doctor": DoctorSettings,
     "bench": LoadSettings,
+    "trace_stats": TraceStatsSettings,
 }
 COMMON = "common"
 ENV_PREFIX = "SPLITSERVE_"

@@ -42,7 +42,7 @@ class SettingsCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
+            record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)  # the usage line shows those
             if record is not None:
                 groups.setdefault(getattr(parameter, "group", "Other options"), []).append(record)
         for group, records in groups.items():

@@ -55,7 +55,7 @@ def page() -> str:
 
 def _section(name: str, model: type[BaseModel]) -> str:
     summary = " ".join((model.__doc__ or "").split())
-    head = f"## splitserve {name}\n\n{summary}\n\n| setting | value | default | meaning |\n|---|---|---|---|"
+    head = f"## splitserve {name.replace('_', ' ')}\n\n{summary}\n\n| setting | value | default | meaning |\n|---|---|---|---|"
     return "\n".join([head, *_rows(name, model), ""])
 
 

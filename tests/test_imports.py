@@ -20,8 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "decode": {"engine", "transport"},
     "coordinator": {"transport"},
     "planner": CORES,
-    "deploy": {"coordinator", "prefill", "decode", "engine", "transport", "bench"},
-    "bench": {*CORES, "kernels", "deploy"},
+    "deploy": {"coordinator", "prefill", "decode", "engine", "transport", "bench", "planner"},
+    "bench": {*CORES, "kernels", "deploy", "planner"},
 }
 MAY_IMPORT_TORCH = {"kernels", "engine", "bench", "deploy", "planner"}
 

@@ -1,0 +1,29 @@
+"""What can go wrong in the planner's tools.
+
+    PlannerError
+    ├── TraceError       a trace file cannot be read, or a row of it is wrong: names the file, the line and the field
+    └── WorkloadError    a workload's description cannot be used
+
+Each message says what was wrong, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class PlannerError(Exception):
+    """Base of all errors of this folder."""
+
+
+class TraceError(PlannerError):
+    """A trace cannot be read or written. ``line`` counts from 1 and ``field`` is a column or key, where one is to blame."""
+
+    def __init__(self, path: Path, message: str, *, line: int | None = None, field: str | None = None) -> None:
+        place = [f"{path}", *([f"line {line}"] if line else []), *([field] if field else [])]
+        super().__init__(f"{', '.join(place)}: {message}")
+        self.path, self.line, self.field = path, line, field
+
+
+class WorkloadError(PlannerError):
+    """A workload cannot be used."""

@@ -1,0 +1,115 @@
+"""Opens a trace file of any known format as a stream of requests in order of arrival."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import orjson
+
+from ..errors import TraceError
+from .fields import BadField
+from .formats import FORMATS, Format, described
+from .lines import read_lines
+from .ordering import Numbered, Order
+from .own_format import FORMAT_NAME, Header, parse_header, parse_row
+from .request import Trace
+
+Parameters = ParamSpec("Parameters")
+Parsed = TypeVar("Parsed")
+
+
+def open_trace(path: Path, *, disorder_s: float = 0.0, drop_empty: bool = False) -> Trace:
+    """Reads no more than the first rows now; the rest when the trace is iterated. Raises TraceError.
+
+    ``disorder_s``: rows may stand so many seconds of arrival time too late, and are put in order (in memory: what came within that time).
+    ``drop_empty``: leave out requests without prompt or output tokens, which else are errors.
+    """
+    lines = read_lines(path)
+    first = next(lines, None)
+    if first is None:
+        raise TraceError(path, "is empty")
+    header, format = _recognized(path, first)
+    if header is not None:
+        order = Order(path, 0.0, max(disorder_s, header.disorder_s), drop_empty)
+        return Trace(path.name, lambda: order.applied(_own_rows(path, header)), header.block_size, header.origin_s)
+    assert format is not None
+    order = Order(path, _origin(path, format, disorder_s), disorder_s, drop_empty)
+    return Trace(path.name, lambda: order.applied(_rows(path, format)), format.block_size, order.origin_s)
+
+
+def _recognized(path: Path, first: str) -> tuple[Header | None, Format | None]:
+    """Our own header, or the foreign format that the first line shows."""
+    if not first.lstrip().startswith("{"):
+        names = next(csv.reader([first]), [])
+        for format in FORMATS:
+            if format.kind == "csv" and set(format.fields) <= set(names):
+                return None, format
+        raise TraceError(path, f"no trace format has these columns: {', '.join(names)!r:.120}; {described()}", line=1)
+    row = _object(path, 1, first)
+    if row.get("format") == FORMAT_NAME:
+        return _located(path, 1, parse_header, row), None
+    for format in FORMATS:
+        if format.kind == "jsonl" and any(field in row for field in format.fields):
+            return None, format
+    raise TraceError(path, f"no trace format has these keys: {', '.join(map(str, row))!r:.120}; {described()}", line=1)
+
+
+def _rows(path: Path, format: Format) -> Numbered:
+    for number, row in _csv(path) if format.kind == "csv" else _jsonl(path):
+        yield number, _located(path, number, format.parse, row)
+
+
+def _own_rows(path: Path, header: Header) -> Numbered:
+    for number, row in itertools.islice(_jsonl(path), 1, None):
+        yield number, _located(path, number, parse_row, row, header.block_size)
+
+
+def _origin(path: Path, format: Format, disorder_s: float) -> float:
+    """Where the format has dates: the Unix time before which no row can arrive. Else 0."""
+    if format.origin_s is None:
+        return 0.0
+    for number, row in _csv(path):
+        return _located(path, number, format.origin_s, row) - disorder_s
+    return 0.0
+
+
+def _csv(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    reader = csv.reader(read_lines(path), strict=True)
+    try:
+        names = next(reader)
+        for values in reader:
+            if len(values) != len(names):
+                if not values:
+                    continue  # an empty line
+                message = f"should have {len(names)} columns ({', '.join(names)}), but has {len(values)}"
+                raise TraceError(path, message, line=reader.line_num)
+            yield reader.line_num, dict(zip(names, values, strict=True))
+    except csv.Error as error:
+        raise TraceError(path, f"is no CSV: {error}", line=reader.line_num) from None
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(read_lines(path), start=1):
+        if line:
+            yield number, _object(path, number, line)
+
+
+def _object(path: Path, line: int, text: str) -> dict[str, Any]:
+    try:
+        row = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise TraceError(path, f"is no JSON: {error}", line=line) from None
+    if not isinstance(row, dict):
+        raise TraceError(path, f"should be an object, not {text!r:.60}", line=line)
+    return row
+
+
+def _located(path: Path, line: int, parse: Callable[Parameters, Parsed], *args: Parameters.args, **kwargs: Parameters.kwargs) -> Parsed:
+    try:
+        return parse(*args, **kwargs)
+    except BadField as error:
+        raise TraceError(path, str(error), line=line, field=error.field) from None
