@@ -163,8 +163,11 @@ class SocketDispatcher:
 
     def _empty_outbox(self) -> None:
         outbox, self._outbox = self._outbox, defaultdict(list)
+        counters, now = self._channel.counters, time.monotonic()
         for worker, messages in outbox.items():
+            unknown = counters.dropped_unknown
             self._channel.send(identity_of(*worker), *messages)
+            self._core.reached(worker, counters.dropped_unknown == unknown, now)
 
     def _tell_changes(self) -> None:
         """One log line for each worker that came or went."""

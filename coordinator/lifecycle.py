@@ -58,7 +58,7 @@ class Lifecycle:
     def __init__(self, incarnation: int, policy: Policy, limits: LifecycleLimits | None = None) -> None:
         self.incarnation = incarnation
         self.limits = limits or LifecycleLimits()
-        self.pools = Pools(self.limits.dead_after_s, self.limits.progress_timeout_s)
+        self.pools = Pools(self.limits.dead_after_s, self.limits.progress_timeout_s, self.limits.unreachable_s)
         self.proven = False  # a request has gone prefill, handoff, decode
         self._policy = policy
         self._table = FlightTable()
@@ -179,11 +179,19 @@ class Lifecycle:
             self._pump(now)
         return self._take()
 
+    def reached(self, worker_id: WorkerId, connected: bool, now: float) -> None:
+        """Something was sent to this worker, over a connection that is there, or not."""
+        worker = self.pools.workers.get(worker_id)
+        if worker is not None:
+            worker.unreached_since = None if connected else worker.unreached_since if worker.unreached_since is not None else now
+
     def tick(self, now: float) -> list[Action]:
         """At least ten times a second: dead workers, deadlines, lost dispatches, the queue."""
         self._forgive_own_stall(now)
         for worker, reason in self.pools.dead(now):
             self._lose(worker, reason, now)
+        for worker in self.pools.overdue(self.limits.heartbeat_s, now):
+            self._actions.append(Send(worker.id, Alive(coordinator=self.incarnation)))  # whether it can be reached shows in sending
         self._serve_or_give_up(now)
         self._suspicion.credit_all()
         for flight in list(self._flights.values()):

@@ -16,6 +16,7 @@ class LifecycleLimits:
     suspect_after: int = 2  # worker deaths in a row while a request ran there: from then on it is tried alone
     max_deaths: int = 4  # so many in a row, and it is tried no more
     dead_after_s: float = 1.5
+    unreachable_s: float = 0.25  # with its connection gone it is dead sooner
     progress_timeout_s: float = 30.0
     heartbeat_s: float = 0.25
     lost_after_s: float = 1.0  # a dispatch that no worker reports for so long is lost

@@ -26,6 +26,7 @@ class Worker:
     held: set[int] = field(default_factory=set)  # what it says it holds
     pending: dict[int, int] = field(default_factory=dict)  # prefill: by dispatch, prompt tokens not yet computed
     pending_blocks: int = 0  # decode: blocks of prompts dispatched and not yet joined
+    unreached_since: float | None = None  # its connection is gone since then
     draining: bool = False  # it gets no new work, and leaves
     drain: Drain | None = None  # what it is told until it says that it drains
     id: WorkerId = field(init=False)
@@ -81,8 +82,8 @@ class Worker:
 class Pools:
     """The registry of live workers, by role."""
 
-    def __init__(self, dead_after_s: float, progress_timeout_s: float) -> None:
-        self._dead_after_s, self._progress_timeout_s = dead_after_s, progress_timeout_s
+    def __init__(self, dead_after_s: float, progress_timeout_s: float, unreachable_s: float) -> None:
+        self._dead_after_s, self._progress_timeout_s, self._unreachable_s = dead_after_s, progress_timeout_s, unreachable_s
         self.workers: dict[WorkerId, Worker] = {}
         self._kinds: dict[ModelIdentity, int] = {}
         self.max_sequence_tokens = 0
@@ -133,7 +134,7 @@ class Pools:
             return None
         if not load.busy or worker.load is None or load.steps > worker.load.steps:
             worker.progressed = now
-        worker.heard, worker.load = now, load
+        worker.heard, worker.load, worker.unreached_since = now, load, None
         if load.draining:
             worker.draining, worker.drain = True, None
         return worker
@@ -165,17 +166,25 @@ class Pools:
                     )
         return found
 
+    def overdue(self, heartbeat_s: float, now: float) -> list[Worker]:
+        """Those whose heartbeat should have come."""
+        return [worker for worker in self.workers.values() if now - worker.heard > 1.2 * heartbeat_s]
+
     def forgive(self, seconds: float) -> None:
         """So long the coordinator itself stood still: it counts as nobody's silence."""
         for worker in self.workers.values():
             worker.heard += seconds
+            if worker.unreached_since is not None:
+                worker.unreached_since += seconds
             worker.progressed += seconds
 
     def dead(self, now: float) -> list[tuple[Worker, str]]:
         """Workers that are silent, or busy without progress, for too long, each with the reason."""
         found = []
         for worker in self.workers.values():
-            if now - worker.heard > self._dead_after_s:
+            if worker.unreached_since is not None and now - worker.unreached_since > self._unreachable_s:
+                found.append((worker, f"its connection is gone, and it has been silent for {now - worker.heard:.1f} s"))
+            elif now - worker.heard > self._dead_after_s:
                 found.append((worker, f"silent for {now - worker.heard:.1f} s"))
             elif now - worker.progressed > self._progress_timeout_s:
                 found.append((worker, f"busy without finishing a step for {now - worker.progressed:.1f} s"))

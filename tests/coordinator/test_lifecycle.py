@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from support.lifecycle_bench import MODEL, Bench, Sink, ends, sent, tokens
 
-from splitserve.coordinator.flight import Action, Push, PushPromptLogprobs
+from splitserve.coordinator.flight import Action, Push, PushPromptLogprobs, Send
 from splitserve.coordinator.lifecycle import Lifecycle
 from splitserve.coordinator.request import GenerationRequest
 from splitserve.transport.messages import (
+    Alive,
     Cancel,
     Fenced,
     FirstToken,
@@ -97,6 +98,30 @@ def test_a_busy_worker_without_progress_is_dead() -> None:
         bench.core.tick(bench.now)
     assert [w.role for w in bench.core.pools.workers.values()] == ["decode"]
     assert bench.core.num_queued == 1  # until a prefill worker comes
+
+
+def test_a_worker_whose_connection_is_gone_is_dead_sooner_unless_it_comes_back() -> None:
+    bench = Bench(dead_after_s=5.0, unreachable_s=0.25)
+    asked: list[Action] = []
+
+    def later(seconds: float) -> None:
+        bench.now += seconds
+        asked.extend(bench.core.tick(bench.now))
+
+    for broken in (False, True):
+        bench.load("p", [])
+        bench.load("d", [])
+        later(0.15)
+        assert not asked
+        later(0.16)  # its heartbeat is overdue: it is spoken to
+        assert [a.worker[0] for a in asked if isinstance(a, Send) and isinstance(a.message, Alive)] == ["p", "d"]
+        bench.core.reached(("d", 1), False, bench.now)
+        later(0.2)
+        bench.core.reached(("d", 1), not broken, bench.now)
+        later(0.1)
+        assert (("d", 1) in bench.core.pools.workers) == (not broken)
+        asked.clear()
+    assert "its connection is gone" in bench.core.reasons_lost[("d", 1)]
 
 
 def test_the_coordinators_own_stall_is_nobodys_silence() -> None:
