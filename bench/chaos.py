@@ -28,7 +28,6 @@ from typing import Any
 
 import httpx
 
-from ..decode.settings import DecodeSettings
 from ..deploy.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from ..deploy.up import free_port
 from ..transport.keys import generate_key
@@ -107,8 +106,8 @@ class ChaosCluster:
             command += ["--name", name, "--coordinator", self._control, "--dtype", "float32", "--kv-cache-gib", "0.25"]
         if role == "decode":
             command += ["--listen", f"tcp://{address}:*", "--data-listen", f"tcp://{address}:*", "--advertise-host", address]
-        if role != "coordinator" and "plaintext_kv" in DecodeSettings.model_fields:
-            command.append("--plaintext-kv")  # a changed byte is to reach the checksum, not the cipher
+        if role != "coordinator":
+            command += ["--plaintext-kv", "--exact"]  # a changed byte is to reach the checksum, not the cipher
         prefix = self._network.prefix(HOST_OF[name]) if self._network else []
         with (self._folder / f"{name}.log").open("ab") as log:
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}
