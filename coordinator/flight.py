@@ -67,6 +67,8 @@ class Flight:
     num_attempts: int = 0
     num_tokens_before: int = 0  # this attempt
     num_failures: int = 0  # in a row, without progress
+    not_before: float = 0.0  # it is dispatched again
+    avoid: Worker | None = None  # where the last attempt failed: rather not there again
     num_deaths: int = 0  # in a row: workers that died while they ran it
     suspect: bool = False  # it may be what kills workers
     move: Move | None = None

@@ -48,6 +48,8 @@ from .routing import Need, Policy, choose_decode, choose_prefill
 from .suspicion import Suspicion
 from .waiting_line import WaitingLine
 
+RETRY_S = 0.25
+"""Before the second retry of a request that fails; four times as long before each one after it."""
 DRAINED = "drained"
 """Why a worker that left in good order is gone."""
 
@@ -411,7 +413,8 @@ class Lifecycle:
             self._retry(flight, message.message, now, counts=message.kind != "preempted")
 
     def _retry(self, flight: Flight, reason: str, now: float, counts: bool = True) -> None:
-        """A new epoch: prompt plus the tokens the client has, anywhere."""
+        """A new epoch: prompt plus the tokens the client has. The first is at once, later ones after a while, and rather elsewhere."""
+        flight.avoid = flight.decode if counts else None
         self._detach(flight)
         flight.early, flight.early_finish = [], None
         self._suspicion.credit(flight)
@@ -419,6 +422,8 @@ class Lifecycle:
         if flight.num_failures >= self.limits.max_attempts:
             self._fail(flight, "failed", f"gave up after {flight.num_failures} failed attempts; the last: {reason}", now)
             return
+        if counts and flight.num_failures > 1:
+            flight.not_before = now + RETRY_S * 4 ** (flight.num_failures - 2)
         self.num_redispatched += 1
         self.last_retries.append(f"{flight.request.request_id} in {flight.stage}: {reason}")
         flight.enter("queue", now)
@@ -485,6 +490,8 @@ class Lifecycle:
     def _place(self, flight: Flight, now: float) -> bool:
         prefills = [w for w in self.pools.open_of_role("prefill") if self._prefill_has_room(w, flight)]
         decodes = [w for w in self.pools.open_of_role("decode") if w.has_room_for(flight.num_tokens)]
+        if flight.avoid is not None:
+            decodes = [w for w in decodes if w is not flight.avoid and w.kind == flight.avoid.kind] or decodes
         if len(self._suspicion):
             prefills, decodes = self._suspicion.allowed(flight, prefills), self._suspicion.allowed(flight, decodes)
         kinds = {w.kind for w in decodes}

@@ -41,7 +41,9 @@ class WaitingLine:
         i, too_long = 0, inf  # where a prompt finds no room, no longer one does
         while i < min(len(self._entries), LOOK_AHEAD):
             flight, num_tokens = self._entries[i][3:]
-            if num_tokens < too_long and place(flight):
+            if now < flight.not_before:
+                i += 1
+            elif num_tokens < too_long and place(flight):
                 del self._entries[i]
             elif now - flight.request.arrival > self._starving_s and not flight.suspect:
                 return

@@ -143,9 +143,29 @@ def test_retries_are_bounded_but_preemption_is_no_failure() -> None:
         assert not ends(last)
     for dispatch in range(8, 11):
         last = bench.say("p", RequestFailed(coordinator=7, dispatch=dispatch, kind="internal", message="boom"))
+        if dispatch == 9:  # the second failure in a row: the next attempt waits a little
+            assert not sent(last, Prefill)
+            bench.now += 0.24
+            assert not sent(bench.load("d", []), Prefill)
+            bench.now += 0.02
+            assert len(sent(bench.load("d", []), Prefill)) == 1
     (ended,) = ends(last)
     assert ended.error == "failed"
     assert "boom" in ended.message
+
+
+def test_what_failed_at_one_decode_worker_is_tried_at_another() -> None:
+    bench = Bench()
+    bench.hello("d2", "decode")
+    (prefill,) = sent(bench.submit(), Prefill)
+    for dispatch in (1, 2, 3):
+        worker = prefill.decode.worker_id
+        actions = bench.say("p", RequestFailed(coordinator=7, dispatch=dispatch, kind="handoff_failed", message="corrupt twice"))
+        bench.now += 1.1
+        for name in ("p", "d", "d2"):
+            actions += bench.load(name, [])
+        (prefill,) = sent(actions, Prefill)
+        assert prefill.decode.worker_id != worker
 
 
 def test_notes_are_compared_with_every_heartbeat() -> None:
