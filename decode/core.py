@@ -121,6 +121,13 @@ class DecodeCore:
         for sequence in self.scheduler.abort(step):
             self._say_failed(sequence.key, "internal", reason)
 
+    def shrink_step(self, step: DecodeStep) -> None:
+        """The step ran out of memory: its younger sequences are given back to the coordinator, the others go on. One that was alone
+        counts as failed, so that it is not tried for ever."""
+        alone = sum(not s.doomed for s in step.sequences) == 1
+        for sequence in self.scheduler.shrink(step):
+            self._say_failed(sequence.key, "internal" if alone else "preempted", "the decode worker ran out of memory in a step")
+
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines and leases."""
         self.receiver.tick(now)
@@ -176,7 +183,7 @@ class DecodeCore:
             num_waiting_tokens=r.num_waiting_tokens,
             steps=self.num_steps,
             busy=s.num_running > 0,
-            accepting=b.num_available > b.num_blocks // 16 and s.num_running + r.num_granted < s.max_num_seqs,
+            accepting=b.num_available > b.num_blocks // 16 and s.num_running + r.num_granted < s.row_limit,
             draining=self._leave_by is not None,
             dispatches=u32([dispatch for _, dispatch in self._held()]),
             num_cache_reports=self._cache_reporter.num_reports,
@@ -195,7 +202,7 @@ class DecodeCore:
     def room(self) -> tuple[int, int]:
         """For the receiver: (rows free, blocks to leave for the sequences that run)."""
         running = self.scheduler.num_running
-        return self.scheduler.max_num_seqs - running - self.receiver.num_granted, running
+        return self.scheduler.row_limit - running - self.receiver.num_granted, running
 
     def _settle(self, now: float) -> None:
         if self._asked_to_drain is not None:

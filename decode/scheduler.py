@@ -20,6 +20,8 @@ from ..transport.block_hash import chain
 from ..transport.handoff import Key, Wait
 from ..transport.messages import FinishReason, TokenLogprobs, u32
 
+STEPS_AT_LIMIT = 64  # steps after which a limit that lack of memory had set is raised by one sequence
+
 
 @dataclass(slots=True, eq=False)
 class DecodeSequence:
@@ -69,6 +71,8 @@ class DecodeScheduler:
         eos_token_ids: frozenset[int],
     ) -> None:
         self.blocks, self.block_size, self.max_num_seqs = blocks, block_size, max_num_seqs
+        self.row_limit = max_num_seqs  # lower for a while after a step that ran out of memory
+        self._steps_at_limit = 0
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._rows: list[DecodeSequence] = []
         self._joining: list[DecodeSequence] = []
@@ -185,6 +189,7 @@ class DecodeScheduler:
     def complete(self, step: DecodeStep, output: StepOutput) -> DecodeResult:
         """Books a finished step: every row's token, full blocks, and the sequences that end with it."""
         self._in_step = False
+        self._raise_row_limit()
         n = len(step.sequences)
         result = DecodeResult(step, output)
         tokens = output.token_ids.tolist()
@@ -221,6 +226,33 @@ class DecodeScheduler:
             self._by_key.pop(sequence.key, None)
             self._remove(sequence)
         return alive
+
+    def shrink(self, step: DecodeStep) -> list[DecodeSequence]:
+        """The step ran out of memory, and what it wrote will be written again. The younger half of its sequences leave, and no more than
+        the others are admitted for a while. Returns those that leave: all, where the step had but one."""
+        self._in_step = False
+        staying: list[DecodeSequence] = []
+        for sequence in step.sequences:
+            if sequence.doomed:
+                self._remove(sequence)
+            elif sequence.paused:
+                self._leave_row(sequence)
+            else:
+                staying.append(sequence)
+        staying.sort(key=list(self._by_key.values()).index)
+        self.row_limit, self._steps_at_limit = max(1, len(staying) // 2), 0
+        leaving = staying[len(staying) // 2 :]
+        for sequence in leaving:
+            del self._by_key[sequence.key]
+            self._remove(sequence)
+        return leaving
+
+    def _raise_row_limit(self) -> None:
+        """One row more after every so many good steps."""
+        if self.row_limit < self.max_num_seqs:
+            self._steps_at_limit += 1
+            if self._steps_at_limit == STEPS_AT_LIMIT:
+                self.row_limit, self._steps_at_limit = self.row_limit + 1, 0
 
     def _enter(self, sequence: DecodeSequence) -> None:
         row = sequence.row = len(self._rows)

@@ -163,6 +163,11 @@ class DecodeWorker:
             return
         if finished.output is not None:
             self._core.complete(finished.step, finished.output, now)
+        elif finished.out_of_memory:
+            _log.warning(
+                "a decode step of %d sequences ran out of memory, half of them leave: %s", finished.step.batch.num_seqs, finished.error
+            )
+            self._core.shrink_step(finished.step)
         else:
             _log.error("a decode step failed; its requests go back to the coordinator", exc_info=finished.error)
             self._core.fail_step(finished.step, f"decode failed: {finished.error}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from .batch import Batch, StepOutput
+from .out_of_memory import is_out_of_memory, release_memory_of
 
 
 class Runner(Protocol):
@@ -35,6 +36,7 @@ class Finished(Generic[S]):
     step: S
     output: StepOutput | None
     error: Exception | None
+    out_of_memory: bool = False  # what ``error`` says; what the step held is free again
 
 
 class StepThread(Generic[S]):
@@ -75,7 +77,9 @@ class StepThread(Generic[S]):
         while (step := self._inbox.get()) is not None:
             try:
                 finished = Finished(step, self._runner.execute(step.batch, self._on_layer), None)
-            except Exception as error:  # reported to the loop, which gives the step's requests back
-                finished = Finished(step, None, error)
+            except Exception as error:  # reported to the loop, which gives the step's requests back or tries a smaller one
+                if out_of_memory := is_out_of_memory(error):
+                    release_memory_of(error)
+                finished = Finished(step, None, error, out_of_memory)
             self._outbox.put(finished)
             self._wake()

@@ -147,6 +147,11 @@ class PrefillCore:
             else:
                 self._fail(chunk.sequence.key, "internal", reason)
 
+    def shrink_step(self, step: PrefillStep, reason: str) -> None:
+        """The step ran out of memory: it is done again in smaller ones, or fails where it is small already."""
+        if not self.scheduler.shrink(step):
+            self.fail_step(step, reason)
+
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines."""
         self.sender.tick(now)

@@ -24,6 +24,8 @@ from ..transport.block_hash import chain, root_hash
 from ..transport.handoff import Key, PeerId, Wait
 from ..transport.messages import Peer, RequestSpec, from_u32
 
+STEPS_AT_BUDGET = 32  # steps after which a budget that lack of memory had cut is doubled
+
 
 @dataclass(slots=True)
 class PrefillSequence:
@@ -95,6 +97,8 @@ class PrefillScheduler:
         self.blocks, self.block_size = blocks, block_size
         self._fingerprint = fingerprint
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
+        self._budget = max_batch_tokens  # lower for a while after a step that ran out of memory
+        self._steps_at_budget = 0
         self._aging = float(max_batch_tokens) if aging is None else aging
         self._starving_s = starving_s
         self.waiting: dict[Key, PrefillSequence] = {}
@@ -159,7 +163,8 @@ class PrefillScheduler:
 
     def schedule(self, now: float) -> PrefillStep | None:
         """The next step's chunks, or None where there is nothing to compute. New prompts are taken from ``waiting`` as they fit."""
-        budget = self._max_batch_tokens
+        self._raise_budget()
+        budget = self._budget
         chunks: list[Chunk] = []
         computing = {h for s in self.running.values() if (h := self._next_hash(s, s.num_computed // self.block_size))}
         crowding = self._crowding_peers()
@@ -181,6 +186,25 @@ class PrefillScheduler:
             sequence.in_step = True
             budget -= count
         return PrefillStep(chunks, self._batch(chunks)) if chunks else None
+
+    def shrink(self, step: PrefillStep) -> bool:
+        """The step ran out of memory: its chunks are computed again, in steps of half as many tokens for a while. False: it is down to
+        a block already, and nothing was done."""
+        if step.batch.num_tokens <= self.block_size:
+            return False
+        self._budget, self._steps_at_budget = step.batch.num_tokens // 2, 0
+        for chunk in step.chunks:
+            chunk.sequence.in_step = False
+            if chunk.sequence.doomed:
+                self.drop(chunk.sequence.key)
+        return True
+
+    def _raise_budget(self) -> None:
+        """Twice as much after every so many good steps."""
+        if self._budget < self._max_batch_tokens:
+            self._steps_at_budget += 1
+            if self._steps_at_budget > STEPS_AT_BUDGET:
+                self._budget, self._steps_at_budget = min(2 * self._budget, self._max_batch_tokens), 0
 
     def complete(self, chunk: Chunk) -> bool:
         """Books one chunk of a finished step. False: the sequence had been dropped, and is now gone."""

@@ -131,6 +131,11 @@ class PrefillWorker:
         self._running = None
         if finished.output is not None:
             self._core.complete(finished.step, finished.output, now)
+        elif finished.out_of_memory:
+            _log.warning(
+                "a prefill step of %d tokens ran out of memory, smaller ones follow: %s", finished.step.batch.num_tokens, finished.error
+            )
+            self._core.shrink_step(finished.step, f"prefill ran out of memory: {finished.error}")
         else:
             _log.error("a prefill step failed; its requests go back to the coordinator", exc_info=finished.error)
             self._core.fail_step(finished.step, f"prefill failed: {finished.error}")

@@ -116,3 +116,48 @@ def test_any_mix_of_joins_drops_and_preemptions(arrivals: list[tuple[int, int]],
     assert sorted(gone) == list(range(len(arrivals)))  # each left exactly once
     assert scheduler.num_running == 0
     assert scheduler.blocks.num_used == 0
+
+
+def test_a_step_out_of_memory_sends_the_younger_half_away_and_the_rest_go_on() -> None:
+    scheduler = make()
+    for dispatch in range(6):
+        join(scheduler, dispatch, 6, max_tokens=9)
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.drop((1, 0))  # meanwhile cancelled
+    assert [s.key[1] for s in scheduler.shrink(step)] == [3, 4, 5]
+    assert scheduler.row_limit == 2
+    again = scheduler.schedule()
+    assert again is not None
+    check(again)
+    assert sorted(s.key[1] for s in again.sequences) == [1, 2]
+    assert scheduler.complete(again, output(again)).dropped == []
+    while (step := scheduler.schedule()) is not None:
+        check(step)
+        scheduler.complete(step, output(step))
+    assert scheduler.blocks.num_used == 0
+
+
+def test_the_batch_grows_back_after_good_steps() -> None:
+    scheduler = make(max_num_seqs=3)
+    join(scheduler, 1, 2, max_tokens=50)
+    join(scheduler, 2, 2, max_tokens=50)
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.shrink(step)
+    assert scheduler.row_limit == 1
+    for dispatch in range(3, 9):
+        while (step := scheduler.schedule()) is not None:
+            scheduler.complete(step, output(step))
+        join(scheduler, dispatch, 2, max_tokens=50)
+    assert scheduler.row_limit == 3
+
+
+def test_alone_and_out_of_memory_it_leaves_too() -> None:
+    scheduler = make()
+    join(scheduler, 1, 6)
+    step = scheduler.schedule()
+    assert step is not None
+    assert [s.key[1] for s in scheduler.shrink(step)] == [1]
+    assert scheduler.schedule() is None
+    assert scheduler.blocks.num_used == 0

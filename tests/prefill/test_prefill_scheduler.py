@@ -161,3 +161,48 @@ def test_every_prompt_is_computed_once_or_dropped_and_no_block_stays(
     assert not scheduler.held
     assert scheduler.blocks.num_used == 0
     assert len(done) >= len(prompts) - len(drops)
+
+
+def test_a_step_out_of_memory_is_done_again_in_halves_until_it_is_one_block() -> None:
+    scheduler = make(budget=16)
+    scheduler.add(spec(1, list(range(40))), PEER, 0.0)
+    counts = []
+    for _ in range(3):
+        step = scheduler.schedule(0.0)
+        assert step is not None
+        counts.append(step.batch.num_tokens)
+        smaller = scheduler.shrink(step)
+    assert counts == [16, 8, 4]
+    assert not smaller  # a block cannot be halved: for the core to give back
+    for chunk in step.chunks:
+        scheduler.complete(chunk)
+    while run(scheduler, 0.0) is not None:
+        pass
+    assert [s.num_computed for s in scheduler.pinned.values()] == [40]
+
+
+def test_the_budget_grows_back_after_good_steps() -> None:
+    scheduler = make(num_blocks=300, budget=16)
+    scheduler.add(spec(1, list(range(1000))), PEER, 0.0)
+    step = scheduler.schedule(0.0)
+    assert step is not None
+    assert scheduler.shrink(step)
+    sizes = []
+    while (step := scheduler.schedule(0.0)) is not None:
+        check(step)
+        sizes.append(step.batch.num_tokens)
+        for chunk in step.chunks:
+            scheduler.complete(chunk)
+    assert sizes[0] == 8
+    assert sizes[-2] == 16
+
+
+def test_a_prompt_cancelled_during_a_step_out_of_memory_is_gone() -> None:
+    scheduler = make()
+    scheduler.add(spec(1, list(range(40))), PEER, 0.0)
+    step = scheduler.schedule(0.0)
+    assert step is not None
+    scheduler.drop((1, 1))
+    assert scheduler.shrink(step)
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.blocks.num_used == 0

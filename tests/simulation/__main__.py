@@ -1,8 +1,8 @@
 """Runs the simulator for long, or one seed again:
 
-    cd tests
-    python -m simulation --requests 5000000 --json ../bench/results/simulation.json
-    python -m simulation --scenario drawn --seed 123
+cd tests
+python -m simulation --requests 5000000 --json ../bench/results/simulation.json
+python -m simulation --scenario drawn --seed 123
 """
 
 from __future__ import annotations

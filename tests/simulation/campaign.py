@@ -86,7 +86,6 @@ class Report:
         if world.violations:
             self.failures.append(f"{world.violations[0]}   replay: {replay}")
 
-
     def merge(self, other: Report) -> None:
         self.num_worlds += other.num_worlds
         self.num_requests += other.num_requests

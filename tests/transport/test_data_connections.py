@@ -111,9 +111,7 @@ def frame(header: bytes, body: bytes, seal: Seal | None) -> bytes:
     return SIZE.pack(len(sealed[0])) + b"".join(sealed)
 
 
-def header(
-    lease: int = 9, secret: bytes = SECRET, offset: int = 0, length: int = BLOCK_BYTES, positions: tuple[int, ...] = (0,)
-) -> bytes:
+def header(lease: int = 9, secret: bytes = SECRET, offset: int = 0, length: int = BLOCK_BYTES, positions: tuple[int, ...] = (0,)) -> bytes:
     return pack_header(ParcelHeader(lease, secret, offset, length, positions))
 
 
