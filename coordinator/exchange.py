@@ -125,6 +125,11 @@ class HttpExchange:
             self._end("too_slow")
             self._loop.call_soon(self._cancel_rest)
 
+    def let_go(self) -> None:
+        """The response is complete: exchange and choices are freed at once, without waiting for the collector of cycles."""
+        if not self._num_open:
+            self.choices.clear()
+
     def _cancel_rest(self) -> None:
         for choice in self.choices:
             if choice.ended is None:

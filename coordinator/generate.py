@@ -69,7 +69,11 @@ class GenerationApi:
 
     def closed(self, call: Call) -> None:
         self._metrics.num_open -= 1
-        if self.open.pop(call, None) is None and call.gone:
+        call.responder = None
+        exchange = self.open.pop(call, None)
+        if exchange is not None:
+            exchange.let_go()
+        elif call.gone:
             self._metrics.request_ended(call.endpoint, "cancelled")  # before there was an exchange to say so
 
     def _prepared(self, call: Call, request: GenerateRequest, prompts: asyncio.Future[list[Prompt]], arrival: float) -> None:

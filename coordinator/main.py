@@ -23,6 +23,7 @@ from .server import HttpServer, create_app
 from .settings import CoordinatorSettings
 
 PROBE_TOKENS = 4
+GC_THRESHOLD = 10_000  # objects: a burst of 64 requests makes so many, and none of them is part of a cycle when it ends
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +48,7 @@ async def serve(settings: CoordinatorSettings) -> None:
     await server.start()
     gc.collect()
     gc.freeze()  # what is here now stays: the collector need not look at it again
+    gc.set_threshold(GC_THRESHOLD)
     _log.info("HTTP on http://%s:%d, workers connect to %s", settings.host, server.port, dispatcher.address)
     tasks = [asyncio.create_task(prove(dispatcher, _probe))]
     if keys is not None:
