@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import zmq
@@ -12,30 +15,50 @@ PIECE_BYTES = 2 << 20
 
 
 class TcpReceiver:
-    """Receives straight into ``pool`` (uint8, flat), from one connection."""
+    """Receives straight into ``pool`` (uint8), an equal part of it from each connection."""
 
-    def __init__(self, pool: NDArray[np.uint8]) -> None:
+    def __init__(self, pool: NDArray[np.uint8], num_connections: int = 1) -> None:
+        self._num_connections = num_connections
         self._bytes = pool.reshape(-1).data
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
 
     def accept(self) -> None:
-        self._stream = self._listener.accept()[0]
+        self._streams = [self._listener.accept()[0] for _ in range(self._num_connections)]
 
     def receive_all(self) -> None:
-        view = self._bytes
-        while len(view):
-            view = view[self._stream.recv_into(view[:PIECE_BYTES], flags=socket.MSG_WAITALL) :]
+        _at_once([partial(self._receive, *pair) for pair in zip(self._streams, _parts(self._bytes, self._num_connections), strict=True)])
+
+    def _receive(self, stream: socket.socket, part: memoryview) -> None:
+        while len(part):
+            part = part[stream.recv_into(part[:PIECE_BYTES], flags=socket.MSG_WAITALL) :]
 
 
 class TcpSender:
-    def __init__(self, port: int, pool: NDArray[np.uint8]) -> None:
+    def __init__(self, port: int, pool: NDArray[np.uint8], num_connections: int = 1) -> None:
         self._bytes = pool.reshape(-1).data
-        self._stream = socket.create_connection(("127.0.0.1", port))
+        self._streams = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_connections)]
 
     def send_all(self) -> None:
-        for start in range(0, len(self._bytes), PIECE_BYTES):
-            self._stream.sendall(self._bytes[start : start + PIECE_BYTES])
+        _at_once([partial(self._send, *pair) for pair in zip(self._streams, _parts(self._bytes, len(self._streams)), strict=True)])
+
+    def _send(self, stream: socket.socket, part: memoryview) -> None:
+        for start in range(0, len(part), PIECE_BYTES):
+            stream.sendall(part[start : start + PIECE_BYTES])
+
+
+def _parts(whole: memoryview, count: int) -> list[memoryview]:
+    size = -(-len(whole) // count)
+    return [whole[start : start + size] for start in range(0, len(whole), size)]
+
+
+def _at_once(works: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=work) for work in works[1:]]
+    for thread in threads:
+        thread.start()
+    works[0]()
+    for thread in threads:
+        thread.join()
 
 
 class ZmqReceiver:

@@ -9,6 +9,7 @@ the round, and the median over the rounds is reported: load on the machine then 
     memcpy          one core, from pool to pool, block by block
     shm             the mover
     socket          one bare TCP connection, 2 MiB a call, received straight into the pool (bare_transfer.py)
+    4 sockets       as many as the mover opens for large transfers, a thread for each
     ZeroMQ          bare PUSH and PULL, without a copy at the sender: what the ``zmq`` mover would be over ZeroMQ
     zmq plain       the mover, with --plaintext-kv
     zmq             the mover, encrypted
@@ -56,12 +57,14 @@ SECRET = bytes(16)
 
 @dataclass(frozen=True)
 class Figure:
-    """GB/s (1e9 bytes). Ratios are to memcpy and to the bare socket of the same case in the same round, median."""
+    """GB/s (1e9 bytes) of wall time; processor seconds of both ends for a GB, which other load on the machine changes little. Ratios are to
+    memcpy and to the bare socket of the same case in the same round, median."""
 
     what: str
     block_bytes: int
     order: str
     gb_per_s: float
+    cpu_s_per_gb: float
     of_memcpy: float
     of_memcpy_min: float
     of_memcpy_max: float
@@ -100,28 +103,37 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
     shared = SharedPool.create(num_blocks * block_bytes)
     pool: Pool = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(num_blocks, NUM_LAYERS, -1)
     shm, tcp = ShmTarget(shared), TcpTarget("tcp://127.0.0.1:*", pool, takes_plain=True)
-    bare, bare_zmq = TcpReceiver(pool), ZmqReceiver(pool)
+    bare, four, bare_zmq = TcpReceiver(pool), TcpReceiver(pool, 4), ZmqReceiver(pool)
     met = Met(worker_id="d0", incarnation=1, num_blocks=num_blocks, shm_name=shm.shm_name, data_address=tcp.data_address("127.0.0.1"))
-    ours.send((met, bare.port, bare_zmq.port))
+    ours.send((met, bare.port, four.port, bare_zmq.port))
     bare.accept()
+    four.accept()
     ours.recv()  # ready
     receive: dict[str, Callable[[], object]] = {
         "socket": bare.receive_all,
+        "4 sockets": four.receive_all,
         "ZeroMQ": bare_zmq.receive_all,
         "zmq plain": lambda: _receive_all(tcp, num_blocks),
         "zmq": lambda: _receive_all(tcp, num_blocks),
     }
     seconds: dict[str, list[float]] = {what: [] for what in ("memcpy", "shm", *receive, "checksum")}
+    cpu = dict.fromkeys(seconds, 0.0)
     for _ in range(rounds):
         for what in ("memcpy", "shm"):
-            seconds[what].append(_ask(ours, what))
+            ours.send(what)
+            wall, theirs_cpu = ours.recv()
+            seconds[what].append(wall)
+            cpu[what] += theirs_cpu
         for what, work in receive.items():
             pool[:] = 0
             tcp.open(1, SECRET, {block: block for block in range(num_blocks)})
             ours.send(what)
-            seconds[what].append(_timed(work))
-            ours.recv()
-        seconds["checksum"].append(_timed(lambda: checksums(pool, range(num_blocks))))
+            wall, ours_cpu = _timed(work)
+            seconds[what].append(wall)
+            cpu[what] += ours_cpu + ours.recv()[1]
+        wall, ours_cpu = _timed(lambda: checksums(pool, range(num_blocks)))
+        seconds["checksum"].append(wall)
+        cpu["checksum"] += ours_cpu
     ours.send("verify")
     assert ours.recv() == checksums(pool, range(0, num_blocks, 7)), "blocks arrived corrupt"
     ours.send("end")
@@ -129,24 +141,19 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
     tcp.close_all()
     shared.close()
     os.sched_setaffinity(0, cores)
-    return [_figure(what, block_bytes, order, num_blocks * block_bytes, seconds) for what in seconds]
+    return [_figure(what, block_bytes, order, num_blocks * block_bytes, seconds, cpu[what] / rounds) for what in seconds]
 
 
-def _figure(what: str, block_bytes: int, order: str, num_bytes: int, seconds: dict[str, list[float]]) -> Figure:
+def _figure(what: str, block_bytes: int, order: str, num_bytes: int, seconds: dict[str, list[float]], cpu_s: float) -> Figure:
     rate = num_bytes / statistics.median(seconds[what]) / 1e9
-    return Figure(what, block_bytes, order, rate, *_ratio(seconds["memcpy"], seconds[what]), *_ratio(seconds["socket"], seconds[what]))
+    ratios = (*_ratio(seconds["memcpy"], seconds[what]), *_ratio(seconds["socket"], seconds[what]))
+    return Figure(what, block_bytes, order, rate, cpu_s / num_bytes * 1e9, *ratios)
 
 
 def _ratio(base: list[float], ours: list[float]) -> tuple[float, float, float]:
     """Median, least, most."""
     ratios = [theirs / mine for theirs, mine in zip(base, ours, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
-
-
-def _ask(connection: Connection, what: str) -> float:
-    connection.send(what)
-    seconds: float = connection.recv()
-    return seconds
 
 
 def _receive_all(target: TcpTarget, num_blocks: int) -> None:
@@ -161,7 +168,7 @@ def _receive_all(target: TcpTarget, num_blocks: int) -> None:
 def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order: str, core: int) -> None:
     """The sending process: does what it is told over ``connection``."""
     os.sched_setaffinity(0, {core})
-    met, tcp_port, zmq_port = connection.recv()
+    met, tcp_port, four_port, zmq_port = connection.recv()
     rng = np.random.default_rng(0)
     pool: Pool = np.frombuffer(rng.bytes(num_blocks * block_bytes), dtype=np.uint8).reshape(num_blocks, NUM_LAYERS, -1)
     copy = np.ones_like(pool)
@@ -174,6 +181,7 @@ def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order
         "zmq plain": _putting(met.model_copy(update={"mover": "zmq"}), pool, chunks, plain_kv=True),
         "zmq": _putting(met.model_copy(update={"mover": "zmq"}), pool, chunks),
         "socket": TcpSender(tcp_port, pool).send_all,
+        "4 sockets": TcpSender(four_port, pool, 4).send_all,
         "ZeroMQ": ZmqSender(zmq_port, pool).send_all,
     }
     ways["shm"]()  # maps every page once
@@ -204,18 +212,20 @@ def _putting(met: Met, pool: Pool, chunks: list[list[Item]], plain_kv: bool = Fa
     return put_all
 
 
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of wall time, and of the processor in all threads."""
+    start, start_cpu = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - start_cpu
 
 
 def print_figures(figures: list[Figure]) -> None:
-    table = Table("what", "block KiB", "order", "GB/s", "of memcpy", "of socket", title="KV blocks between two processes")
+    table = Table("what", "block KiB", "order", "GB/s", "CPU s/GB", "of memcpy", "of socket", title="KV blocks between two processes")
     for figure in figures:
         of_memcpy = f"{figure.of_memcpy:.2f} ({figure.of_memcpy_min:.2f} - {figure.of_memcpy_max:.2f})"
         of_socket = f"{figure.of_socket:.2f} ({figure.of_socket_min:.2f} - {figure.of_socket_max:.2f})"
-        table.add_row(figure.what, str(figure.block_bytes >> 10), figure.order, f"{figure.gb_per_s:.2f}", of_memcpy, of_socket)
+        rate, cpu = f"{figure.gb_per_s:.2f}", f"{figure.cpu_s_per_gb:.2f}"
+        table.add_row(figure.what, str(figure.block_bytes >> 10), figure.order, rate, cpu, of_memcpy, of_socket)
     Console().print(table)
 
 
