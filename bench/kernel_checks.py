@@ -47,13 +47,15 @@ def decode(case: AttentionCase, max_partials: int = MAX_PARTIALS, programs: int 
     plan = plan_decode(case.inputs, num_heads, pool.shape[4], head_dim, pool.shape[3], max_partials)
     out = torch.empty((n, num_heads * head_dim), dtype=case.q.dtype, device=case.q.device)
     programs = programs or (264 if case.q.is_cuda else 3)
-    decode_attention(out, case.q, pool, LAYER, case.inputs, plan, programs, tile or decode_tile(head_dim, num_heads // pool.shape[4]))
+    decode_attention(
+        out, case.q, pool, LAYER, case.inputs, plan, programs, tile or decode_tile(head_dim, num_heads // pool.shape[4], case.q.itemsize)
+    )
     return out
 
 
 def prefill(case: AttentionCase, tile: TileShape | None = None, split_folds: bool = False) -> Tensor:
     (n, num_heads, head_dim), pool = case.q.shape, case.pool
-    tile = tile or (prefill_tile(head_dim) if case.q.is_cuda else TileShape(32, 32, 4, 3))
+    tile = tile or (prefill_tile(head_dim, case.q.itemsize) if case.q.is_cuda else TileShape(32, 32, 4, 3))
     plan = plan_prefill(case.inputs, n, num_heads // pool.shape[4], tile, singles=True)
     out = torch.empty((n, num_heads * head_dim), dtype=case.q.dtype, device=case.q.device)
     prefill_attention(out, case.q, pool, LAYER, case.inputs, plan, split_folds)
@@ -122,7 +124,7 @@ def _decode_error(lengths: list[int], options: dict[str, object], device: str) -
 def _prefill_error(chunks: list[tuple[int, int]], options: dict[str, object], split_folds: bool = False, device: str = "cpu") -> float:
     lengths, new = [sum(chunk) for chunk in chunks], [chunk[1] for chunk in chunks]
     case = attention_case(lengths, new, device=device, **options)  # type: ignore[arg-type]
-    tile = exact_tile(case.q.shape[2]) if split_folds and case.q.is_cuda else None
+    tile = exact_tile(case.q.shape[2], case.q.itemsize) if split_folds and case.q.is_cuda else None
     return relative_error(prefill(case, tile, split_folds).cpu(), case.exact)
 
 
@@ -174,21 +176,25 @@ def _gate(rows: int, hidden: int, dtype: torch.dtype, device: str) -> float:
 
 def _rope(rows: int, dtype: torch.dtype, fp8: bool, device: str) -> float:
     num_heads, num_kv_heads, head_dim = 6, 2, 128
-    qkv = randn(rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device)
-    pool = torch.full((3, 2, 2, 64, num_kv_heads, head_dim), torch.nan, device=device).to(torch.float8_e4m3fn if fp8 else dtype)
-    expected_pool = pool.clone()
+    qkv = randn(rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    expected_pool = torch.full((3, 2, 2, 64, num_kv_heads, head_dim), torch.nan).to(torch.float8_e4m3fn if fp8 else dtype)
+    pool = expected_pool.to(device, copy=True)
     slots = torch.randperm(3 * 64, generator=torch.Generator().manual_seed(1))[:rows]
     slots[0] = -1
-    scales = torch.full((2, 2, num_kv_heads), 0.02, device=device) if fp8 else None
-    q_norm, k_norm = (randn(head_dim, dtype=dtype, device=device, seed=i) for i in (1, 2))
-    positions = torch.arange(rows, dtype=torch.int32, device=device)
-    cos_sin = randn(rows, head_dim, device=device)
-    rope = RopeInputs(positions, slots.to(device), cos_sin, num_heads, num_kv_heads, head_dim, q_norm, k_norm, 1e-6, scales)
-    expected = REFERENCE.rope_and_store(qkv.clone(), expected_pool, LAYER, rope)
-    found = rope_and_store(qkv, pool, LAYER, rope)
-    if not torch.equal(pool.float().isnan(), expected_pool.float().isnan()):
+    q_norm, k_norm = (randn(head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    scales = torch.full((2, 2, num_kv_heads), 0.02) if fp8 else None
+    positions, cos_sin = torch.arange(rows, dtype=torch.int32), randn(rows, head_dim)
+    rope = RopeInputs(positions, slots, cos_sin, num_heads, num_kv_heads, head_dim, q_norm, k_norm, 1e-6, scales)
+    there = replace(
+        rope, positions=positions.to(device), slot_mapping=slots.to(device), cos_sin=cos_sin.to(device),
+        q_norm=q_norm.to(device), k_norm=k_norm.to(device), kv_scales=None if scales is None else scales.to(device),
+    )  # fmt: skip
+    found = rope_and_store(qkv.to(device, copy=True), pool, LAYER, there)
+    expected = REFERENCE.rope_and_store(qkv, expected_pool, LAYER, rope)
+    stored, expected_stored = pool.cpu().float(), expected_pool.float()
+    if not torch.equal(stored.isnan(), expected_stored.isnan()):
         return 1
-    return max(relative_error(found, expected), relative_error(pool.float().nan_to_num(), expected_pool.float().nan_to_num()))
+    return max(relative_error(found.cpu(), expected), relative_error(stored.nan_to_num(), expected_stored.nan_to_num()))
 
 
 def _embedding(device: str) -> float:

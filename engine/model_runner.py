@@ -83,7 +83,9 @@ class ModelRunner:
 
         ``on_layer``: see ``DecoderModel.forward``.
         """
-        torch.set_num_threads(self._num_torch_threads)  # a setting of the calling thread
+        torch.set_num_threads(self._num_torch_threads)  # a setting of the calling thread, as is the device
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
         rows = [int(batch.query_start_loc[i + 1]) - 1 for i in sampled]
@@ -96,11 +98,13 @@ class ModelRunner:
             return StepOutput(token_ids, logprobs, self._prompt_logprobs(batch, reported, hidden[len(sampled) :]))
 
     def warm_up(self) -> None:
-        """Runs a prompt and a decode step in the pool's first blocks, so that the first request pays for no first use."""
+        """Runs a prompt and a decode step in the pool's first blocks, so that the first request pays for no first use. The step samples
+        with all options, for on a GPU each is compiled when it is first used."""
         layout = self.kv_cache.layout
         num_tokens = min(64, self.max_model_len - 1, self.kv_cache.num_blocks * layout.block_size - 1)
-        greedy = SamplingState(SamplingParams(max_tokens=1, temperature=0.0), [0] * num_tokens, [])
-        for start, stop in ((0, num_tokens), (num_tokens, num_tokens + 1)):
+        greedy = SamplingParams(max_tokens=1, temperature=0.0)
+        everything = SamplingParams(max_tokens=1, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1)
+        for start, stop, params in ((0, num_tokens, greedy), (num_tokens, num_tokens + 1, everything)):
             positions = np.arange(start, stop, dtype=np.int32)
             num_blocks = -(-stop // layout.block_size)
             self.execute(
@@ -111,7 +115,7 @@ class ModelRunner:
                     seq_lens=np.array([stop], np.int32),
                     block_tables=np.arange(num_blocks, dtype=np.int32)[None],
                     slot_mapping=positions.astype(np.int64),
-                    sampling=[greedy],
+                    sampling=[SamplingState(params, [0] * num_tokens, [])],
                 )
             )
 

@@ -59,7 +59,7 @@ class WorkerSettings(BaseModel):
     exact: bool = Field(
         default=False,
         description="The same request gives the same tokens whatever shares its batch, however its prompt is chunked, whatever is cached, "
-        "and whether a worker dies on the way. All workers alike; CPUs only so far.",
+        "and whether a worker dies on the way. All workers alike. On GPUs not yet confirmed on hardware.",
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
     mover: Mover = Field(default="auto", description="How KV blocks travel. auto: shm between processes of one host, else zmq.")

@@ -67,7 +67,7 @@ class CudaKernels:
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
         if decode is not None:
             group = num_heads // pool.shape[4]
-            tile = self._prefill_tile(head_dim) if self._exact else decode_tile(head_dim, group)
+            tile = self._prefill_tile(q) if self._exact else decode_tile(head_dim, group, q.itemsize)
             at_once = EXACT_PROGRAMS_PER_SM if self._exact else programs_per_sm(head_dim, group, pool.shape[3], pool.dtype)
             decode_attention(out, q, pool, layer, inputs, decode, self._num_sms * at_once, tile)
         if prefill is not None:
@@ -85,8 +85,9 @@ class CudaKernels:
         decode = None if none_single else plan_decode(inputs, num_heads, num_kv_heads, head_dim, block_size)
         if all_single:
             return decode, None
-        tile = self._prefill_tile(head_dim)
+        tile = self._prefill_tile(q)
         return decode, plan_prefill(inputs, num_tokens, num_heads // num_kv_heads, tile, singles=False)
 
-    def _prefill_tile(self, head_dim: int) -> TileShape:
-        return self._prefill_shape or (exact_tile(head_dim) if self._exact else prefill_tile(head_dim))
+    def _prefill_tile(self, q: Tensor) -> TileShape:
+        suited = exact_tile if self._exact else prefill_tile
+        return self._prefill_shape or suited(q.shape[2], q.itemsize)

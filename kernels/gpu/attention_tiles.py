@@ -46,6 +46,11 @@ def window_of(inputs: AttentionInputs) -> int:
     return NO_WINDOW if inputs.sliding_window is None else inputs.sliding_window
 
 
+def padded_seqs(num_seqs: int) -> int:
+    """Few sizes, for each is compiled by itself."""
+    return 64 if num_seqs <= 64 else max(1024, triton.next_power_of_2(num_seqs))
+
+
 @triton.jit
 def attend(
     q,  # [ROWS, DIMS]

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import AttentionInputs
-from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, window_of
+from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, padded_seqs, window_of
 
 SPLIT = 256  # tokens
 EXACT_PROGRAMS_PER_SM = 2
@@ -44,9 +44,12 @@ class DecodePlan:
     sums: Tensor
 
 
-def decode_tile(head_dim: int, group: int) -> TileShape:
-    """Sixteen rows are the smallest matrix product; stages are odd because a block number is loaded one stage ahead of its keys."""
+def decode_tile(head_dim: int, group: int, itemsize: int = 2) -> TileShape:
+    """Sixteen rows are the smallest matrix product; stages are odd because a block number is loaded one stage ahead of its keys.
+    ``itemsize``: bytes of an element of q; float32 has no tensor cores here, it is there for comparison."""
     rows = max(16, triton.next_power_of_2(group))
+    if itemsize == 4:
+        return TileShape(rows, 32, 4, 3)
     if head_dim in (64, 128):
         return TileShape(rows, 64, 4, 5)
     return TileShape(rows, 32, 4, 7) if head_dim < 128 else TileShape(rows, 32, 4, 5)
@@ -78,7 +81,7 @@ def plan_decode(
     _plan_kernel[(num_seqs,)](
         inputs.query_start_loc, inputs.seq_lens, plan.items, plan.num_items, plan.arrived, num_seqs, window_of(inputs), rows,
         NUM_KV_HEADS=num_kv_heads, HEADS_PADDED=triton.next_power_of_2(num_kv_heads), SPLIT=SPLIT,
-        SEQS=triton.next_power_of_2(num_seqs), CHUNK=64, num_warps=1,
+        SEQS=padded_seqs(num_seqs), CHUNK=64, num_warps=4,
     )  # fmt: skip
     return plan
 

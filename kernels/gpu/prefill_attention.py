@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import AttentionInputs
-from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, window_of
+from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, padded_seqs, window_of
 from .decode_attention import SPLIT
 
 
@@ -37,12 +37,17 @@ class PrefillPlan:
     tile: TileShape
 
 
-def prefill_tile(head_dim: int) -> TileShape:
+def prefill_tile(head_dim: int, itemsize: int = 2) -> TileShape:
+    """``itemsize``: bytes of an element of q; float32 has no tensor cores here, it is there for comparison."""
+    if itemsize == 4:
+        return TileShape(32, 32 if head_dim <= 128 else 16, 4, 2)
     return TileShape(128, 64 if head_dim <= 128 else 32, 8, 3)
 
 
-def exact_tile(head_dim: int) -> TileShape:
+def exact_tile(head_dim: int, itemsize: int = 2) -> TileShape:
     """For prefill and decode alike, with ``split_folds``: 64 rows are the smallest product of a warp group."""
+    if itemsize == 4:
+        return prefill_tile(head_dim, itemsize)
     if head_dim <= 64:
         return TileShape(64, 64, 4, 3)
     return TileShape(64, 32, 4, 3) if head_dim <= 128 else TileShape(64, 16, 8, 3)
@@ -59,7 +64,7 @@ def plan_prefill(inputs: AttentionInputs, num_tokens: int, group: int, tile: Til
         num_tiles=torch.empty(1, dtype=torch.int32, device=device),
         tile=tile,
     )
-    seqs = triton.next_power_of_2(num_seqs)
+    seqs = padded_seqs(num_seqs)
     _plan_kernel[(num_seqs,)](
         inputs.query_start_loc, inputs.seq_lens, plan.tiles, plan.num_tiles, num_seqs, tokens, 0 if singles else 1,
         SEQS=seqs, CHUNK=max(1, 2048 // seqs), num_warps=4,
