@@ -27,7 +27,7 @@ from ..engine.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import CloseLease, ExpectAgain, Join, OpenLease, Supersede, ToCoordinator, ToPeer, Verify
 from ..transport.channels import RouterChannel
-from ..transport.coordinator_link import CoordinatorLink, worker_of
+from ..transport.coordinator_link import CoordinatorLink, opened_to, worker_of
 from ..transport.handoff import HandoffTimes, PeerId
 from ..transport.handoff_receiver import HandoffReceiver, MoverEndpoints
 from ..transport.host import advertised_address, host_identity
@@ -152,7 +152,8 @@ class DecodeWorker:
         for identity, message in self._peers.receive(RECEIVE_LIMIT):
             peer = worker_of(identity)
             if peer is not None:
-                self._identities[peer] = identity
+                if opened_to(identity) >= opened_to(self._identities.get(peer, b"")):  # what an older channel still brings is no way back
+                    self._identities[peer] = identity
                 if isinstance(message, Meet) and message.host == host_identity():
                     self._processes[peer] = ProcessIdentity.of(message.pid)
                 self._core.from_peer(peer, message, now)

@@ -33,6 +33,8 @@ from ..transport.messages import (
 from ..transport.reports import CacheReporter, logprobs_message
 from .scheduler import Chunk, PrefillScheduler, PrefillSequence, PrefillStep
 
+MEMORY_OF_PAST = 8192
+"""Dispatches."""
 PrefillAction = ToCoordinator | SenderAction
 
 
@@ -55,6 +57,7 @@ class PrefillCore:
         self._eos, self._max_model_len = eos_token_ids, max_model_len
         self._cache_reporter = CacheReporter(scheduler.blocks)
         self._prompt_logprobs: dict[Key, list[TokenLogprobs]] = {}
+        self._past: dict[Key, None] = {}  # dispatches that have come, or were cancelled
         self._actions: list[PrefillAction] = []
         self.num_steps = 0
         self._drain_timeout_s = drain_timeout_s
@@ -84,6 +87,7 @@ class PrefillCore:
             self._add(message, now)
         elif isinstance(message, Cancel):
             for dispatch in from_u32(message.dispatches):
+                self._remember((message.coordinator, dispatch))
                 self._drop((message.coordinator, dispatch))
         elif isinstance(message, Drain):
             self.drain(now, message.timeout_s)
@@ -219,13 +223,21 @@ class PrefillCore:
         spec = message.spec
         key = (spec.coordinator, spec.dispatch)
         needed = -(-spec.num_tokens // self.scheduler.block_size)
+        if key in self._past:
+            return  # an echo: its handoff's messages could echo too, and be taken for the new one's; or cancelled before it came
+        self._remember(key)
         if self._leave_by is not None:
             self._say_failed(key, "preempted", f"prefill worker {self.worker[0]} leaves")
         elif needed > self.blocks.num_blocks:
             reason = f"the prompt needs {needed} KV blocks; prefill worker {self.worker[0]} has {self.blocks.num_blocks} in all"
             self._say_failed(key, "refused", reason)
-        elif key not in self.scheduler.held:
+        else:
             self.scheduler.add(spec, message.decode, now)
+
+    def _remember(self, key: Key) -> None:
+        self._past[key] = None
+        if len(self._past) > MEMORY_OF_PAST:
+            del self._past[next(iter(self._past))]
 
     def _offer(self, sequence: PrefillSequence, now: float) -> None:
         if last_output_index(sequence.state, self._max_model_len) > len(sequence.state.output_token_ids):

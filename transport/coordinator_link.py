@@ -49,6 +49,14 @@ def worker_of(identity: bytes) -> tuple[str, int] | None:
         return None
 
 
+def opened_to(identity: bytes) -> int:
+    """The incarnation of the addressee that a peer's socket identity names; 0 where it names none."""
+    try:
+        return int(identity.decode().split("\0")[2], 16)
+    except (ValueError, IndexError):
+        return 0
+
+
 class CoordinatorLink:
     """One DEALER socket, made anew with each incarnation. ``clock`` gives a new incarnation's number (it must grow)."""
 

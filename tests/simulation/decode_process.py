@@ -74,7 +74,9 @@ class DecodeProcess(WorkerProcess):
         super().heartbeat()
 
     def hear_peer(self, peer: PeerId, channel: Channel, message: Message) -> None:
-        self._peers[peer] = channel
+        known = self._peers.get(peer)
+        if known is None or channel[1][1] >= known[1][1]:  # what an older channel still brings is no way back
+            self._peers[peer] = channel
         if isinstance(message, Meet) and message.host == self.host:
             self._watched[peer] = channel[0].process
         self.core.from_peer(peer, message, self.now)

@@ -26,7 +26,7 @@ import numpy as np
 from support.messages import EXAMPLES
 
 from splitserve.transport.codec import WIRE, decode, encode
-from splitserve.transport.coordinator_link import identity_of, worker_of
+from splitserve.transport.coordinator_link import identity_of, opened_to, worker_of
 from splitserve.transport.errors import BadMessage, KeyFileError, MoverError
 from splitserve.transport.keys import key_from_text, new_key
 from splitserve.transport.movers.data_address import DataAddress
@@ -84,7 +84,7 @@ def decoders() -> list[Decoder]:
         Decoder("parcel header", lambda data: unpack_header(data, 1024) is not None, None, [header]),
         Decoder("data connection", _converse, BadPeer, _conversations(header)),
         Decoder("data address", _as_text(DataAddress.parse), MoverError, [str(address).encode()]),
-        Decoder("socket identity", lambda data: worker_of(data) is not None, None, [identity_of("p0", 17, 4)]),
+        Decoder("socket identity", lambda data: worker_of(data) is not None and opened_to(data) > 0, None, [identity_of("p0", 17, 4)]),
         Decoder("key file", lambda data: bool(key_from_text(data, "key")), KeyFileError, [text.encode()]),
     ]
 
