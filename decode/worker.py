@@ -344,7 +344,7 @@ def run(settings: DecodeSettings) -> None:
         shared.append(SharedPool.create(num_bytes))
         return shared[0].buffer
 
-    model = WorkerModel.load(settings, allocate if settings.mover in ("auto", "shm") else None)
+    model = WorkerModel.load(settings, allocate if settings.mover in ("auto", "shm") else None, settings.max_num_seqs)
     worker = DecodeWorker(settings, model, key, shared[0] if shared else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())

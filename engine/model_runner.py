@@ -18,6 +18,7 @@ from ..kernels.select import InexactKernelsError, numerics, select_kernels
 from .attention_metadata import AttentionMetadata
 from .batch import Batch, Logprobs, SamplingParams, SamplingState, StepOutput
 from .config import ModelConfig
+from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder
 from .device import available_bytes, select_device, select_dtype
 from .errors import ModelConfigError
 from .fingerprint import model_fingerprint
@@ -51,6 +52,7 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt and output tokens of one sequence
     num_threads: int = 1  # CPU threads of one step
     exact: bool = False  # batch-invariant: see kernels/select.py
+    max_decode_seqs: int = 0  # on GPUs: decode steps of up to so many sequences are captured as graphs by ``warm_up``
     pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
 
 
@@ -77,6 +79,14 @@ class ModelRunner:
         num_blocks = engine.num_blocks or (engine.kv_cache_bytes or self._default_cache_bytes()) // layout.block_bytes
         check_sequence_fits(layout, num_blocks, self.max_model_len)
         self.kv_cache = KVCache(layout, num_blocks, self.device, engine.pool_allocator)
+        self._max_decode_seqs = engine.max_decode_seqs
+        self._graphs: DecodeGraphs | None = None
+
+    def capture(self, record: Recorder) -> None:
+        """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on. Raises OutOfMemoryError."""
+        max_blocks = -(-self.max_model_len // self.kv_cache.layout.block_size) + 1
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(self._decode_logits, self._max_decode_seqs, max_blocks, self.device, record)
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """One step: writes the batch's keys and values to the cache and samples where ``batch.sampling`` asks.
@@ -86,6 +96,9 @@ class ModelRunner:
         torch.set_num_threads(self._num_torch_threads)  # a setting of the calling thread, as is the device
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
+        if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
+            with torch.inference_mode():
+                return self._sampled(batch, self._graphs.logits(batch))
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
         rows = [int(batch.query_start_loc[i + 1]) - 1 for i in sampled]
@@ -99,7 +112,7 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Runs a prompt and a decode step in the pool's first blocks, so that the first request pays for no first use. The step samples
-        with all options, for on a GPU each is compiled when it is first used."""
+        with all options, for on a GPU each is compiled when it is first used; then decode steps are captured there."""
         layout = self.kv_cache.layout
         num_tokens = min(64, self.max_model_len - 1, self.kv_cache.num_blocks * layout.block_size - 1)
         greedy = SamplingParams(max_tokens=1, temperature=0.0)
@@ -118,6 +131,15 @@ class ModelRunner:
                     sampling=[SamplingState(params, [0] * num_tokens, [])],
                 )
             )
+        if self.device.type == "cuda" and self._max_decode_seqs:
+            self.capture(CudaRecorder())
+
+    def _decode_logits(self, token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None))
+
+    def _sampled(self, batch: Batch, logits: Tensor) -> StepOutput:
+        """Of a batch in which every row samples."""
+        return StepOutput(*self._sampler.sample(logits, [state for state in batch.sampling if state is not None]))
 
     def _hidden_states(self, batch: Batch, rows: list[int], on_layer: Callable[[int], None] | None = None) -> Tensor:
         metadata = AttentionMetadata.from_batch(batch, self.device)

@@ -51,8 +51,9 @@ class WorkerModel:
             self.mirror.store(blocks)
 
     @classmethod
-    def load(cls, settings: WorkerSettings, allocate: PoolAllocator | None = None) -> WorkerModel:
-        """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. Raises EngineError with what to do."""
+    def load(cls, settings: WorkerSettings, allocate: PoolAllocator | None = None, max_decode_seqs: int = 0) -> WorkerModel:
+        """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. ``max_decode_seqs``: what a decode worker's batch
+        holds at most. Raises EngineError with what to do."""
         start = time.monotonic()
         on_gpu = select_device(settings.device).type != "cpu"
         cache_gib = settings.kv_cache_gib or (DEFAULT_GPU_CACHE_GIB if on_gpu and not settings.num_blocks else None)
@@ -67,6 +68,7 @@ class WorkerModel:
                 max_model_len=settings.max_model_len,
                 num_threads=settings.threads,
                 exact=settings.exact,
+                max_decode_seqs=max_decode_seqs,
                 pool_allocator=None if on_gpu else allocate,
             )
         )

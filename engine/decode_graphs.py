@@ -1,0 +1,141 @@
+"""Decode steps as CUDA graphs: one for each batch bucket, captured at start, so that a step costs one launch instead of hundreds.
+
+A graph reads its inputs from buffers that never move (``StepBuffers``); a step copies its own into their first rows. Rows up to the
+bucket's size are padding: length 0 and slot -1, for which the kernels read no cache, write none and give zeros. Context lengths
+live in the buffers only, so a graph serves all of them. The largest bucket is captured first: the others fit into its memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .attention_metadata import AttentionMetadata
+from .batch import Batch
+from .errors import OutOfMemoryError
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+PADDING_SLOT = -1
+_log = logging.getLogger(__name__)
+
+Replay = Callable[[], Tensor]
+
+
+class Recorder(Protocol):
+    """Turns a computation on memory that stays where it is into one that can be run again. The result's memory stays, too."""
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Replay: ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one memory pool: only one of them may run at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Replay:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what a first call compiles, tunes and allocates is no part of the graph
+            compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = compute()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class StepBuffers:
+    """The inputs of a decode step of up to ``num_rows`` sequences, in fixed memory on the device and, pinned, on the host."""
+
+    def __init__(self, num_rows: int, max_blocks: int, device: torch.device) -> None:
+        columns = {"token_ids": torch.int32, "positions": torch.int32, "seq_lens": torch.int32, "slot_mapping": torch.int64}
+        pinned = device.type == "cuda"
+        shapes = {**{name: ((num_rows,), dtype) for name, dtype in columns.items()}, "block_tables": ((num_rows, max_blocks), torch.int32)}
+        self._host = {name: torch.zeros(shape, dtype=dtype, pin_memory=pinned) for name, (shape, dtype) in shapes.items()}
+        self._device = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+        self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self.fill(None, num_rows)
+
+    def fill(self, batch: Batch | None, num_rows: int) -> None:
+        """The batch's rows, then padding up to ``num_rows``. Block numbers beyond a sequence's last block are never read."""
+        n = 0 if batch is None else batch.num_seqs
+        if batch is not None:
+            self._put("token_ids", batch.token_ids)
+            self._put("positions", batch.positions)
+            self._put("seq_lens", batch.seq_lens)
+            self._put("slot_mapping", batch.slot_mapping)
+            self._host["block_tables"].numpy()[:n, : batch.block_tables.shape[1]] = batch.block_tables
+        for name, value in (("token_ids", 0), ("positions", 0), ("seq_lens", 0), ("slot_mapping", PADDING_SLOT)):
+            self._host[name].numpy()[n:num_rows] = value
+        for name, host in self._host.items():
+            self._device[name][:num_rows].copy_(host[:num_rows], non_blocking=True)
+
+    def inputs(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
+        """Token ids and metadata of the first ``num_rows`` rows: views of the fixed memory."""
+        first = {name: tensor[:num_rows] for name, tensor in self._device.items()}
+        token_ids = first.pop("token_ids")
+        return token_ids, AttentionMetadata(query_start_loc=self._query_start_loc[: num_rows + 1], **first)
+
+    def _put(self, name: str, values: NDArray[np.int32] | NDArray[np.int64]) -> None:
+        self._host[name].numpy()[: len(values)] = values
+
+
+class DecodeGraphs:
+    """``compute(token_ids, metadata)`` -> logits float32 [num_rows, vocab_size], recorded for each bucket up to ``max_num_seqs``."""
+
+    def __init__(
+        self,
+        compute: Callable[[Tensor, AttentionMetadata], Tensor],
+        max_num_seqs: int,
+        max_blocks: int,
+        device: torch.device,
+        record: Recorder,
+    ) -> None:
+        self._buckets = buckets_up_to(max_num_seqs)
+        self._buffers = StepBuffers(self._buckets[-1], max_blocks, device)
+        self._replays: dict[int, Replay] = {}
+        start = time.monotonic()
+        for done, size in enumerate(reversed(self._buckets), start=1):
+            self._replays[size] = self._record(compute, size, record)
+            _log.info("decode graph %d of %d: %d sequences, %.1f s", done, len(self._buckets), size, time.monotonic() - start)
+
+    def serves(self, batch: Batch) -> bool:
+        """Every sequence runs one token and samples, and none more than there is a graph for."""
+        return (
+            batch.num_tokens == batch.num_seqs <= self._buckets[-1]
+            and None not in batch.sampling
+            and not any(count is not None for count in batch.prompt_logprobs)
+        )
+
+    def logits(self, batch: Batch) -> Tensor:
+        """float32 [num_seqs, vocab_size], valid until the next call; the caller may write to it."""
+        size = next(size for size in self._buckets if size >= batch.num_seqs)
+        self._buffers.fill(batch, size)
+        return self._replays[size]()[: batch.num_seqs]
+
+    def _record(self, compute: Callable[[Tensor, AttentionMetadata], Tensor], size: int, record: Recorder) -> Replay:
+        token_ids, metadata = self._buffers.inputs(size)
+        try:
+            return record(lambda: compute(token_ids, metadata))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"no memory for the graph of a decode step of {size} sequences; lower --decode-max-num-seqs or --kv-cache-gib"
+            ) from error
+
+
+def buckets_up_to(max_num_seqs: int) -> Sequence[int]:
+    """Those below ``max_num_seqs``, and the least that holds it (or the largest there is)."""
+    return [size for i, size in enumerate(BUCKETS) if i == 0 or BUCKETS[i - 1] < max_num_seqs]
