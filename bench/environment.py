@@ -22,6 +22,7 @@ def environment() -> dict[str, object]:
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "commit": _commit(),
+        "load_average": os.getloadavg(),  # before this began: above zero, the machine was shared
         "command": " ".join(["python -m", _module(), *sys.argv[1:]]),
     }
 
