@@ -192,6 +192,7 @@ class DecodeCore:
                 "output_tokens": self.num_tokens,
                 "corrupt_blocks": r.num_corrupt_blocks,
                 "handed_over": self.moving.num_moved if self.moving else 0,
+                "mover_fallbacks": self.moving.sender.num_fallbacks if self.moving else 0,
             },
         )
 

@@ -137,7 +137,8 @@ class SendingEnd:
             mover.put(action.lease, action.secret, action.items, first, end - first)
             self._time(action.peer, mover)
 
-        self._with_mover(action.peer, put)
+        if action.peer in self._movers:  # else it has failed a moment ago, and what was under way has been given back
+            self._with_mover(action.peer, put)
         self._checksums.add(blocks, first, end - first)
 
     def _time(self, peer: PeerId, mover: PutSource) -> None:
