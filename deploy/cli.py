@@ -44,20 +44,24 @@ def settings_command(section: str, text: str, run: Run) -> click.Command:
         settings = load(section, given(flags), Sources.read(config))
         sys.exit(run(settings) or 0)
 
-    return SettingsCommand(
-        section, params=[*options(SECTIONS[section]), config_option()], callback=callback, help=text, epilog=EPILOG, no_args_is_help=False
-    )
+    params = [*options(SECTIONS[section]), config_option()]
+    return SettingsCommand(_name(section), params=params, callback=callback, help=text, epilog=EPILOG, no_args_is_help=False)
 
 
 def files_command(section: str, text: str, run: Callable[[Any, Sequence[Path]], int]) -> click.Command:
-    """Like settings_command, with one or more FILEs; the name of a section such as ``trace_stats`` ends in the command's."""
+    """Like settings_command, with one or more FILEs."""
 
     def callback(config: Path | None, files: Sequence[Path], **flags: Any) -> None:
         sys.exit(run(load(section, given(flags), Sources.read(config)), files))
 
     argument = click.Argument(["files"], nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
     params = [argument, *options(SECTIONS[section]), config_option()]
-    return SettingsCommand(section.rpartition("_")[2], params=params, callback=callback, help=text, epilog=EPILOG)
+    return SettingsCommand(_name(section), params=params, callback=callback, help=text, epilog=EPILOG)
+
+
+def _name(section: str) -> str:
+    """``stats`` of ``trace_stats``, which stands in the group ``trace``."""
+    return section.rpartition("_")[2]
 
 
 def log_to_stderr(level: str) -> None:
@@ -118,14 +122,37 @@ def run_trace_stats(settings: Any, files: Sequence[Path]) -> int:
     return stats(settings, files)
 
 
+def run_trace_convert(settings: Any, files: Sequence[Path]) -> int:
+    from ..planner.trace_commands import convert
+
+    return convert(settings, files)
+
+
+def run_trace_make(settings: Any) -> int:
+    from ..planner.trace_commands import make
+
+    return make(settings)
+
+
+def run_trace_fit(settings: Any, files: Sequence[Path]) -> int:
+    from ..planner.trace_commands import fit
+
+    return fit(settings, files)
+
+
 def trace_group() -> click.Group:
     """``splitserve trace ...``"""
     text = (
-        "Look at traces of requests.\n\nReads the Azure LLM inference traces, Mooncake's, splitwise-sim's, ServeGen's and splitserve's own "
-        "format, told apart by their first line; any of them may be gzip'ed."
+        "Look at traces of requests, change them, and make synthetic ones.\n\nReads the Azure LLM inference traces, Mooncake's, "
+        "splitwise-sim's, ServeGen's and splitserve's own format, told apart by their first line; any of them may be gzip'ed."
     )
     group = click.Group("trace", help=text)
     group.add_command(files_command("trace_stats", "Tell what traces are like: arrivals, bursts, lengths, prefix reuse.", run_trace_stats))
+    group.add_command(
+        files_command("trace_convert", "Write traces in splitserve's own format: cut, thinned, mixed, scaled.", run_trace_convert)
+    )
+    group.add_command(settings_command("trace_make", "Draw a synthetic trace: Poisson, bursty, diurnal, conversations.", run_trace_make))
+    group.add_command(files_command("trace_fit", "Fit a synthetic workload to a trace FILE.", run_trace_fit))
     return group
 
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from ..bench.settings import LoadSettings
 from ..coordinator.settings import CoordinatorSettings
 from ..decode.settings import DecodeSettings
-from ..planner.settings import TraceStatsSettings
+from ..planner.settings import TraceConvertSettings, TraceFitSettings, TraceMakeSettings, TraceStatsSettings
 from ..prefill.settings import PrefillSettings
 from .settings import ChatSettings, DoctorSettings, UpSettings
 
@@ -38,6 +38,9 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "doctor": DoctorSettings,
     "bench": LoadSettings,
     "trace_stats": TraceStatsSettings,
+    "trace_convert": TraceConvertSettings,
+    "trace_make": TraceMakeSettings,
+    "trace_fit": TraceFitSettings,
 }
 COMMON = "common"
 ENV_PREFIX = "SPLITSERVE_"

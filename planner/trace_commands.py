@@ -2,51 +2,129 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
 from rich.console import Console
 
-from .errors import TraceError
-from .settings import TraceReading, TraceStatsSettings
+from .errors import TraceError, WorkloadError
+from .settings import TraceConvertSettings, TraceFitSettings, TraceMakeSettings, TraceReading, TraceStatsSettings
+from .trace.operators import cut, mean_rate, mixed, scaled, thinned
+from .trace.own_format import write_trace
 from .trace.readers import open_trace
 from .trace.request import Trace
 from .trace.statistics import Shapes, TraceStatistics, describe
 from .trace.tables import print_statistics
+from .workload.arrivals import Arrivals, diurnal_profile
+from .workload.fit import fit as fitted
+from .workload.lengths import MarginalLengths
+from .workload.sessions import Sessions
+from .workload.workload import Workload, read_workload, write_workload
+
+Described = tuple[TraceStatistics, Shapes]
 
 
 def stats(settings: TraceStatsSettings, files: Sequence[Path]) -> int:
     """``splitserve trace stats``."""
-    described = [_described(trace, path) for trace, path in zip(opened(settings, files), files, strict=True)]
+    described = [_described(trace, path) for trace, path in zip(_opened(settings, files), files, strict=True)]
     print_statistics([statistics for statistics, _ in described], Console())
     if settings.json_file:
-        content = orjson.dumps([statistics.as_json() for statistics, _ in described], option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
-        _write(settings.json_file, content + b"\n")
+        _write_json(settings.json_file, described)
     if settings.plot_file:
-        from .trace.plots import draw_traces
-
-        try:
-            draw_traces(settings.plot_file, described)
-        except OSError as error:
-            raise TraceError(settings.plot_file, f"cannot be written: {error.strerror or error}") from None
+        _draw(settings.plot_file, described)
     return 0
 
 
-def opened(settings: TraceReading, files: Sequence[Path]) -> list[Trace]:
+def convert(settings: TraceConvertSettings, files: Sequence[Path]) -> int:
+    """``splitserve trace convert``."""
+    parts = []
+    for trace in _opened(settings, files):
+        kept = thinned(trace, settings.keep, settings.seed) if settings.keep < 1 else trace
+        parts.append(cut(kept, settings.start_s, settings.end_s or math.inf, settings.max_requests))
+    trace = mixed(parts)
+    factor = settings.scale if settings.rate is None else settings.rate / mean_rate(trace)
+    return _write(settings.output, scaled(trace, factor) if factor else trace)
+
+
+def make(settings: TraceMakeSettings) -> int:
+    """``splitserve trace make``."""
+    workload = read_workload(settings.workload) if settings.workload else _workload(settings)
+    if settings.rate is not None:
+        workload = workload.at_rate(settings.rate)
+    duration_s = settings.duration_s or math.inf
+    return _write(settings.output, workload.trace(settings.seed, max_requests=settings.requests, duration_s=duration_s))
+
+
+def fit(settings: TraceFitSettings, files: Sequence[Path]) -> int:
+    """``splitserve trace fit``."""
+    if len(files) != 1:
+        raise WorkloadError(f"a workload is fitted to one trace, not to {len(files)}; mix them first: splitserve trace convert")
+    (trace,) = _opened(settings, files)
+    workload = fitted(trace, settings.step_s)
+    write_workload(settings.output, workload)
+    described = _beside(trace, files[0], workload, settings.seed)
+    print_statistics([statistics for statistics, _ in described], Console())
+    if described[0][0].blocks:
+        print("Prefix reuse is not fitted: what is drawn has no block hashes. Use the trace itself where reuse matters.")
+    arrivals = workload.arrivals
+    print(
+        f"wrote {settings.output}: {len(arrivals.profile):,} steps of {arrivals.step_s:g} s; CV of the gaps beside them: {arrivals.cv:.2f}"
+    )
+    if settings.plot_file:
+        _draw(settings.plot_file, described)
+    return 0
+
+
+def _beside(trace: Trace, path: Path, workload: Workload, seed: int) -> list[Described]:
+    """The trace, and as long a one drawn from its workload."""
+    of_trace = _described(trace, path)
+    start_s = next(iter(trace)).arrival_s
+    drawn = workload.trace(seed, duration_s=of_trace[0].span_s, name="drawn from the fit")
+    of_drawn = describe(Trace(drawn.name, drawn.read, origin_s=trace.origin_s + start_s))
+    return [of_trace, *([of_drawn] if of_drawn else [])]
+
+
+def _opened(settings: TraceReading, files: Sequence[Path]) -> list[Trace]:
     """All files, their first rows checked."""
     return [open_trace(path, disorder_s=settings.disorder_s, drop_empty=settings.drop_empty) for path in files]
 
 
-def _described(trace: Trace, path: Path) -> tuple[TraceStatistics, Shapes]:
+def _described(trace: Trace, path: Path) -> Described:
     found = describe(trace)
     if found is None:
         raise TraceError(path, "has no requests")
     return found
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, trace: Trace) -> int:
+    print(f"wrote {write_trace(path, trace):,} requests to {path}")
+    return 0
+
+
+def _write_json(path: Path, described: Sequence[Described]) -> None:
+    content = orjson.dumps([statistics.as_json() for statistics, _ in described], option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
     try:
-        path.write_bytes(content)
+        path.write_bytes(content + b"\n")
     except OSError as error:
         raise TraceError(path, f"cannot be written: {error.strerror or error}") from None
+
+
+def _draw(path: Path, described: Sequence[Described]) -> None:
+    from .trace.plots import draw_traces
+
+    try:
+        draw_traces(path, described)
+    except OSError as error:
+        raise TraceError(path, f"cannot be written: {error.strerror or error}") from None
+
+
+def _workload(settings: TraceMakeSettings) -> Workload:
+    """What the options describe, at the rate of 1 until --rate changes it."""
+    profile = diurnal_profile(settings.diurnal_amplitude) if settings.diurnal_amplitude else (1.0,)
+    arrivals = Arrivals(rate=1.0, cv=settings.burstiness, profile=profile, step_s=settings.diurnal_period_s / len(profile))
+    lengths = MarginalLengths(prompt=settings.prompt_len, output=settings.output_len, correlation=settings.length_correlation)
+    sessions = Sessions(**{name: getattr(settings, name) for name in Sessions.model_fields})
+    needs_sessions = settings.turns > 1 or settings.system_prompts
+    return Workload(arrivals=arrivals, lengths=lengths, sessions=sessions if needs_sessions else None).at_rate(1.0)

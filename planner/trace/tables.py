@@ -19,7 +19,9 @@ def print_statistics(traces: Sequence[TraceStatistics], console: Console) -> Non
     table.add_column("", no_wrap=True)
     for one in traces:
         table.add_column(one.name, justify="right", overflow="fold", min_width=9)
-    for section in zip(*(_sections(one) for one in traces), strict=True):
+    parts = (_arrivals, _lengths, _reuse) if any(one.blocks or one.num_sessions for one in traces) else (_arrivals, _lengths)
+    for part in parts:
+        section = [list(part(one)) for one in traces]
         rows = list(zip(*section, strict=True))
         for row in rows:
             table.add_row(row[0][0], *(value for _, value in row), end_section=row is rows[-1])
@@ -33,10 +35,6 @@ def print_statistics(traces: Sequence[TraceStatistics], console: Console) -> Non
                 markup=False,
                 highlight=False,
             )
-
-
-def _sections(one: TraceStatistics) -> tuple[list[Row], ...]:
-    return list(_arrivals(one)), list(_lengths(one)), list(_reuse(one))
 
 
 def _arrivals(one: TraceStatistics) -> Iterator[Row]:
