@@ -1,4 +1,4 @@
-"""Real processes on several hosts under kill -9, SIGSTOP, lost, delayed and cut-off packets and corrupt KV blocks, while clients stream.
+"""Processes on two hosts under kill -9, SIGSTOP, SIGTERM, lost, delayed and cut-off packets and corrupt KV blocks, while clients stream.
 
     python -m splitserve.bench.chaos --minutes 10 --json bench/results/chaos.json
     python -m splitserve.bench.chaos --minutes 0.5 --streams 8        # a short one
@@ -36,11 +36,12 @@ from .chaos_streams import Clients, Stream, questions
 from .environment import environment
 from .packet_network import PacketNetwork, Weather
 
-NUM_QUESTIONS = 64
+NUM_QUESTIONS = 96
 REST_S = 60.0
+REVIVE_S = 0.5
 HTTP_PORT, CONTROL_PORT = 8000, 7700
 HOST_OF = {"coordinator": 1, "prefill-0": 1, "decode-0": 1, "prefill-1": 2, "decode-1": 2}
-FAULTS = ("kill", "kill", "stop", "loss", "delay", "cut", "corrupt")
+FAULTS = ("kill", "kill", "stop", "leave", "loss", "delay", "cut", "corrupt")
 
 
 @dataclass(slots=True)
@@ -78,14 +79,16 @@ class ChaosCluster:
         if ended:
             raise RuntimeError(f"these could not start (exit status): {ended}; see {self._folder}")
 
-    def revive(self) -> None:
-        """Starts again what has died."""
-        for name, process in self._processes.items():
-            if process.poll() is not None:
-                if name == "coordinator":
-                    raise RuntimeError(f"the coordinator has ended with {process.returncode}: see {self._folder}")
-                self.restarts += 1
-                self._processes[name] = self._start(name)
+    async def keep_alive(self) -> None:
+        """Starts again what has died or left, until cancelled."""
+        while True:
+            await asyncio.sleep(REVIVE_S)
+            for name, process in self._processes.items():
+                if process.poll() is not None:
+                    if name == "coordinator":
+                        raise RuntimeError(f"the coordinator has ended with {process.returncode}: see {self._folder}")
+                    self.restarts += 1
+                    self._processes[name] = self._start(name)
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -103,7 +106,7 @@ class ChaosCluster:
             command += ["--host", address, "--port", str(self._http_port), "--control-address", self._control]
             command += ["--served-model-name", DEMO_MODEL_NAME]
         else:
-            command += ["--name", name, "--coordinator", self._control, "--dtype", "float32", "--kv-cache-gib", "0.25"]
+            command += ["--name", name, "--coordinator", self._control, "--dtype", "float32", "--kv-cache-gib", "0.08"]
         if role == "decode":
             command += ["--listen", f"tcp://{address}:*", "--data-listen", f"tcp://{address}:*", "--advertise-host", address]
         if role != "coordinator":
@@ -125,7 +128,7 @@ class Adversary:
         self.packets: dict[str, int] = {}
 
     async def run(self, until: float) -> None:
-        faults = FAULTS if self._network else tuple(f for f in FAULTS if f in ("kill", "stop"))
+        faults = FAULTS if self._network else tuple(f for f in FAULTS if f in ("kill", "stop", "leave"))
         while time.monotonic() < until:
             fault = self._random.choice(faults)
             self.counts[fault] += 1
@@ -138,14 +141,16 @@ class Adversary:
         running = await self._streams_on(name)
         self.kills.append(Kill(name, time.monotonic(), running))
         self._cluster.signal(name, signal.SIGKILL)
-        await self._sleep(0.1, 1.0)
-        self._cluster.revive()
 
     async def _stop(self) -> None:
         name = self._random.choice(self._cluster.workers)
         self._cluster.signal(name, signal.SIGSTOP)
         await self._sleep(0.3, 6.0)
         self._cluster.signal(name, signal.SIGCONT)
+
+    async def _leave(self) -> None:
+        """It drains."""
+        self._cluster.signal(self._random.choice(self._cluster.workers), signal.SIGTERM)
 
     async def _loss(self) -> None:
         await self._storm(Weather(loss=self._random.uniform(0.02, 0.2)))
@@ -233,14 +238,14 @@ async def run(arguments: argparse.Namespace, network: PacketNetwork | None, fold
         again = await fault_free(cluster, bodies, max(1, arguments.streams // 3))
         clients, stop = Clients(cluster.url, bodies, arguments.streams), asyncio.Event()
         adversary = Adversary(cluster, clients, network, arguments.seed)
-        streaming = asyncio.create_task(clients.run(stop))
+        streaming, reviving = asyncio.create_task(clients.run(stop)), asyncio.create_task(cluster.keep_alive())
         await adversary.run(time.monotonic() + arguments.minutes * 60)
-        cluster.revive()
         stop.set()
         await streaming
         await clients.close()
         leaked = await leaked_blocks(cluster.url)
         state = await read_state(cluster.url)
+        reviving.cancel()
         unstable = sorted(q for q in expected if again[q] != expected[q])
         return {
             **judge(clients, adversary, expected, unstable),
