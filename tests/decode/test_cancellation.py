@@ -1,0 +1,172 @@
+"""A request that is cancelled, at whatever moment, holds no block on either side a tenth of a second later."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from splitserve.decode.core import DecodeCore
+from splitserve.decode.scheduler import DecodeScheduler
+from splitserve.engine.batch import Batch, StepOutput
+from splitserve.engine.block_manager import BlockManager
+from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.scheduler import PrefillScheduler
+from splitserve.transport import actions as act
+from splitserve.transport.handoff import ONE_SIDED_MOVERS
+from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.messages import (
+    FROM_DECODE,
+    Cancel,
+    Handoff,
+    Meet,
+    ModelIdentity,
+    Peer,
+    Placed,
+    Prefill,
+    RequestSpec,
+    Sampling,
+    u32,
+    u64,
+)
+
+BLOCK, TURN_S, WITHIN_S, PROMPT = 4, 0.005, 0.1, 21
+MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)
+STEP_TURNS = 3
+EVERY_STATE = {"queued", "computing", "waiting for grant", "sending", "verifying", "quarantined", "decoding", "draining"}
+
+
+class Side:
+    """A worker's core, and the step that it is in."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+        self.step: Any = None
+        self.ends_at = 0
+
+    def compute(self, turn: int, now: float) -> None:
+        if self.step is not None and turn >= self.ends_at:
+            batch: Batch = self.step.batch
+            step, self.step = self.step, None
+            self.core.complete(step, StepOutput(np.full(batch.num_seqs, 5, np.int32)), now)
+        if self.step is None and (step := self.core.schedule(now)) is not None:
+            self.step, self.ends_at = step, turn + STEP_TURNS
+
+
+class System:
+    """A prefill and a decode worker; what one says to the other arrives in the next turn, and so do puts and checks."""
+
+    def __init__(self, mover: str, full: bool) -> None:
+        self.turn, self.now = 0, 0.0
+        self.events: list[tuple[int, Any]] = []  # (turn, what to call)
+        self.seen: set[str] = set()
+        self.one_sided = mover in ONE_SIDED_MOVERS
+        self.prefill_blocks, self.decode_blocks = BlockManager(16), BlockManager(16)
+        meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=(mover,))
+        prefill = PrefillCore(meet, PrefillScheduler(self.prefill_blocks, BLOCK, "m", 8, 4), frozenset(), 64)
+        scheduler = DecodeScheduler(self.decode_blocks, BLOCK, 4, 64, frozenset())
+        endpoints = MoverEndpoints((mover,), "h", "shm", "data")
+        receiver = HandoffReceiver(("d", 1), MODEL, self.decode_blocks, endpoints, lambda: decode.room(), lambda: b"s" * 16)
+        decode = DecodeCore(("d", 1), scheduler, receiver, "m", meet.model_copy(update={"worker_id": "d"}))
+        self.p, self.d = Side(prefill), Side(decode)
+        self.others = self.decode_blocks.allocate(14) if full else None
+
+    def start(self) -> None:
+        spec = RequestSpec(
+            request_id="r",
+            epoch=0,
+            dispatch=1,
+            coordinator=7,
+            token_ids=u32(list(range(1, PROMPT + 1))),
+            num_prompt_tokens=PROMPT,
+            sampling=Sampling(max_tokens=40, temperature=0.0),
+            deadline_s=99.0,
+        )
+        self.p.core.from_coordinator(Prefill(spec=spec, decode=Peer(worker_id="d", incarnation=1, address="x")), self.now)
+
+    def cancel(self, prefill_hears_after: int) -> None:
+        cancel = Cancel(coordinator=7, dispatches=u32([1]))
+        self.d.core.from_coordinator(cancel)
+        self.after(prefill_hears_after, lambda: self.p.core.from_coordinator(cancel, self.now))
+
+    def after(self, turns: int, event: Any) -> None:
+        self.events.append((self.turn + turns, event))
+
+    def one_turn(self) -> None:
+        self.turn, self.now = self.turn + 1, self.now + TURN_S
+        due = [event for turn, event in self.events if turn <= self.turn]
+        self.events = [(turn, event) for turn, event in self.events if turn > self.turn]
+        for event in due:
+            event()
+        for side in (self.p, self.d):
+            side.core.tick(self.now)
+            side.compute(self.turn, self.now)
+            self._carry_out(side)
+        self._look()
+
+    def _carry_out(self, side: Side) -> None:
+        me, other = (("p", 1), self.d) if side is self.p else (("d", 1), self.p)
+        for action in self.p.core.take() if side is self.p else self.d.core.take(self.now):
+            match action:
+                case act.ToPeer(message=message):
+                    self._say(other, me, message)
+                case act.SendPlaced():
+                    self._say(other, me, Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks)))
+                case act.SendHandoff():
+                    sums = u64(action.source_blocks)
+                    self._say(other, me, Handoff(spec=action.spec, lease=action.lease, token=action.token, checksums=sums))
+                case act.Put() if not self.one_sided:
+                    for position, _, _ in action.items:
+                        self.after(2, lambda a=action, i=position: self.d.core.receiver.arrived(a.lease, i))
+                case act.Verify():
+                    self.after(2, lambda a=action: self.d.core.receiver.verified(a.lease, a.positions, [], self.now))
+
+    def _say(self, to: Side, me: tuple[str, int], message: Any) -> None:
+        assert isinstance(message, FROM_DECODE) == (to is self.p)
+        self.after(1, lambda: to.core.from_peer(me, message, self.now))
+
+    def _look(self) -> None:
+        """Which states there have been."""
+        prefill, receiver = self.p.core.scheduler, self.d.core.receiver
+        quarantined = bool(receiver.num_leased_blocks) and not receiver.num_granted
+        states = {
+            "queued": bool(prefill.waiting),
+            "computing": self.p.step is not None,
+            "waiting for grant": bool(receiver.num_waiting),
+            "sending": bool(receiver.num_granted),
+            "verifying": bool(receiver.num_granted and prefill.pinned),
+            "quarantined": quarantined,
+            "decoding": bool(self.d.core.scheduler.num_running),
+            "draining": self.d.core.load().draining,
+        }
+        self.seen |= {name for name, there in states.items() if there}
+
+    @property
+    def num_used(self) -> tuple[int, int]:
+        return self.prefill_blocks.num_used, self.decode_blocks.num_used - len(self.others or ())
+
+
+def cancelled_at(moment: int, system: System, prefill_hears_after: int) -> set[str]:
+    """Cancels after so many turns; the states that there have been."""
+    if moment % 2:
+        system.after(40, lambda: system.d.core.drain(system.now, 50.0))
+    system.start()
+    system._look()
+    for _ in range(moment):
+        system.one_turn()
+    system.cancel(prefill_hears_after)
+    for _ in range(int(WITHIN_S / TURN_S)):
+        system.one_turn()
+    assert system.num_used == (0, 0), f"moment {moment}: {system.seen}"
+    assert not system.p.core.scheduler.held
+    assert not system.d.core.load().dispatches
+    return system.seen
+
+
+def test_cancelled_at_any_moment_in_any_state() -> None:
+    seen: set[str] = set()
+    for mover, full, prefill_hears_after in itertools.product(("shm", "zmq"), (False, True), (1, 4)):
+        for moment in range(60):
+            seen |= cancelled_at(moment, System(mover, full), prefill_hears_after)
+    assert seen == EVERY_STATE
