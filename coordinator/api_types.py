@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_PROMPTS = 2048
@@ -134,6 +134,30 @@ def _response_format(value: Any) -> None:
         raise _invalid(f"type {kind!r} is not supported; only 'text' is")
 
 
+def _schema(*kinds: dict[str, Any]) -> WithJsonSchema:
+    """What a field takes whose check is a function."""
+    return WithJsonSchema({"anyOf": [*kinds]})
+
+
+NULL: dict[str, Any] = {"type": "null"}
+STRING: dict[str, Any] = {"type": "string", "minLength": 1}
+STOP = _schema(
+    {**STRING, "maxLength": MAX_STOP_CHARS},
+    {"type": "array", "items": {**STRING, "maxLength": MAX_STOP_CHARS}, "maxItems": MAX_STOP_STRINGS},
+    NULL,
+)
+LOGIT_BIAS = _schema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}, NULL)
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+PROMPT = _schema(STRING, _IDS, *({"type": "array", "items": kind, "minItems": 1, "maxItems": MAX_PROMPTS} for kind in (STRING, _IDS)))
+_TEXT_PART: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+CONTENT = _schema({"type": "string"}, {"type": "array", "items": _TEXT_PART}, NULL)
+RESPONSE_FORMAT = _schema({"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}, {"const": "text"}, NULL)
+
+
 class StreamOptions(_Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -150,10 +174,10 @@ class SamplingFields(_Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: Annotated[Any, BeforeValidator(_logit_bias)] = None
+    logit_bias: Annotated[Any, BeforeValidator(_logit_bias), LOGIT_BIAS] = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Annotated[Any, BeforeValidator(_stop)] = None
+    stop: Annotated[Any, BeforeValidator(_stop), STOP] = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
@@ -183,11 +207,11 @@ class SamplingFields(_Body):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: Annotated[Any, BeforeValidator(_prompt)]
+    prompt: Annotated[Any, BeforeValidator(_prompt), PROMPT]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    suffix: Annotated[Any, AfterValidator(_only(None, ""))] = None
+    suffix: Annotated[Any, AfterValidator(_only(None, "")), WithJsonSchema({"enum": [None, ""]})] = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -202,7 +226,7 @@ class Message(_Body):
     """One message of a chat."""
 
     role: str
-    content: Annotated[Any, BeforeValidator(_content)] = None
+    content: Annotated[Any, BeforeValidator(_content), CONTENT] = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -224,9 +248,9 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: Annotated[Any, BeforeValidator(_response_format)] = None
-    tools: Annotated[Any, AfterValidator(_only(None, []))] = None
-    tool_choice: Annotated[Any, AfterValidator(_only(None, "none", "auto"))] = None
+    response_format: Annotated[Any, BeforeValidator(_response_format), RESPONSE_FORMAT] = None
+    tools: Annotated[Any, AfterValidator(_only(None, [])), WithJsonSchema({"enum": [None, []]})] = None
+    tool_choice: Annotated[Any, AfterValidator(_only(None, "none", "auto")), WithJsonSchema({"enum": [None, "none", "auto"]})] = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

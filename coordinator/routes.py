@@ -20,6 +20,7 @@ from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, N
 from .generate import check_model
 from .limits import HttpLimits
 from .metrics import CONTENT_TYPE, Metrics
+from .openapi import document
 from .prompts import chat_prompt
 from .request import Dispatcher
 from .served_model import ServedModel
@@ -50,6 +51,7 @@ class OrdinaryRoutes:
             Route("/ready", self._ready),
             Route("/metrics", self._render_metrics),
             Route("/debug/state", self._debug_state),
+            Route("/openapi.json", self._openapi),
             *self._more,
         ]
         app = Starlette(routes=routes, exception_handlers=error_handlers())
@@ -102,6 +104,9 @@ class OrdinaryRoutes:
     async def _debug_state(self, request: Request) -> Response:
         http = {"open_requests": self._metrics.num_open}
         return _json({**self._dispatcher.snapshot(), "http": http})
+
+    async def _openapi(self, request: Request) -> Response:
+        return _json(document())
 
     def _model_card(self) -> dict[str, Any]:
         model = self._model

@@ -1,0 +1,52 @@
+"""/openapi.json says what the server does: its schemas take what the server takes, and refuse what it refuses by kind and range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from coordinator.test_bad_requests import BAD_CHAT, BAD_FOR_BOTH, BAD_TEXT, CHAT, TEXT
+from jsonschema import Draft202012Validator
+
+from splitserve.coordinator.server import HttpServer
+
+BEYOND_A_SCHEMA = {
+    *("min_tokens", "stream_options", "best_of", "top_logprobs", "max_tokens", "prompt", "messages", "stop_token_ids", "logit_bias"),
+}
+"""Fields whose rules also depend on other fields, on the model, or on keys."""
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"stop": ["a", "b"], "logit_bias": {"7": -1.5}, "max_tokens": 3},
+    {"stop": None, "n": 2, "seed": -5, "stream": True, "stream_options": {"include_usage": True}, "something_else": 1},
+]
+
+
+async def validator_of(http: httpx.AsyncClient, path: str) -> Draft202012Validator:
+    document = (await http.get("/openapi.json")).json()
+    Draft202012Validator.check_schema(document["components"]["schemas"]["CompletionRequest"])
+    (content,) = document["paths"][path]["post"]["requestBody"]["content"].values()
+    return Draft202012Validator({**content["schema"], "components": document["components"]})
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "bad"), [("/v1/completions", TEXT, BAD_FOR_BOTH + BAD_TEXT), ("/v1/chat/completions", CHAT, BAD_FOR_BOTH + BAD_CHAT)]
+)
+async def test_bodies_are_valid_where_the_server_takes_them(
+    http: httpx.AsyncClient, path: str, base: dict[str, Any], bad: list[tuple[dict[str, Any], str]]
+) -> None:
+    validator = await validator_of(http, path)
+    for good in GOOD:
+        assert (await http.post(path, json={**base, **good})).status_code == 200
+        assert list(validator.iter_errors({**base, **good})) == []
+    checked = [fields for fields, _ in bad if not BEYOND_A_SCHEMA & set(fields)]
+    assert len(checked) > 15
+    for fields in checked:
+        assert not validator.is_valid({**base, **fields}), fields
+
+
+async def test_every_path_of_it_is_there(http: httpx.AsyncClient, server: HttpServer) -> None:
+    document = (await http.get("/openapi.json")).json()
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert (await http.request(method, path)).status_code not in (404, 405), path
