@@ -75,12 +75,12 @@ def multiply_rate(dtype: torch.dtype) -> float:
     return max(rate(torch.randn(n, n)), rate(torch.randn(n, n).to(dtype)))
 
 
-def make_batch(num_seqs: int, start: int, count: int) -> Batch:
+def make_batch(num_seqs: int, start: int, count: int, block_size: int = BLOCK_SIZE) -> Batch:
     """``num_seqs`` sequences with ``start`` tokens in the cache run ``count`` more; each sequence owns its blocks."""
-    num_blocks = -(-(start + count) // BLOCK_SIZE)
+    num_blocks = -(-(start + count) // block_size)
     tables = np.random.default_rng(0).permutation(num_seqs * num_blocks).reshape(num_seqs, num_blocks).astype(np.int32)
     positions = np.arange(start, start + count, dtype=np.int32)
-    slots = tables[:, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+    slots = tables[:, positions // block_size].astype(np.int64) * block_size + positions % block_size
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
     return Batch(
         token_ids=np.random.default_rng(1).integers(3, 30000, num_seqs * count, dtype=np.int32),

@@ -110,9 +110,10 @@ def measure(report: Report, device: str) -> None:
 
 def sections() -> list[tuple[str, Callable[[str, Ceilings, bool], Iterator[Figure]]]]:
     """What is measured, in this order; each yields its figures one by one."""
+    from .engine_figures import engine_figures
     from .kernel_figures import kernel_figures
 
-    return [("kernels", kernel_figures)]
+    return [("kernels", kernel_figures), ("engine", engine_figures)]
 
 
 def check_compiled(report: Report) -> None:

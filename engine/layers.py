@@ -7,21 +7,30 @@ more, so that a split needs changes here alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..kernels.interface import Kernels, Linear
-from .weights import Checkpoint
+
+
+class TensorSource(Protocol):
+    """Where weights come from: a checkpoint's files, or a benchmark's random numbers."""
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
+        """These tensors will be asked for; raises WeightsError where they are not as expected."""
+
+    def tensor(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLoader:
     """Makes layers out of a checkpoint's tensors for one device and dtype."""
 
-    checkpoint: Checkpoint
+    checkpoint: TensorSource
     kernels: Kernels
     dtype: torch.dtype
     device: torch.device

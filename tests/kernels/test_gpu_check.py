@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from splitserve.bench import triton_interpreter
+from splitserve.bench.engine_figures import engine_figures
 from splitserve.bench.gpu_timing import measure_ceilings
 from splitserve.bench.kernel_checks import Check, checks
 from splitserve.bench.kernel_figures import kernel_figures
@@ -29,3 +30,12 @@ def test_every_figure_can_be_made() -> None:
 @pytest.mark.parametrize("check", [check for check in checks(big=False) if check.name.startswith(QUICK)], ids=lambda check: check.name)
 def test_a_check_passes(check: Check) -> None:
     assert check.run("cpu") <= check.allowed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="figures of a GPU are not for the interpreter")
+def test_every_figure_of_the_engine_can_be_made() -> None:
+    figures = list(engine_figures("cpu", measure_ceilings("cpu"), big=False))
+    assert all(figure.us > 0 and figure.ratio > 0 for figure in figures)
+    whats = " ".join(figure.what for figure in figures)
+    for part in ("decode step, batch 2", "the device's part", "prefill, 20 tokens", "exact: decode step"):
+        assert part in whats, part
