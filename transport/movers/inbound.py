@@ -48,7 +48,7 @@ class Inbound:
         self._block_bytes = num_layers * layer_bytes
         self._max_positions = slices_per_parcel(layer_bytes)
         self._bytes = desk.pool.reshape(-1).data
-        self._scratch = memoryview(b"")
+        self._scratch = self._opened = memoryview(b"")
         self._seal: Seal | None = None
         self.authenticated = False
         self._claim: Claim | None = None
@@ -88,6 +88,7 @@ class Inbound:
             raise BadPeer("stranger")
         self._seal, self.authenticated = transcript.seal(), True
         self._scratch = memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
+        self._opened = memoryview(bytearray(RECORD_BYTES))  # a record on its way to several places
 
     def _take_parcel(self) -> Talk:
         header = unpack_header((yield from self._header()), self._max_positions)
@@ -140,7 +141,7 @@ class Inbound:
         if len(record) == 1:
             opened = seal.open_into(sealed, self._bytes[record[0][0] : record[0][1]])
         else:
-            piece = memoryview(bytearray(len(sealed) - TAG_BYTES))
+            piece = self._opened[: len(sealed) - TAG_BYTES]
             opened = seal.open_into(sealed, piece)
             if opened:
                 at = 0
