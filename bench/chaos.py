@@ -36,7 +36,7 @@ from .chaos_streams import Clients, Stream, questions
 from .environment import environment
 from .packet_network import PacketNetwork, Weather
 
-NUM_QUESTIONS = 96
+NUM_QUESTIONS = 48
 REST_S = 60.0
 REVIVE_S = 0.5
 HTTP_PORT, CONTROL_PORT = 8000, 7700
@@ -131,26 +131,31 @@ class Adversary:
         faults = FAULTS if self._network else tuple(f for f in FAULTS if f in ("kill", "stop", "leave"))
         while time.monotonic() < until:
             fault = self._random.choice(faults)
-            self.counts[fault] += 1
             await getattr(self, f"_{fault}")()
             await self._sleep(1.0, 6.0)
         self._weather(Weather())
 
     async def _kill(self) -> None:
-        name = self._random.choice(self._cluster.workers)
+        if (name := await self._victim()) is None:
+            return
         running = await self._streams_on(name)
+        self.counts["kill"] += 1
         self.kills.append(Kill(name, time.monotonic(), running))
         self._cluster.signal(name, signal.SIGKILL)
 
     async def _stop(self) -> None:
-        name = self._random.choice(self._cluster.workers)
+        if (name := await self._victim()) is None:
+            return
+        self.counts["stop"] += 1
         self._cluster.signal(name, signal.SIGSTOP)
         await self._sleep(0.3, 6.0)
         self._cluster.signal(name, signal.SIGCONT)
 
     async def _leave(self) -> None:
         """It drains."""
-        self._cluster.signal(self._random.choice(self._cluster.workers), signal.SIGTERM)
+        if (name := await self._victim()) is not None:
+            self.counts["leave"] += 1
+            self._cluster.signal(name, signal.SIGTERM)
 
     async def _loss(self) -> None:
         await self._storm(Weather(loss=self._random.uniform(0.02, 0.2)))
@@ -166,6 +171,7 @@ class Adversary:
         await self._storm(Weather(corrupt=0.3))
 
     async def _storm(self, weather: Weather) -> None:
+        self.counts[next(name for name, value in vars(weather).items() if value)] += 1
         self._weather(weather)
         await self._sleep(0.5, 4.0)
         self._weather(Weather())
@@ -176,6 +182,12 @@ class Adversary:
 
     async def _sleep(self, least: float, most: float) -> None:
         await asyncio.sleep(self._random.uniform(least, most))
+
+    async def _victim(self) -> str | None:
+        """A worker that is here, beside another one of its role: starting one again takes this machine a while."""
+        here = [w["worker_id"] for w in (await read_state(self._cluster.url))["workers"] if not w["draining"]]
+        spare = [name for name in here if sum(other.partition("-")[0] == name.partition("-")[0] for other in here) > 1]
+        return self._random.choice(spare) if spare else None
 
     async def _streams_on(self, name: str) -> list[Stream]:
         """The open streams that have tokens and run on this worker now."""
@@ -235,7 +247,6 @@ async def run(arguments: argparse.Namespace, network: PacketNetwork | None, fold
     try:
         await until_ready(cluster, len(cluster.workers))
         expected = await fault_free(cluster, bodies, arguments.streams)
-        again = await fault_free(cluster, bodies, max(1, arguments.streams // 3))
         clients, stop = Clients(cluster.url, bodies, arguments.streams), asyncio.Event()
         adversary = Adversary(cluster, clients, network, arguments.seed)
         streaming, reviving = asyncio.create_task(clients.run(stop)), asyncio.create_task(cluster.keep_alive())
@@ -246,9 +257,8 @@ async def run(arguments: argparse.Namespace, network: PacketNetwork | None, fold
         leaked = await leaked_blocks(cluster.url)
         state = await read_state(cluster.url)
         reviving.cancel()
-        unstable = sorted(q for q in expected if again[q] != expected[q])
         return {
-            **judge(clients, adversary, expected, unstable),
+            **judge(clients, adversary, expected),
             "blocks_leaked": leaked,
             "restarts": cluster.restarts,
             "counters": total_counters(state),
@@ -257,8 +267,8 @@ async def run(arguments: argparse.Namespace, network: PacketNetwork | None, fold
         cluster.close()
 
 
-def judge(clients: Clients, adversary: Adversary, expected: dict[int, list[tuple[str, str]]], unstable: list[int]) -> dict[str, Any]:
-    """Lost, wrong, and how long it took to go on. ``unstable``: questions whose answer differs without any fault."""
+def judge(clients: Clients, adversary: Adversary, expected: dict[int, list[tuple[str, str]]]) -> dict[str, Any]:
+    """Lost, wrong, and how long it took to go on."""
     lost = [s for s in clients.ended if s.error]
     wrong = [s for s in clients.ended if not s.error and s.answer != expected[s.question]]
     recovery = [r for kill in adversary.kills for s in kill.streams if (r := recovered_after(s, kill.at)) is not None]
@@ -268,8 +278,6 @@ def judge(clients: Clients, adversary: Adversary, expected: dict[int, list[tuple
         "streams_lost": len(lost),
         "why_lost": dict(Counter(s.error[:160] for s in lost)),
         "streams_wrong": len(wrong),
-        "streams_wrong_of_unstable_questions": sum(s.question in unstable for s in wrong),
-        "questions_unstable_without_faults": unstable,
         "first_wrong": first_difference(wrong[0].answer, expected[wrong[0].question]) if wrong else None,
         "refused_and_sent_again": clients.counts["refused"],
         "faults": dict(adversary.counts),
