@@ -18,6 +18,8 @@ from splitserve.kernels.gpu.decode_attention import programs_per_sm
 Kernels = list[dict[str, Any]]
 LEFT_TO_GPU_CHECK = {
     "decode 96",
+    "decode 256 exact",
+    "prefill 128 options",
     "decode 128 block 16",
     "decode 128 options",
     "prefill 64",
@@ -35,7 +37,7 @@ LEFT_TO_GPU_CHECK = {
 }
 TESTED = [name for name in CASES if name not in LEFT_TO_GPU_CHECK]
 
-pytestmark = pytest.mark.timeout(400)  # half a minute of compiling, on a machine that may be busy
+pytestmark = pytest.mark.timeout(400)  # twenty seconds of compiling, on a machine that may be busy
 
 
 @pytest.fixture(scope="module")

@@ -83,11 +83,11 @@ def test_exact_kernels_give_a_token_the_same_bits_however_it_is_computed(tmp_pat
     runner = ModelRunner(EngineConfig(tmp_path, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
     random = np.random.default_rng(2)
     params = SamplingParams(max_tokens=9, temperature=0.0, logprobs=3)
-    prompt, other_prompt = (random.integers(0, VOCAB_SIZE, n).tolist() for n in (30, 9))
-    alone = HandSequence(prompt, [5, 2, 33, 8], params)
-    whole = runner.execute(make_batch([(alone, 30)], BLOCK_SIZE))
-    chunked, other = HandSequence(prompt, [50, 9, 12, 20], params), HandSequence(other_prompt, [1, 61], params)
-    for chunk, beside in ((17, 9), (12, 0), (1, 1)):
+    prompt, other_prompt = (random.integers(0, VOCAB_SIZE, n).tolist() for n in (20, 5))
+    alone = HandSequence(prompt, [5, 2, 33], params)
+    whole = runner.execute(make_batch([(alone, 20)], BLOCK_SIZE))
+    chunked, other = HandSequence(prompt, [50, 9, 12], params), HandSequence(other_prompt, [1], params)
+    for chunk, beside in ((12, 5), (7, 0), (1, 1)):
         steps = [(chunked, chunk)] + ([(other, beside)] if beside else [])
         output = runner.execute(make_batch(steps, BLOCK_SIZE))
         chunked.num_computed += chunk
