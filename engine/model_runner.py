@@ -26,6 +26,7 @@ from .kv_cache import KVCache, KVCacheLayout, PoolAllocator, check_sequence_fits
 from .layers import LayerLoader
 from .models.decoder import DecoderModel
 from .sampler import Sampler, report_logprobs
+from .start_phases import StartPhases
 from .weights import Checkpoint
 
 if TYPE_CHECKING:
@@ -60,12 +61,14 @@ class ModelRunner:
     """Loads the model at construction. ``execute`` may be called from any one thread at a time."""
 
     def __init__(self, engine: EngineConfig) -> None:
+        self.phases = StartPhases()
         self._num_torch_threads = 1 if engine.exact else engine.num_threads  # torch's own sums change with it
         torch.set_num_threads(self._num_torch_threads)
         self.config = ModelConfig.from_folder(engine.model_path)
         self.device = select_device(engine.device)
         self.max_model_len = _max_model_len(engine.max_model_len, self.config)
         self.fingerprint = model_fingerprint(engine.model_path)
+        self.phases.done("fingerprint")
         try:
             kernels = select_kernels(self.device, engine.num_threads, engine.exact)
         except InexactKernelsError as error:
@@ -74,11 +77,13 @@ class ModelRunner:
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self.dtype = select_dtype(engine.dtype, self.device, checkpoint.dtype)
             self._model = DecoderModel(self.config, LayerLoader(checkpoint, kernels, self.dtype, self.device), self.max_model_len)
+        self.phases.done("weights")
         self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)
         layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], self.dtype)
         num_blocks = engine.num_blocks or (engine.kv_cache_bytes or self._default_cache_bytes()) // layout.block_bytes
         check_sequence_fits(layout, num_blocks, self.max_model_len)
         self.kv_cache = KVCache(layout, num_blocks, self.device, engine.pool_allocator)
+        self.phases.done("KV cache")
         self._max_decode_seqs = engine.max_decode_seqs
         self._graphs: DecodeGraphs | None = None
 
@@ -131,8 +136,10 @@ class ModelRunner:
                     sampling=[SamplingState(params, [0] * num_tokens, [])],
                 )
             )
+        self.phases.done("warm-up")
         if self.device.type == "cuda" and self._max_decode_seqs:
             self.capture(CudaRecorder())
+            self.phases.done("decode graphs")
 
     def _decode_logits(self, token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         return self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +53,6 @@ class WorkerModel:
     def load(cls, settings: WorkerSettings, allocate: PoolAllocator | None = None, max_decode_seqs: int = 0) -> WorkerModel:
         """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. ``max_decode_seqs``: what a decode worker's batch
         holds at most. Raises EngineError with what to do."""
-        start = time.monotonic()
         on_gpu = select_device(settings.device).type != "cpu"
         cache_gib = settings.kv_cache_gib or (DEFAULT_GPU_CACHE_GIB if on_gpu and not settings.num_blocks else None)
         runner = ModelRunner(
@@ -72,18 +70,9 @@ class WorkerModel:
                 pool_allocator=None if on_gpu else allocate,
             )
         )
-        loaded = time.monotonic()
         runner.warm_up()
-        warm = time.monotonic()
         cache = runner.kv_cache
-        _log.info(
-            "%s in %s on %s: loaded in %.1f s, warm after %.1f s more",
-            settings.model,
-            runner.dtype,
-            runner.device,
-            loaded - start,
-            warm - loaded,
-        )
+        _log.info("%s in %s on %s, ready in %s", settings.model, runner.dtype, runner.device, runner.phases)
         _log.info(
             "KV cache: %d blocks of %d tokens, %.2f GiB", cache.num_blocks, cache.layout.block_size, cache.block_bytes_view.nbytes / 2**30
         )

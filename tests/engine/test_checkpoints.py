@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,11 @@ def test_auto_is_the_checkpoints_own_dtype_where_the_cpu_has_no_faster_one(
     assert device.select_dtype("auto", cpu, stored) == torch.float32
     monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: True)
     assert device.select_dtype("auto", cpu, stored) == torch.bfloat16
+
+
+def test_a_start_says_how_long_each_phase_took(folder: Path) -> None:
+    runner = ModelRunner(EngineConfig(folder, "cpu", block_size=8, num_blocks=64))
+    runner.warm_up()
+    assert list(runner.phases.seconds) == ["fingerprint", "weights", "KV cache", "warm-up"]
+    assert all(seconds >= 0 for seconds in runner.phases.seconds.values())
+    assert re.fullmatch(r"\d+\.\d s: fingerprint \d+\.\d, weights \d+\.\d, KV cache \d+\.\d, warm-up \d+\.\d", str(runner.phases))
