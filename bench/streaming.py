@@ -72,7 +72,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(Path(folder))
-        results = {"environment": environment(), "load_average": os.getloadavg(), **measure(model, cores, options.seconds)}
+        results = {"environment": environment(), **measure(model, cores, options.seconds)}
     print(json.dumps(results, indent=1))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
