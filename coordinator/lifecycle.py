@@ -176,7 +176,9 @@ class Lifecycle:
     def worker_ended(self, worker_id: WorkerId, now: float) -> list[Action]:
         """Its process is known to have ended."""
         worker = self.pools.workers.get(worker_id)
-        if worker is not None:
+        if worker is not None and worker.draining:
+            self._goodbye(worker, now)  # its own goodbye may still be on the way
+        elif worker is not None:
             self._lose(worker, "its process has ended", now)
             self._pump(now)
         return self._take()
