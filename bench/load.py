@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from .load_report import Report, draw_plot, print_report, summarize, write_json
 from .settings import LoadSettings
-from .workload import LoadRequest, draw_requests
+from .workload import LoadRequest, draw_requests, planned_requests
 
 WARMUP_SEED = 0x5EED  # warm-up prompts differ from the measured ones
 
@@ -43,10 +43,11 @@ class Sample:
 def main(settings: LoadSettings) -> int:
     """``splitserve bench``: prints the report. Returns the exit status: 1 if any request failed."""
     console = Console()
+    requests = planned_requests(settings)
     try:
         with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("requests", total=settings.requests)
-            samples, duration_s = asyncio.run(generate_load(settings, lambda: progress.advance(task)))
+            task = progress.add_task("requests", total=len(requests))
+            samples, duration_s = asyncio.run(generate_load(settings, lambda: progress.advance(task), requests))
     except LoadError as error:
         console.print(f"splitserve bench: {error}", highlight=False)
         return 1
@@ -59,8 +60,16 @@ def main(settings: LoadSettings) -> int:
     return 1 if report.num_failed else 0
 
 
-async def generate_load(settings: LoadSettings, on_done: Callable[[], object] = lambda: None) -> tuple[list[Sample], float]:
-    """Runs the whole load. Returns the samples and the seconds from the first start to the last end. Raises LoadError."""
+async def generate_load(
+    settings: LoadSettings, on_done: Callable[[], object] = lambda: None, requests: Sequence[LoadRequest] | None = None
+) -> tuple[list[Sample], float]:
+    """Sends ``requests``, or those that the settings plan. Returns the samples and the seconds from the first start to the last end.
+
+    Raises LoadError.
+    """
+    requests = planned_requests(settings) if requests is None else requests
+    if not requests:
+        raise LoadError(f"{settings.trace} has no requests")
     timeout = aiohttp.ClientTimeout(total=settings.timeout_s, connect=30)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(settings.url.rstrip("/"), timeout=timeout, connector=connector) as session:
@@ -70,22 +79,21 @@ async def generate_load(settings: LoadSettings, on_done: Callable[[], object] = 
             await _send(session, _body(request, model, settings), sample, time.perf_counter())
             if sample.error:
                 raise LoadError(f"the first request failed: {sample.error}")
-        return await _measure(session, model, settings, on_done)
+        return await _measure(session, model, settings, requests, on_done)
 
 
 async def _measure(
-    session: aiohttp.ClientSession, model: str, settings: LoadSettings, on_done: Callable[[], object]
+    session: aiohttp.ClientSession, model: str, settings: LoadSettings, requests: Sequence[LoadRequest], on_done: Callable[[], object]
 ) -> tuple[list[Sample], float]:
-    requests = draw_requests(settings, settings.requests, settings.seed)
     bodies = [_body(request, model, settings) for request in requests]
     room = asyncio.Semaphore(settings.open_requests or len(requests))
     start = time.perf_counter()
 
     async def one(request: LoadRequest, body: bytes) -> Sample:
         await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - start)))
-        arrived = time.perf_counter() - start  # with --rate, waiting for room counts: the client would see it
+        arrived = time.perf_counter() - start  # with --rate or --trace, waiting for room counts: the client would see it
         async with room:
-            sample = Sample(arrived if settings.rate else time.perf_counter() - start)
+            sample = Sample(arrived if settings.is_open else time.perf_counter() - start)
             await _send(session, body, sample, start)
         on_done()
         return sample

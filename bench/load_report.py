@@ -115,6 +115,7 @@ def _distribution(values: list[float]) -> dict[str, float]:
 def print_report(report: Report, settings: LoadSettings, console: Console) -> None:
     """The report as tables for a person."""
     load = f"{settings.rate:g} requests/s" if settings.rate else f"{settings.open_requests} at a time"
+    load = f"as in {settings.trace.name}" if settings.trace else load
     table = Table(title=f"{report.num_requests} requests, {load}; milliseconds", title_justify="left")
     columns = ["mean", *(f"p{percentile}" for percentile in PERCENTILES), "max"]
     for column in ("", *columns):

@@ -7,7 +7,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-LENGTHS = r"^(\d+|(uniform|normal|lognormal):\d+(\.\d+)?,\d+(\.\d+)?)$"
+from ..planner.workload.notation import LENGTHS
+
+SAID_BY_TRACE = {"rate", "prompt_len", "output_len", "shared_prefix_len", "num_prefixes", "prompts"}
 
 
 class LoadSettings(BaseModel):
@@ -17,10 +19,15 @@ class LoadSettings(BaseModel):
 
     url: str = Field(default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The server's address.")
     served_model_name: str = Field(default="", max_length=256, description="Model to ask for. Default: the first that the server lists.")
-    requests: int = Field(default=100, ge=1, le=10_000_000, description="Requests to send and measure.")
+    requests: int = Field(
+        default=100, ge=1, le=10_000_000, description="Requests to send and measure; with --trace at most so many, if it is given."
+    )
+    trace: Path | None = Field(
+        default=None, description="Replay this trace: its arrivals and lengths, with equal tokens where its block hashes are equal."
+    )
     warmup: int = Field(default=2, ge=0, le=100_000, description="Requests sent before, one at a time, and not measured.")
     concurrency: int | None = Field(
-        default=None, ge=1, le=65_536, description="Requests open at any time. Default: 8, or no limit with --rate."
+        default=None, ge=1, le=65_536, description="Requests open at any time. Default: 8, or no limit with --rate or --trace."
     )
     rate: float | None = Field(default=None, gt=0, le=1_000_000, description="Requests per second, arriving as a Poisson process.")
     prompt_len: str = Field(
@@ -49,10 +56,18 @@ class LoadSettings(BaseModel):
     @property
     def open_requests(self) -> int | None:
         """Limit on requests in flight; None: no limit."""
-        return self.concurrency or (None if self.rate else 8)
+        return self.concurrency or (None if self.is_open else 8)
+
+    @property
+    def is_open(self) -> bool:
+        """Requests come at times of their own, whether or not the server keeps up."""
+        return self.rate is not None or self.trace is not None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.shared_prefix_len >= self.max_len:
             raise ValueError("shared_prefix_len must be below max_len")
+        given = sorted(self.model_fields_set & SAID_BY_TRACE)
+        if self.trace is not None and given:
+            raise ValueError(f"--{given[0].replace('_', '-')} cannot be given with --trace, which says it")
         return self

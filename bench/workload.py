@@ -1,12 +1,18 @@
-"""The load generator's requests: lengths, prompts and arrival times, all drawn from one seed. Pure."""
+"""The load generator's requests: drawn from one seed, or those of a trace."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..planner.trace.readers import open_trace
+from ..planner.trace.request import TraceRequest
+from ..planner.workload.lengths import lengths_at
 from .settings import LoadSettings
 
 FIRST_ID = 10  # below it are special tokens in many vocabularies
@@ -20,6 +26,35 @@ class LoadRequest:
     prompt: list[int] | str
     num_output_tokens: int
     at_s: float
+
+
+def planned_requests(settings: LoadSettings) -> list[LoadRequest]:
+    """All requests to be measured. Raises TraceError where a trace is wrong."""
+    if settings.trace is None:
+        return draw_requests(settings, settings.requests, settings.seed)
+    most = settings.requests if "requests" in settings.model_fields_set else None
+    return list(islice(replayed(settings.trace, settings), most))
+
+
+def replayed(path: Path, settings: LoadSettings) -> Iterator[LoadRequest]:
+    """A trace's requests; the first one starts at 0. What would be longer than ``max_len`` is cut, the prompt last."""
+    trace = open_trace(path)
+    start_s = None
+    for index, request in enumerate(trace):
+        start_s = request.arrival_s if start_s is None else start_s
+        prompt = _prompt(request, trace.block_size or 1, index, settings)[: settings.max_len - 1]
+        num_output_tokens = min(request.num_output_tokens, settings.max_len - len(prompt))
+        yield LoadRequest(prompt, num_output_tokens, request.arrival_s - start_s)
+
+
+def _prompt(request: TraceRequest, block_size: int, index: int, settings: LoadSettings) -> list[int]:
+    """Token ids: each hashed block's are a function of its hash, the rest belongs to this request alone."""
+    num_known = min(len(request.block_hashes) * block_size, request.num_prompt_tokens)
+    streams = [np.random.default_rng([settings.seed, 0, one]) for one in request.block_hashes]
+    parts = [stream.integers(FIRST_ID, settings.vocab_size, block_size) for stream in streams]
+    own = np.random.default_rng([settings.seed, 1, index]).integers(FIRST_ID, settings.vocab_size, request.num_prompt_tokens - num_known)
+    ids: list[int] = np.concatenate([np.concatenate(parts)[:num_known] if parts else own[:0], own]).tolist()
+    return ids
 
 
 def draw_requests(settings: LoadSettings, count: int, seed: int) -> list[LoadRequest]:
@@ -41,16 +76,4 @@ def draw_requests(settings: LoadSettings, count: int, seed: int) -> list[LoadReq
 
 def draw_lengths(spec: str, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Whole lengths of at least 1 from ``N``, ``uniform:LOW,HIGH``, ``normal:MEAN,DEVIATION`` or ``lognormal:MEDIAN,SIGMA``."""
-    if ":" not in spec:
-        return np.full(count, max(1, int(spec)))
-    kind, numbers = spec.split(":")
-    first, second = (float(number) for number in numbers.split(","))
-    match kind:
-        case "uniform":
-            drawn = rng.integers(int(first), int(second) + 1, count).astype(float)
-        case "normal":
-            drawn = rng.normal(first, second, count)
-        case _:
-            drawn = first * np.exp(second * rng.standard_normal(count))
-    lengths: NDArray[np.int64] = np.maximum(1, np.rint(drawn)).astype(np.int64)
-    return lengths
+    return lengths_at(spec, rng.standard_normal(count))

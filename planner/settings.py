@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .workload.lengths import LENGTHS
+from .workload.notation import LENGTHS
 
 DRAWN = {"rate", "output", "requests", "duration_s", "seed", "workload"}  # what may be given beside a workload file
 

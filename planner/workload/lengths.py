@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-LENGTHS = r"^(\d+|(uniform|normal|lognormal):\d+(\.\d+)?,\d+(\.\d+)?)$"
+from .notation import LENGTHS
+
 CHUNK = 4096
 Spec = Annotated[str, Field(pattern=LENGTHS)]
 Whole = NDArray[np.int64]
