@@ -24,6 +24,8 @@ from ..kernels.reference import TorchLinear
 from .gpu_timing import Call, Ceilings, Figure, bytes_figure, flops_figure, microseconds
 
 BFLOAT16 = torch.bfloat16
+LLAMA_8B = (8, 4, 128)  # KV heads, heads that share each, head_dim
+TINY = (1, 2, 64)
 BLOCK_SIZE = 64
 ROTATED_BYTES = 300e6  # buffers used in turn outgrow a 50 MB cache
 DECODES = ((1, 1024), (1, 16384), (8, 4096), (32, 4096), (64, 4096), (128, 1024), (256, 1024))  # batch, context
@@ -34,22 +36,26 @@ TILES = (  # others than the one in use, for decode of head dim 128: what to try
 )  # fmt: skip
 
 
-def kernel_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
-    heads = (8, 4, 128) if big else (1, 2, 64)  # KV heads, group, head_dim
+def decode_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
     for batch, context in DECODES if big else ((2, 100),):
-        yield decode_figure(device, ceilings, batch, context, heads, big)
+        yield decode_figure(device, ceilings, batch, context, LLAMA_8B if big else TINY, big)
     yield decode_figure(device, ceilings, *((64, 4096, (8, 2, 128)) if big else (2, 70, (1, 1, 64))), big)
-    yield decode_figure(device, ceilings, *((32, 4096) if big else (2, 70)), heads, big, dtype=torch.float8_e4m3fn)
-    yield decode_figure(device, ceilings, *((32, 4096) if big else (2, 70)), heads, big, exact=True)
+    batch, context, heads = (32, 4096, LLAMA_8B) if big else (2, 70, TINY)
+    yield decode_figure(device, ceilings, batch, context, heads, big, dtype=torch.float8_e4m3fn)
+    yield decode_figure(device, ceilings, batch, context, heads, big, exact=True)
+
+
+def decode_tile_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
+    batch, context, heads = (32, 4096, LLAMA_8B) if big else (2, 70, TINY)
     for tile, per_sm in TILES if big else TILES[:1]:
-        yield decode_figure(device, ceilings, *((32, 4096) if big else (2, 70)), heads, big, tile=tile, per_sm=per_sm)
+        yield decode_figure(device, ceilings, batch, context, heads, big, tile=tile, per_sm=per_sm)
+
+
+def prefill_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
+    heads = LLAMA_8B if big else TINY
     for chunk, cached in PREFILLS if big else ((20, 30),):
         yield prefill_figure(device, ceilings, chunk, cached, heads, big)
     yield prefill_figure(device, ceilings, *((8192, 0) if big else (9, 9)), heads, big, exact=True)
-    yield from linear_figures(device, ceilings, big)
-    yield from small_figures(device, ceilings, (64, 8192) if big else (2,), 4096 if big else 128)
-    yield from block_figures(device, ceilings, big)
-    yield from sampling_figures(device, ceilings, big)
 
 
 def decode_figure(
@@ -118,7 +124,8 @@ def linear_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
                 yield Figure(f"linear {name} {n} x {k}, {m} rows, {kind}", us, floor, 2 * m * n * k / us * 1e6, "FLOP")
 
 
-def small_figures(device: str, ceilings: Ceilings, rows_each: tuple[int, ...], hidden: int) -> Iterator[Figure]:
+def small_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
+    rows_each, hidden = ((64, 8192), 4096) if big else ((2,), 128)
     num_heads, num_kv_heads, head_dim = hidden // 128, max(1, hidden // 512), 128
     width = (num_heads + 2 * num_kv_heads) * head_dim
     for rows in rows_each:

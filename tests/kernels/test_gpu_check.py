@@ -7,9 +7,9 @@ import torch
 
 from splitserve.bench import triton_interpreter
 from splitserve.bench.engine_figures import engine_figures
+from splitserve.bench.gpu_check import sections
 from splitserve.bench.gpu_timing import measure_ceilings
 from splitserve.bench.kernel_checks import Check, checks
-from splitserve.bench.kernel_figures import kernel_figures
 
 triton_interpreter.install()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -19,12 +19,13 @@ QUICK = ("norm", "gate", "rope", "embedding", "blocks", "checksums", "gumbel", "
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="figures of a GPU are not for the interpreter")
 def test_every_figure_can_be_made() -> None:
-    names = []
-    for figure in kernel_figures("cpu", measure_ceilings("cpu"), big=False):
-        assert figure.us > 0
-        assert figure.ratio > 0
-        names.append(figure.what.split(",")[0])
-    assert {"decode attention", "prefill attention", "gate", "rope and store", "sampling"} <= set(names)
+    ceilings = measure_ceilings("cpu")
+    for name, section in sections():
+        if name == "engine":
+            continue  # has its own test
+        figures = list(section("cpu", ceilings, False))
+        assert figures, name
+        assert all(figure.us > 0 and figure.ratio > 0 for figure in figures)
 
 
 @pytest.mark.parametrize("check", [check for check in checks(big=False) if check.name.startswith(QUICK)], ids=lambda check: check.name)
