@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from simulation.network import LATE_S
@@ -49,18 +46,8 @@ def _come_to_rest(world: World) -> None:
     world.queue.run(calm_since + LATE_S + 0.01)  # what was late has come
     world.queue.run_until(lambda: world.checks.at_rest() or bool(world.violations), REST_S)
     world.rest_s = world.queue.now - calm_since
-    world.queue.run(world.queue.now + 0.5)  # everything has been reported
+    world.queue.run(world.queue.now + 0.4)  # everything has been reported
     world.checks.at_end()
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Worlds are thrown away whole: looking for garbage in the middle of one is wasted."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @dataclass
@@ -116,9 +103,7 @@ def run(first_seed: int, num_requests: int, name: str = "drawn", stop_at_failure
     report = Report()
     began, seed = time.process_time(), first_seed
     while report.num_requests < num_requests and len(report.failures) < stop_at_failures:
-        with no_garbage_collection():
-            report.add(simulate_named(name, seed), f"cd tests && python -m simulation --scenario {name} --seed {seed}")
-        gc.collect(0)
+        report.add(simulate_named(name, seed), f"cd tests && python -m simulation --scenario {name} --seed {seed}")
         seed += 1
     report.processor_s = time.process_time() - began
     return report

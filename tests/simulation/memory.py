@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from simulation.model import MASK, NUM_LAYERS, deeper, logprob, mix, next_token
 
@@ -32,8 +34,11 @@ class Memory:
 
     def execute(self, batch: Batch, from_layer: int = 0) -> StepOutput:
         """The layers from ``from_layer`` on, and what is sampled."""
-        for layer in range(from_layer, NUM_LAYERS):
-            self.write_layer(batch, layer)
+        if from_layer:
+            for layer in range(from_layer, NUM_LAYERS):
+                self.write_layer(batch, layer)
+        else:
+            self._write_all(batch)
         tokens = np.full(batch.num_seqs, -1, np.int32)
         output = StepOutput(tokens)
         lens, tables = batch.seq_lens.tolist(), batch.block_tables.tolist()
@@ -49,22 +54,39 @@ class Memory:
     def write_layer(self, batch: Batch, layer: int) -> None:
         """Writes each token's value of this layer: from the token and its predecessor's in layer 0, from the layer below in others."""
         size, values, sums = self.block_size, self.values, self._sums
-        places = []
+        if layer == 0:
+            for kv, place in self._first_layer(batch):
+                values[place] = kv
+            return
         for slot in batch.slot_mapping.tolist():
             block, offset = divmod(slot, size)
-            places.append((block * NUM_LAYERS + layer) * size + offset)
+            place = (block * NUM_LAYERS + layer) * size + offset
+            values[place] = deeper(values[place - size])
             sums[block] = None
-        if layer:
-            for place in places:
-                values[place] = deeper(values[place - size])
-            return
+
+    def _write_all(self, batch: Batch) -> None:
+        """All layers at once."""
+        size, values = self.block_size, self.values
+        for kv, place in self._first_layer(batch):
+            values[place] = kv
+            for _ in range(1, NUM_LAYERS):
+                place += size
+                kv = values[place] = deeper(kv)
+
+    def _first_layer(self, batch: Batch) -> Iterator[tuple[int, int]]:
+        """Each token's value in layer 0, and where it goes; a token's predecessor has been written when the token's turn comes."""
+        size, values, sums = self.block_size, self.values, self._sums
         starts, positions, ids = batch.query_start_loc.tolist(), batch.positions.tolist(), batch.token_ids.tolist()
+        slots = batch.slot_mapping.tolist()
         for row, table in enumerate(batch.block_tables.tolist()):
             start, end = starts[row], starts[row + 1]
             block, offset = divmod(positions[start] - 1, size)
             kv = values[table[block] * NUM_LAYERS * size + offset] if positions[start] else 0
             for i in range(start, end):
-                kv = values[places[i]] = mix(kv, ids[i])
+                kv = mix(kv, ids[i])
+                block, offset = divmod(slots[i], size)
+                sums[block] = None
+                yield kv, block * NUM_LAYERS * size + offset
 
     def _total(self, table: list[int], length: int) -> int:
         """The sum of a sequence's values; a whole block's is kept until the block is written again."""

@@ -16,6 +16,8 @@ VOCABULARY = 997
 EOS = frozenset(range(32))
 MASK = (1 << 64) - 1
 NUM_LAYERS = 3
+FACTOR, SUMMAND = 13, 35
+"""The sum of a token's values in all layers is FACTOR * kv[0] + SUMMAND, modulo 2**64."""
 
 
 def mix(a: int, b: int) -> int:
@@ -40,12 +42,12 @@ def expected_output(
     prompt: Sequence[int], max_tokens: int, min_tokens: int, stops: frozenset[int], max_model_len: int
 ) -> tuple[list[int], str]:
     """What a run without faults answers, and why it ends: a pure function of the request."""
-    kv = total = 0  # the sum over the layers of one token's values is added at once
+    kv = total = 0
     output: list[int] = []
     longest = min(max_tokens, max_model_len - len(prompt))
     for token in prompt:
         kv = mix(kv, token)
-        total += _column(kv)
+        total += FACTOR * kv + SUMMAND
     while longest:
         token = next_token(total)
         output.append(token)
@@ -54,13 +56,5 @@ def expected_output(
         if len(output) == longest:
             break
         kv = mix(kv, token)
-        total += _column(kv)
+        total += FACTOR * kv + SUMMAND
     return output, "length"
-
-
-def _column(kv: int) -> int:
-    total = kv
-    for _ in range(NUM_LAYERS - 1):
-        kv = deeper(kv)
-        total += kv
-    return total

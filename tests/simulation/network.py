@@ -12,7 +12,7 @@ from splitserve.transport.messages import Message
 if TYPE_CHECKING:
     from simulation.world import World
 
-LATE_S = 1.5
+LATE_S = 1.0
 ENCODED = 0.01
 """This share of all messages really goes through the codec: what a core says must be valid on the wire."""
 
