@@ -90,6 +90,7 @@ class HandoffReceiver:
         self._endpoints, self._room, self._secret = endpoints, room, secret
         self._times = times or HandoffTimes()
         self._one_sided: dict[PeerId, bool] = {}
+        self._num_movers: dict[PeerId, int] = {}  # that a peer has named: they only become fewer
         self._pids: dict[PeerId, int] = {}
         self._waiting: OrderedDict[Key, Incoming] = OrderedDict()
         self._granted: dict[Key, Incoming] = {}
@@ -105,6 +106,7 @@ class HandoffReceiver:
         """Takes a new incarnation: everything under the old one ends, nothing of it is answered to any more."""
         self.cancel_all()
         self._worker = worker
+        self._num_movers.clear()  # what failed with the old one may be tried again
 
     @property
     def num_waiting(self) -> int:
@@ -209,6 +211,7 @@ class HandoffReceiver:
         for lease in [lease for lease, ended in self._quarantine.items() if ended.writer == peer]:
             self._free_quarantine(lease)
         self._one_sided.pop(peer, None)
+        self._num_movers.pop(peer, None)
         self._pids.pop(peer, None)
 
     def tick(self, now: float) -> None:
@@ -246,7 +249,9 @@ class HandoffReceiver:
             )
         if refused:
             return Met(worker_id=worker_id, incarnation=incarnation, refused=refused)
-        self._one_sided[peer] = common[0] in ONE_SIDED_MOVERS
+        if not self._is_echo(peer, meet):
+            self._num_movers[peer] = len(meet.movers)
+            self._one_sided[peer] = common[0] in ONE_SIDED_MOVERS
         return Met(
             worker_id=worker_id,
             incarnation=incarnation,
@@ -255,6 +260,10 @@ class HandoffReceiver:
             data_address=ours.data_address,
             shm_name=ours.shm_name,
         )
+
+    def _is_echo(self, peer: PeerId, meet: Meet) -> bool:
+        """Said to an earlier incarnation of ours, or before a mover failed: the mover in use is another."""
+        return meet.addressee not in (0, self._worker[1]) or len(meet.movers) > self._num_movers.get(peer, len(meet.movers))
 
     def _on_offer(self, peer: PeerId, offer: Offer, now: float) -> None:
         key = (offer.coordinator, offer.dispatch)

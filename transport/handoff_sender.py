@@ -225,7 +225,8 @@ class HandoffSender:
             if contact.met is None and now - contact.said >= self._times.resend:
                 contact.born = contact.born or now
                 contact.said = now
-                self._actions.append(ToPeer(peer_id, self._meet.model_copy(update={"movers": self._movers(peer_id)})))
+                meet = self._meet.model_copy(update={"movers": self._movers(peer_id), "addressee": peer_id[1]})
+                self._actions.append(ToPeer(peer_id, meet))
                 if now - contact.born > self._times.grant:
                     self.peer_lost(peer_id, f"decode worker {peer_id[0]} did not answer in time")
 

@@ -349,6 +349,7 @@ class Meet(Message):
     pid: Count
     model: ModelIdentity
     movers: Annotated[tuple[Name, ...], Field(max_length=16, strict=False)]
+    addressee: Incarnation = 0  # the decode worker's incarnation that is meant; 0: whichever it is
 
 
 class Offer(Message):
