@@ -19,7 +19,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -227,7 +227,7 @@ def main() -> None:
 
         command = f"PYTHONPATH=tests python -m support.fuzz_decoders --inputs {options.inputs} --seed {options.seed}"
         where = {**environment(), "command": command}
-        options.json.write_text(json.dumps({"environment": where, **asdict(record)}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"environment": where, **vars(record)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

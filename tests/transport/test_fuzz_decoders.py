@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support import fuzz_decoders
 from support.fuzz_decoders import Decoder, Record, fuzz
@@ -10,6 +12,7 @@ from support.fuzz_decoders import Decoder, Record, fuzz
 def test_no_input_breaks_a_decoder() -> None:
     record = fuzz(12_000, seed=1)
     assert record.inputs.total() == 12_000
+    assert json.loads(json.dumps(vars(record)))["inputs"] == dict(record.inputs)
     assert all(record.accepted[name] > 0 for name in ("message", "parcel header", "data connection", "socket identity")), record.accepted
 
 
