@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -53,7 +54,8 @@ def _campaign(options: argparse.Namespace) -> int:
         report = run(seed, min(SLICE, options.requests - total.num_requests), options.scenario, stop_at_failures=sys.maxsize)
         seed += report.num_worlds
         total.merge(report)
-        result = {"environment": environment(), "scenario": options.scenario, "first_seed": first, "last_seed": seed - 1}
+        where = environment() | {"command": shlex.join(["python", "-m", "simulation", *sys.argv[1:]])}
+        result: dict[str, object] = {"environment": where, "scenario": options.scenario, "first_seed": first, "last_seed": seed - 1}
         result |= {"wall_s": round(time.monotonic() - began, 1), **total.summary()}
         if options.json is not None:
             options.json.write_text(json.dumps(result, indent=1) + "\n")
