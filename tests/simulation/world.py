@@ -82,6 +82,8 @@ class World:
 
     def kill(self, worker: WorkerProcess) -> None:
         """It is started again a little later."""
+        if not worker.alive:
+            return
         worker.die()
         for other in self.workers.values():
             other.writers.pop(worker, None)
