@@ -88,13 +88,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS), help="prompt tokens")
+    parser.add_argument("--slicings", nargs="+", choices=SLICINGS, default=list(SLICINGS), help="how blocks are cut")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "llama-125m"
         make_random_llama(model, max_position_embeddings=MAX_MODEL_LEN)
         for mover in MOVERS:
-            for slicing in SLICINGS:
+            for slicing in arguments.slicings:
                 with cluster(model, mover, slicing) as url:
                     figures = measure(url, {length: LENGTHS[length] for length in arguments.lengths})
                 rows.append({"mover": mover, "slicing": slicing, "by_prompt_tokens": figures})

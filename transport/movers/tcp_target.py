@@ -1,7 +1,7 @@
 """The ``zmq`` mover, receiving side. One thread takes all data connections in; the worker's loop hears of complete blocks.
 
 The name is the option's and the protocol's (``--mover zmq``); the data itself goes over plain TCP sockets: ZeroMQ copies each
-byte once more on either side, and measured at a third to a half of a bare socket's rate (bench/results, docs/movers.md).
+byte once more on either side and cannot receive into given memory (measured beside it in docs/movers.md).
 
 A connection counts for nothing until its peer has proved that it knows the secret of our data address. A parcel that names an unknown
 lease, a wrong secret, layers that do not exist or are not missing is dropped and counted before any byte of it reaches the pool.
