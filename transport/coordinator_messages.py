@@ -1,0 +1,204 @@
+"""What workers and the coordinator say to each other."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from .message_fields import (
+    MAX_REQUEST_TOKENS,
+    MAX_ROWS,
+    Address,
+    Count,
+    Dispatch,
+    Duration,
+    HashColumn,
+    Incarnation,
+    Message,
+    Name,
+    RowColumn,
+    Text,
+    TokenId,
+)
+from .message_parts import FinishReason, ModelIdentity, Peer, RequestSpec, Role, TokenLogprobs
+
+# --- worker -> coordinator -----------------------------------------------------------------------
+
+
+class Hello(Message):
+    """A worker introduces itself: on connecting, and again whenever the coordinator fences it."""
+
+    worker_id: Name
+    incarnation: Incarnation
+    role: Role
+    host: Name
+    pid: Count
+    model: ModelIdentity
+    max_model_len: Count
+    vocab_size: Count
+    num_blocks: Count
+    max_num_seqs: Count
+    max_batch_tokens: Count
+    peer_address: Address = ""  # where prefill workers reach this decode worker
+
+
+class Load(Message):
+    """Heartbeat and load report. ``steps`` grows while a busy worker makes progress."""
+
+    worker_id: Name
+    incarnation: Incarnation
+    blocks_free: Count
+    blocks_cached: Count
+    blocks_used: Count
+    blocks_leased: Count
+    num_running: Count
+    num_waiting: Count
+    num_waiting_tokens: Count
+    steps: Count
+    busy: bool
+    accepting: bool
+    draining: bool = False  # it takes no new work and leaves as soon as it holds nothing
+    dispatches: RowColumn = b""  # every dispatch this worker holds anything of: lost and orphaned ones show here
+    num_cache_reports: Count = 0  # BlockEvents said so far: one that was lost shows here
+    counters: dict[str, float] = Field(default_factory=dict, max_length=64)  # cumulative since start
+
+
+class BlockEvents(Message):
+    """Which block hashes a worker's prefix cache gained and lost since its last report. ``reset`` first forgets all.
+
+    ``number`` counts a worker's reports from 1; the coordinator takes them in order, and asks for everything where one is missing.
+    """
+
+    worker_id: Name
+    incarnation: Incarnation
+    number: Count = 0
+    reset: bool = False
+    stored: HashColumn = b""
+    removed: HashColumn = b""
+
+
+class FirstToken(Message):
+    """The last prefill chunk is done. With ``finished`` set there is no handoff and the request is over.
+
+    A request with ``max_tokens`` 0 (echo with logprobs) has no token: ``token`` is None.
+    """
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    index: Count
+    token: TokenId | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_REQUEST_TOKENS, strict=False)] | None = None
+    """One entry per prompt token but the first."""
+    num_cached_tokens: Count = 0
+    queue_s: Duration = 0.0  # waiting on the prefill worker
+    prefill_s: Duration = 0.0
+    finished: FinishReason | None = None
+
+
+class Joined(Message):
+    """The decode worker has verified the handoff and the sequence joins its batch. Repeats the first token, should
+    the prefill worker have died before the coordinator heard it."""
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    index: Count
+    token: TokenId
+    logprobs: TokenLogprobs | None = None
+    transfer_s: Duration = 0.0  # from the Handoff message's arrival to the verified join
+    num_cached_blocks: Count = 0  # blocks that did not travel
+
+
+class StepTokens(Message):
+    """All tokens of one decode step, as columns; ``finished`` and ``logprobs`` name rows."""
+
+    coordinator: Incarnation
+    dispatches: RowColumn
+    indices: RowColumn
+    tokens: RowColumn
+    finished: dict[int, FinishReason] = Field(default_factory=dict, max_length=MAX_ROWS)
+    logprobs: dict[int, TokenLogprobs] = Field(default_factory=dict, max_length=MAX_ROWS)
+
+    @model_validator(mode="after")
+    def _rows_match(self) -> Self:
+        if not len(self.dispatches) == len(self.indices) == len(self.tokens):
+            raise ValueError("the columns differ in length")
+        return self
+
+
+FailureKind = Literal["preempted", "handoff_failed", "peer_lost", "refused", "deadline", "internal"]
+
+
+class RequestFailed(Message):
+    """The worker has given this dispatch up and holds nothing of it any more. ``refused`` and ``deadline`` are final;
+    the other kinds may be dispatched again."""
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    kind: FailureKind
+    message: Text
+
+
+class Goodbye(Message):
+    """A draining worker holds nothing any more, and ends."""
+
+    worker_id: Name
+    incarnation: Incarnation
+
+
+# --- coordinator -> worker -----------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """Answer to Hello, and said again where BlockEvents were lost. A worker drops all work of any other coordinator incarnation, and
+    sends its whole cache as BlockEvents."""
+
+    coordinator: Incarnation
+    heartbeat_s: Duration
+
+
+class Alive(Message):
+    """The coordinator's heartbeat. A worker that misses it for long has no owner: it frees all it holds and says Hello again."""
+
+    coordinator: Incarnation
+
+
+class Fenced(Message):
+    """The coordinator had declared this incarnation dead: drop all work, take a new incarnation, say Hello again."""
+
+    coordinator: Incarnation
+    reason: Text
+
+
+class Prefill(Message):
+    """Compute this prompt and hand its KV blocks to ``decode``."""
+
+    spec: RequestSpec
+    decode: Peer
+
+
+class Move(Message):
+    """Hand the running sequence of ``dispatch`` with its KV blocks to ``decode``, where it goes on as ``spec.dispatch``.
+
+    ``spec.token_ids`` are the tokens that the coordinator has heard of; the worker puts those in their place that it has.
+    """
+
+    dispatch: Dispatch
+    spec: RequestSpec
+    decode: Peer
+
+
+class Drain(Message):
+    """Take no new work, hand over or finish what there is, say Goodbye and end. ``timeout_s``: give back by then what is left;
+    None: the worker's own setting."""
+
+    coordinator: Incarnation
+    timeout_s: Duration | None = None
+
+
+class Cancel(Message):
+    """Drop these dispatches, free their blocks, say nothing more of them."""
+
+    coordinator: Incarnation
+    dispatches: RowColumn

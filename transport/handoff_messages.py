@@ -1,0 +1,147 @@
+"""What prefill workers and decode workers say to each other over a KV handoff (the protocol: docs/handoff.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from .message_fields import (
+    MAX_REQUEST_TOKENS,
+    SECRET_BYTES,
+    Address,
+    BlockColumn,
+    ChecksumColumn,
+    Count,
+    Dispatch,
+    Duration,
+    HashColumn,
+    Incarnation,
+    LeaseColumn,
+    Message,
+    Name,
+    Text,
+    TokenId,
+)
+from .message_parts import ModelIdentity, RequestSpec, TokenLogprobs
+
+# --- prefill -> decode ---------------------------------------------------------------------------
+
+
+class Meet(Message):
+    """First contact of a prefill worker: who it is, and which movers it has, best first."""
+
+    worker_id: Name
+    incarnation: Incarnation
+    host: Name
+    pid: Count
+    model: ModelIdentity
+    movers: Annotated[tuple[Name, ...], Field(max_length=16, strict=False)]
+    addressee: Incarnation = 0  # the decode worker's incarnation that is meant; 0: whichever it is
+
+
+class Offer(Message):
+    """A prompt is being computed; its full blocks have these hashes. The receiver reserves room and answers Grant."""
+
+    request_id: Name
+    epoch: Count
+    coordinator: Incarnation
+    dispatch: Dispatch
+    num_tokens: Annotated[int, Field(ge=1, le=MAX_REQUEST_TOKENS)]
+    block_hashes: HashColumn
+
+
+class Renew(Message):
+    """Keeps these leases alive."""
+
+    leases: LeaseColumn
+
+
+class Placed(Message):
+    """Blocks of this lease have been put whole, from position ``first`` on, with these checksums: they can be verified while the rest of
+    the prompt is computed. Lost, it is made good by Handoff, which names all."""
+
+    lease: Count
+    first: Count
+    checksums: ChecksumColumn
+
+
+class Handoff(Message):
+    """All blocks have been put. ``checksums`` has one entry per granted block that was not already cached there."""
+
+    spec: RequestSpec
+    lease: Count
+    token: TokenId
+    logprobs: TokenLogprobs | None = None
+    checksums: ChecksumColumn
+
+
+class Release(Message):
+    """The writer has stopped: no put of this lease is in flight and none will follow."""
+
+    lease: Count
+    coordinator: Incarnation
+    dispatch: Dispatch
+
+
+# --- decode -> prefill ---------------------------------------------------------------------------
+
+
+class Met(Message):
+    """Answer to Meet: the mover both will use and what it needs, or ``refused`` with a sentence that says which field differs."""
+
+    worker_id: Name
+    incarnation: Incarnation
+    mover: Annotated[str, Field(max_length=64)] = ""
+    num_blocks: Count = 0
+    data_address: Address = ""
+    shm_name: Annotated[str, Field(max_length=256)] = ""
+    refused: Annotated[str, Field(max_length=4096)] = ""
+
+
+class Grant(Message):
+    """Blocks reserved for a dispatch. ``blocks`` covers the whole prompt in order; the first ``num_cached_blocks`` are valid
+    already and are not sent. ``secret`` must accompany each put over an open data socket."""
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    lease: Count
+    secret: Annotated[bytes, Field(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+    blocks: BlockColumn
+    num_cached_blocks: Count
+    lease_s: Duration
+
+
+class Refuse(Message):
+    """No grant: never possible (``final``), or given up now."""
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    reason: Text
+    final: bool
+
+
+class Ack(Message):
+    """Every block verified: the prefill worker may unpin its own."""
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    lease: Count
+
+
+class Nack(Message):
+    """These blocks (positions in the grant) are missing or corrupt: send them again, then Handoff again."""
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    lease: Count
+    positions: BlockColumn
+
+
+class Revoke(Message):
+    """The lease has ended at the receiver: stop writing, drop the handoff, answer Release."""
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    lease: Count
+    reason: Text

@@ -1,0 +1,92 @@
+"""What several messages carry: a request, how to sample its tokens, who a worker is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from .message_fields import MAX_REQUEST_TOKENS, Address, Count, Dispatch, Duration, Incarnation, Message, Name, TokenColumn
+
+FinishReason = Literal["stop", "length"]
+Role = Literal["prefill", "decode"]
+
+
+class Sampling(Message):
+    """How to choose tokens. ``seed`` is always set: the coordinator draws one where the client gave none.
+
+    Noise is a function of (seed, absolute position) only. ``logprobs`` is the number of alternatives to
+    report beside the chosen token's own logprob; None reports nothing.
+    """
+
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_REQUEST_TOKENS)]
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_REQUEST_TOKENS)] = 0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    presence_penalty: Annotated[float, Field(ge=-100, le=100)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] = 0.0
+    logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    stop_token_ids: Annotated[tuple[int, ...], Field(max_length=64, strict=False)] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class TokenLogprobs(Message):
+    """Natural-log probabilities at one position: the chosen token's, and the most likely ones in order."""
+
+    logprob: float
+    top_ids: Annotated[tuple[int, ...], Field(max_length=20, strict=False)] = ()
+    top_logprobs: Annotated[tuple[float, ...], Field(max_length=20, strict=False)] = ()
+
+
+class RequestSpec(Message):
+    """All a worker needs to know of one attempt at a request.
+
+    ``token_ids`` is the prompt followed by the tokens that the client already has; the first
+    ``num_prompt_tokens`` of them are the prompt, the rest are output (they count for penalties, for
+    ``max_tokens`` and for ``min_tokens``). The next token's output index is ``num_tokens - num_prompt_tokens``.
+    """
+
+    request_id: Name
+    epoch: Count
+    dispatch: Dispatch
+    coordinator: Incarnation
+    token_ids: TokenColumn
+    num_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_REQUEST_TOKENS)]
+    sampling: Sampling
+    salt: Annotated[bytes, Field(max_length=64)] = b""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    deadline_s: Duration  # seconds left until the request as a whole must have ended
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+    @model_validator(mode="after")
+    def _prompt_is_there(self) -> Self:
+        if self.num_prompt_tokens > self.num_tokens:
+            raise ValueError(f"{self.num_prompt_tokens} prompt tokens in {self.num_tokens} tokens")
+        return self
+
+
+class ModelIdentity(Message):
+    """What two workers must share before KV blocks may pass between them. Compared field by field."""
+
+    fingerprint: Name  # of weights, config and tokenizer
+    dtype: Name  # of the KV cache
+    block_size: Annotated[int, Field(ge=1, le=4096)]
+    layout: Name  # e.g. "block-major/v1 [num_layers=12, 2, block_size=16, num_kv_heads=4, head_dim=64]"
+    block_bytes: Annotated[int, Field(ge=1, le=1 << 32)]
+    numerics: Name = "fast"  # or which exact kernels: bits agree only among the same
+
+
+class Peer(Message):
+    """A decode worker as a prefill worker reaches it."""
+
+    worker_id: Name
+    incarnation: Incarnation
+    address: Address
