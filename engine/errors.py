@@ -3,6 +3,7 @@
     EngineError
     ├── ModelConfigError    the folder's config.json asks for something that is not supported, or cannot be read
     ├── WeightsError        weights missing, of the wrong shape, or in a format that is not loaded
+    ├── ProfileError        a latency profile cannot be read or used (latency_profile.py)
     └── OutOfMemoryError    the KV cache does not fit; says how many blocks would, and which option to lower
 
 Each message says what was wrong, what is allowed and what to do.

@@ -2,7 +2,9 @@
 
     PlannerError
     ├── TraceError       a trace file cannot be read, or a row of it is wrong: names the file, the line and the field
-    └── WorkloadError    a workload's description cannot be used
+    ├── WorkloadError    a workload's description cannot be used
+    ├── ProfilingError   a profile cannot be measured or imported
+    └── SimulationError  a cluster cannot be simulated or planned
 
 Each message says what was wrong, what is allowed and what to do.
 """
@@ -27,3 +29,11 @@ class TraceError(PlannerError):
 
 class WorkloadError(PlannerError):
     """A workload cannot be used."""
+
+
+class ProfilingError(PlannerError):
+    """A profile cannot be made."""
+
+
+class SimulationError(PlannerError):
+    """A simulation or a plan cannot be made."""

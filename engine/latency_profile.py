@@ -1,0 +1,220 @@
+"""How long steps take: the profile of a worker, as ``splitserve profile`` writes it. Read by the simulator and by paced runners. No torch.
+
+    seconds of a step = curve(units) + read_s * reads + seq_s * seqs
+
+              units                        reads
+    prefill   new tokens of all chunks     pairs of a new token and a token that it attends to
+    decode    sequences                    tokens in all their KV caches
+
+The curve is linear between its points and goes on as its last piece beyond them. A model may consist of several pieces by units (other
+kernels, other regimes). A chunk of ``n`` new tokens after ``c`` cached ones attends to ``n * c + n * (n + 1) / 2`` pairs.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .batch import Batch
+from .errors import EngineError
+
+_log = logging.getLogger(__name__)
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+Range = Annotated[tuple[float, float], Field(strict=False)]
+
+
+class ProfileError(EngineError):
+    """A profile cannot be read or used."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Residuals(_Part):
+    """How well the fit meets its points: relative errors."""
+
+    num_points: int
+    mean: float
+    p95: float
+    worst: float
+
+
+class Piece(_Part):
+    """Holds below ``below`` units; None: for all that are left. ``curve``: (units, seconds), by units."""
+
+    below: float | None = None
+    curve: Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
+    read_s: float = 0.0
+    seq_s: float = 0.0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        units = [x for x, _ in self.curve]
+        if any(a >= b for a, b in pairwise(units)):
+            raise ValueError("the points of a curve must stand in the order of their units, each once")
+        return self
+
+    def seconds(self, units: float, reads: float, seqs: float) -> float:
+        return self._curve(units) + self.read_s * reads + self.seq_s * seqs
+
+    def _curve(self, units: float) -> float:
+        curve = self.curve
+        if len(curve) == 1:
+            return curve[0][1]
+        i = min(max(bisect_right(curve, (units, np.inf)), 1), len(curve) - 1)
+        (x0, y0), (x1, y1) = curve[i - 1], curve[i]
+        return (y1 - y0) / (x1 - x0) * (units - x0) + y0
+
+
+class StepModel(_Part):
+    """``ranges``: of the measured steps' units, reads and seqs; what lies outside is extrapolated."""
+
+    pieces: Annotated[tuple[Piece, ...], Field(min_length=1)]
+    ranges: dict[Literal["units", "reads", "seqs"], Range] = {}
+    residuals: Residuals | None = None
+
+    def seconds(self, units: float, reads: float, seqs: float) -> float:
+        """Of one step; never negative."""
+        for piece in self.pieces:
+            if piece.below is None or units < piece.below:
+                return max(0.0, piece.seconds(units, reads, seqs))
+        return max(0.0, self.pieces[-1].seconds(units, reads, seqs))
+
+    @property
+    def base_s(self) -> float:
+        """What the smallest step takes: of two roles' work in one step this is paid once."""
+        return max(0.0, self.pieces[0].curve[0][1])
+
+    def outside(self, units: float, reads: float, seqs: float) -> str:
+        """Which quantity is beyond what was measured; empty where none is."""
+        for name, value in (("units", units), ("reads", reads), ("seqs", seqs)):
+            low_high = self.ranges.get(name)  # type: ignore[call-overload]
+            if low_high is not None and value > low_high[1]:
+                return name
+        return ""
+
+
+class HandoffModel(_Part):
+    """A put of blocks takes ``put_s`` and then ``bytes_per_s``; a message is ``message_s`` on its way; checking is done at
+    ``check_bytes_per_s``, and ``join_s`` passes between the last put and the join beside all that."""
+
+    put_s: Seconds = 2e-4
+    bytes_per_s: Annotated[float, Field(gt=0)] = 1e9
+    message_s: Seconds = 2e-4
+    check_bytes_per_s: Annotated[float, Field(gt=0)] = 8e9
+    join_s: Seconds = 0.0
+    residuals: Residuals | None = None
+
+    def seconds(self, num_bytes: float, num_puts: int = 1) -> float:
+        """From the first put to the last byte."""
+        return num_puts * self.put_s + num_bytes / self.bytes_per_s
+
+
+class Memory(_Part):
+    """The KV cache of one worker."""
+
+    block_size: Annotated[int, Field(ge=1, le=4096)]  # tokens
+    num_blocks: Annotated[int, Field(ge=2, le=1 << 24)]
+    block_bytes: Annotated[int, Field(ge=1)]
+    num_layers: Annotated[int, Field(ge=1, le=4096)]
+    max_model_len: Annotated[int, Field(ge=2, le=1 << 20)]
+
+
+class Power(_Part):
+    """Watts of one worker, by what it does."""
+
+    idle_w: Annotated[float, Field(ge=0)]
+    prefill_w: Annotated[float, Field(ge=0)]
+    decode_w: Annotated[float, Field(ge=0)]
+
+
+class Profile(_Part):
+    """One kind of worker: a model on some hardware. ``loop_s`` passes between the end of a step and the beginning of the next one."""
+
+    format: Literal["splitserve-profile"] = "splitserve-profile"
+    version: Literal[1] = 1
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    hardware: str = ""
+    source: str = ""  # how it came about
+    memory: Memory
+    prefill: StepModel
+    decode: StepModel
+    prefill_loop_s: Seconds = 0.0
+    decode_loop_s: Seconds = 0.0
+    handoff: HandoffModel = HandoffModel()
+    start_s: Seconds = 0.0  # from the start of the process to being ready
+    flip_s: Seconds | None = None  # None: not measured
+    noise_cv: Annotated[float, Field(ge=0, le=10)] = 0.0  # of step times about the model
+    power: Power | None = None
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """Raises ProfileError."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ProfileError(f"cannot read the profile {path}: {error.strerror or error}; make one with `splitserve profile`") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "its content"
+            raise ProfileError(f"{path} is no profile of a version known here: {place}: {first['msg']}") from None
+
+    def write(self, path: Path) -> None:
+        """Raises ProfileError."""
+        try:
+            path.write_text(self.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ProfileError(f"cannot write the profile {path}: {error.strerror or error}") from None
+
+
+class StepClock:
+    """Asks a profile how long batches take. What leaves the measured range is warned of once per quantity, and counted."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.num_steps = 0
+        self.num_outside: dict[str, int] = {}
+
+    def prefill(self, chunks: list[tuple[int, int]]) -> float:
+        """Seconds of a prefill step; ``chunks``: (cached tokens before, new tokens)."""
+        tokens = sum(new for _, new in chunks)
+        pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in chunks)
+        self._watch("prefill", self.profile.prefill, tokens, pairs, len(chunks))
+        return self.profile.prefill.seconds(tokens, pairs, len(chunks))
+
+    def decode(self, num_seqs: int, num_context_tokens: int) -> float:
+        """Seconds of a decode step over so many sequences with so many tokens in all."""
+        self._watch("decode", self.profile.decode, num_seqs, num_context_tokens, num_seqs)
+        return self.profile.decode.seconds(num_seqs, num_context_tokens, num_seqs)
+
+    def mixed(self, chunks: list[tuple[int, int]], num_seqs: int, num_context_tokens: int) -> float:
+        """Seconds of one step over prompt chunks and decoding sequences: what both pay for any step at all is paid once."""
+        if not chunks or not num_seqs:
+            return self.prefill(chunks) if chunks else self.decode(num_seqs, num_context_tokens)
+        once = min(self.profile.prefill.base_s, self.profile.decode.base_s)
+        return max(0.0, self.prefill(chunks) + self.decode(num_seqs, num_context_tokens) - once)
+
+    def batch(self, batch: Batch) -> float:
+        """Seconds of any batch: sequences with one token that continue what is cached decode, the others are prompt chunks."""
+        new = np.diff(batch.query_start_loc)
+        cached = batch.seq_lens - new
+        decoding = (new == 1) & (cached > 0)
+        chunks = list(zip(cached[~decoding].tolist(), new[~decoding].tolist(), strict=True))
+        return self.mixed(chunks, int(decoding.sum()), int(batch.seq_lens[decoding].sum()))
+
+    def _watch(self, role: str, model: StepModel, units: float, reads: float, seqs: float) -> None:
+        self.num_steps += 1
+        if name := model.outside(units, reads, seqs):
+            key = f"{role} {name}"
+            if key not in self.num_outside:
+                low_high = model.ranges[name]  # type: ignore[index]
+                _log.warning("%s: a %s step goes beyond the measured %s (%g to %g)", self.profile.name, role, name, *low_high)
+            self.num_outside[key] = self.num_outside.get(key, 0) + 1

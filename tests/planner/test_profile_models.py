@@ -1,0 +1,153 @@
+"""Latency models: what they compute, how they are fitted, what they say about where they were measured."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from splitserve.engine.batch import Batch, SamplingParams, SamplingState
+from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, ProfileError, StepClock, StepModel
+from splitserve.planner.errors import ProfilingError
+from splitserve.planner.profile.fit import StepPoint, fit_steps
+from splitserve.planner.profile.published import import_published, splitwise_curves, vidur_handoff
+
+MEMORY = Memory(block_size=16, num_blocks=100, block_bytes=4096, num_layers=4, max_model_len=512)
+PROFILE = Profile(
+    name="test",
+    memory=MEMORY,
+    prefill=StepModel(pieces=(Piece(curve=((0, 0.01), (100, 0.02)), read_s=1e-6),), ranges={"units": (1, 128)}),
+    decode=StepModel(pieces=(Piece(curve=((0, 0.004), (10, 0.005)), read_s=1e-5),)),
+)
+
+
+def test_a_curve_is_linear_between_its_points_and_beyond_them() -> None:
+    piece = Piece(curve=((10, 1.0), (20, 3.0), (40, 4.0)))
+    assert [piece.seconds(x, 0, 0) for x in (5, 10, 15, 20, 30, 60)] == [0.0, 1.0, 2.0, 3.0, 3.5, 5.0]
+
+
+def test_pieces_hold_up_to_their_bound() -> None:
+    model = StepModel(pieces=(Piece(below=95, curve=((0, 1.0),)), Piece(curve=((0, 2.0),))))
+    assert [model.seconds(x, 0, 0) for x in (94, 95, 1000)] == [1.0, 2.0, 2.0]
+
+
+def test_a_chunk_attends_to_what_is_cached_and_to_itself() -> None:
+    clock = StepClock(PROFILE)
+    assert clock.prefill([(0, 100)]) == pytest.approx(0.02 + 1e-6 * 5050)
+    assert clock.prefill([(50, 20), (0, 80)]) == pytest.approx(0.02 + 1e-6 * (50 * 20 + 210 + 3240))
+
+
+def test_a_step_of_both_roles_pays_once_for_being_a_step() -> None:
+    clock = StepClock(PROFILE)
+    assert clock.mixed([(0, 100)], 10, 200) == pytest.approx(clock.prefill([(0, 100)]) + clock.decode(10, 200) - 0.004)
+    assert clock.mixed([], 10, 200) == clock.decode(10, 200)
+
+
+def test_a_batch_is_taken_apart_into_chunks_and_decoding_sequences() -> None:
+    lens, new = [30, 40, 8, 1], [1, 20, 8, 1]  # decoding; a chunk after 20 cached; a new prompt; a prompt of one token
+    state = SamplingState(SamplingParams(max_tokens=1), [], [])
+    batch = Batch(
+        np.zeros(30, np.int32), np.zeros(30, np.int32), np.cumsum([0, *new], dtype=np.int32), np.array(lens, np.int32),
+        np.zeros((4, 3), np.int32), np.zeros(30, np.int64), [state] * 4,
+    )  # fmt: skip
+    clock = StepClock(PROFILE)
+    assert clock.batch(batch) == clock.mixed([(20, 20), (0, 8), (0, 1)], 1, 30)
+
+
+def test_leaving_the_measured_range_warns_once_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    clock = StepClock(PROFILE)
+    with caplog.at_level(logging.WARNING):
+        clock.prefill([(0, 128)])
+        assert not caplog.records
+        clock.prefill([(0, 129)])
+        clock.prefill([(0, 300)])
+    assert len(caplog.records) == 1
+    assert "beyond the measured units (1 to 128)" in caplog.text
+    assert clock.num_outside == {"prefill units": 2}
+
+
+def test_a_fit_finds_what_the_points_were_made_of() -> None:
+    truth = StepModel(pieces=(Piece(curve=((1, 0.01), (64, 0.02), (512, 0.2)), read_s=3e-8, seq_s=2e-4),))
+    draw = random.Random(0)
+    points = []
+    for _ in range(200):
+        units, seqs = draw.choice((1, 16, 64, 100, 300, 512)), draw.choice((1, 2, 4))
+        reads = units * draw.choice((10, 100, 1000))
+        points.append(StepPoint(units, reads, seqs, truth.seconds(units, reads, seqs)))
+    found = fit_steps(points, (1, 64, 512))
+    assert found.residuals is not None
+    assert found.residuals.worst < 1e-9
+    assert found.pieces[0].seq_s == pytest.approx(2e-4)
+    assert found.ranges["units"] == (1, 512)
+
+
+def test_more_work_never_makes_a_fitted_step_quicker() -> None:
+    points = [StepPoint(units, reads, 1, 0.01 + 1e-4 * units - 1e-6 * reads) for units in (1, 50, 100) for reads in (0, 1000)]
+    assert fit_steps(points, (1, 100)).pieces[0].read_s == 0
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    PROFILE.write(path)
+    assert Profile.read(path) == PROFILE
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(ProfileError, match=r"version: Input should be 1"):
+        Profile.read(path)
+    with pytest.raises(ProfileError, match="splitserve profile"):
+        Profile.read(tmp_path / "none.json")
+
+
+# --- published data, in their formats --------------------------------------------------------------
+
+SPLITWISE_HEAD = (
+    "model,hardware,prompt_size,batch_size,token_size,peak_power,average_power,prompt_time,token_time,e2e_time,tensor_parallel\n"
+)
+
+
+def splitwise_file(folder: Path) -> Path:
+    rows = [f"llama2-70b,h100-80gb,{p},1,128,1,0.7,{0.1 * p + 1e-5 * p * p},{30 + 1e-4 * p},0,8" for p in (128, 512, 2048, 4096)]
+    rows += [f"llama2-70b,h100-80gb,512,{b},128,1,0.7,{0.1 * 512 * b},{30 + b + 1e-4 * 512 * b},0,8" for b in (2, 8, 64)]
+    path = folder / "perf_model.csv"
+    path.write_text(SPLITWISE_HEAD + "\n".join(rows) + "\n")
+    return path
+
+
+def test_splitwise_data_give_decode_times_over_sequences_and_context(tmp_path: Path) -> None:
+    profile = import_published(splitwise_file(tmp_path), "llama2-70b", "h100-80gb", 8)
+    assert profile.decode.seconds(64, 64 * 576, 64) == pytest.approx(0.094 + 1e-7 * 512 * 64, rel=0.02)
+    assert profile.decode.pieces[0].read_s == pytest.approx(1e-7, rel=0.1)
+    assert profile.memory.block_bytes == 64 * 2 * 80 * 1024 * 2
+
+
+def test_splitwise_itself_asks_its_decode_curve_for_sequences(tmp_path: Path) -> None:
+    prompt, token = splitwise_curves(splitwise_file(tmp_path), "llama2-70b", "h100-80gb", 8)
+    assert token.seconds(64, 0, 64) < token.seconds(128, 0, 128) == pytest.approx(0.0300128)
+    assert prompt.seconds(4096, 0, 1) == pytest.approx(np.median([0.1 * 4096 + 1e-5 * 4096**2, 0.1 * 4096]) / 1e3)
+
+
+def test_distserve_coefficients_keep_their_formula(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(
+        '{"facebook/opt-13b": {"1": {"decoding_large_small_bs_threshold": 95, "prefill": [18, 0.1, 7e-6],'
+        ' "decoding_smallbs": [20, 6e-4, 0.04], "decoding_largebs": [7, 5.8e-4, 0.16]}}}'
+    )
+    (tmp_path / "max_num_tokens.csv").write_text("model,tp,pp,max_num_tokens\nfacebook/opt-13b,1,1,66144\n")
+    profile = import_published(path, "facebook/opt-13b", "", 1)
+    assert StepClock(profile).prefill([(0, 300), (0, 50)]) == pytest.approx((18 + 0.1 * 350 + 7e-6 * (300**2 + 50**2)) / 1e3)
+    assert StepClock(profile).decode(94, 5000) == pytest.approx((20 + 6e-4 * 5000 + 0.04 * 94) / 1e3)
+    assert StepClock(profile).decode(95, 5000) == pytest.approx((7 + 5.8e-4 * 5000 + 0.16 * 95) / 1e3)
+    with pytest.raises(ProfilingError, match="has no facebook/opt-13b with tensor parallelism 2"):
+        import_published(path, "facebook/opt-13b", "", 2)
+
+
+def test_a_link_from_vidurs_times(tmp_path: Path) -> None:
+    path = tmp_path / "send_recv.csv"
+    rows = [f"{0.02 + size / 25e6},2,{size}" for size in (2048, 1 << 20, 1 << 28)]
+    path.write_text("time_stats.send_recv.median,num_workers,size\n" + "\n".join(rows) + "\n")
+    link = vidur_handoff(path)
+    assert link.bytes_per_s == pytest.approx(25e9, rel=0.05)
+    assert link.put_s == pytest.approx(2e-5, rel=0.05)
+    assert HandoffModel(put_s=1e-3, bytes_per_s=1e9).seconds(1e9, 2) == pytest.approx(1.002)
