@@ -11,6 +11,7 @@ import numpy as np
 
 from ..engine.batch import SamplingParams, SamplingState, StepOutput
 from ..engine.block_manager import BlockManager
+from ..engine.constraint import CompileGrammar, TokenMatcher
 from ..transport.actions import Join, ReceiverAction, SenderAction, Supersede, ToCoordinator
 from ..transport.block_hash import chain, root_hash
 from ..transport.handoff import Key, PeerId, Wait
@@ -25,6 +26,7 @@ from ..transport.messages import (
     Meet,
     Message,
     Move,
+    Offer,
     RequestFailed,
     StepTokens,
     from_u32,
@@ -34,7 +36,7 @@ from ..transport.reports import CacheReporter, logprobs_message
 from .moving import Moving
 from .scheduler import DecodeResult, DecodeScheduler, DecodeStep
 
-DecodeAction = ToCoordinator | ReceiverAction | SenderAction
+DecodeAction = ToCoordinator | ReceiverAction | SenderAction | CompileGrammar
 
 
 class DecodeCore:
@@ -85,6 +87,19 @@ class DecodeCore:
     def from_peer(self, peer: PeerId, message: Message, now: float) -> None:
         """Any message of a prefill worker, or of another decode worker that hands something over."""
         self.receiver.receive(peer, message, now)
+        if isinstance(message, Offer) and message.grammar:
+            self._actions.append(CompileGrammar(None, message.grammar))
+
+    def grammar_compiled(self, key: Key, matcher: TokenMatcher) -> None:
+        """Answers CompileGrammar: the sequence takes part in the next step."""
+        if (sequence := self.scheduler.get(key)) is not None:
+            sequence.state.matcher = matcher
+
+    def grammar_failed(self, key: Key, reason: str) -> None:
+        """Answers CompileGrammar: no worker could."""
+        if self.scheduler.get(key) is not None:
+            self._drop(key)
+            self._say_failed(key, "refused", f"response_format: {reason}")
 
     def drain(self, now: float, timeout_s: float | None = None) -> None:
         """Says so to the coordinator, which sends nothing new and orders what runs here to other workers. What is left after
@@ -113,6 +128,8 @@ class DecodeCore:
         self.num_steps += 1
         result = self.scheduler.complete(step, output)
         self._report(result)
+        for sequence, reason in result.failed.items():
+            self._say_failed(sequence.key, "refused", f"response_format: {reason}")
         if result.finished or result.dropped:
             self.receiver.grant_waiting(now)
 
@@ -243,6 +260,8 @@ class DecodeCore:
         )
         self._actions.append(ToCoordinator(joined))
         self.scheduler.join(join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s)
+        if state.params.grammar:
+            self._actions.append(CompileGrammar(join.key, state.params.grammar, tuple(state.output_token_ids)))
 
     def _report(self, result: DecodeResult) -> None:
         step, output, finished = result.step, result.output, result.finished

@@ -57,6 +57,7 @@ class DecodeResult:
     output: StepOutput
     finished: dict[int, FinishReason] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
+    failed: dict[DecodeSequence, str] = field(default_factory=dict)  # those of ``dropped`` whose grammar cannot go on, and why
 
 
 class DecodeScheduler:
@@ -161,8 +162,9 @@ class DecodeScheduler:
         """The next step over all running sequences; None where there are none. Preempted ones are left in ``preempted``."""
         assert not self._in_step, "one step at a time"
         for sequence in self._joining:
-            self._enter(sequence)
-        self._joining.clear()
+            if not sequence.state.lacks_matcher:
+                self._enter(sequence)
+        self._joining = [sequence for sequence in self._joining if sequence.row < 0]
         if not self._rows:
             return None
         self._grow()
@@ -197,6 +199,11 @@ class DecodeScheduler:
         for row, (sequence, token, index) in enumerate(zip(step.sequences, tokens, indices, strict=True)):
             if sequence.doomed:
                 result.dropped.append(row)
+                continue
+            if token in sequence.stops and (matcher := sequence.state.matcher) is not None and matcher.failure:
+                result.failed[sequence] = matcher.failure
+                result.dropped.append(row)
+                sequence.doomed = True
                 continue
             sequence.state.output_token_ids.append(token)
             if token in sequence.stops or index >= sequence.last_index:

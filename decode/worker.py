@@ -23,6 +23,8 @@ from collections import deque
 import zmq
 
 from ..engine.block_manager import BlockManager
+from ..engine.constraint import CompileGrammar
+from ..engine.grammar_thread import GrammarThread
 from ..engine.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import CloseLease, ExpectAgain, Join, OpenLease, Supersede, ToCoordinator, ToPeer, Verify
@@ -85,6 +87,7 @@ class DecodeWorker:
         meet = self._meet(endpoints.movers)
         self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint, meet, settings.drain_timeout_s)
         self._steps: StepThread[DecodeStep] = StepThread(model.runner, self._wakeup.set)
+        self._grammars = GrammarThread(model.grammars, self._wakeup.set)
         self._poller = self._make_poller()
         assert self._core.moving is not None, "it has said how it meets others"
         sender, plaintext = self._core.moving.sender, settings.plaintext_kv or settings.insecure
@@ -141,6 +144,7 @@ class DecodeWorker:
                 for lease, position in target.poll(RECEIVE_LIMIT):
                     self._core.receiver.arrived(lease, position)
         self._sending.receive(ready, now)
+        self._grammars.report(self._core)
         if self._leaving:
             self._core.drain(now)
         if now - self._ticked >= TICK_S:
@@ -204,6 +208,8 @@ class DecodeWorker:
     def _do(self, action: DecodeAction, now: float) -> None:
         if isinstance(action, ToCoordinator):
             self._link.send(action.message)
+        elif isinstance(action, CompileGrammar):
+            self._grammars.submit(action)
         elif isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE):
             if action.peer in self._identities:
                 self._peers.send(self._identities[action.peer], action.message)
@@ -321,6 +327,7 @@ class DecodeWorker:
 
     def _close(self) -> None:
         self._steps.stop()
+        self._grammars.stop()
         for target in self._targets:
             target.close_all()
         self._sending.close()

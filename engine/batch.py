@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from .constraint import TokenMatcher
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -31,6 +33,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    grammar: bytes = b""  # empty: any token may follow
 
 
 @dataclass(slots=True)
@@ -42,6 +45,8 @@ class SamplingState:
     params: SamplingParams
     prompt_token_ids: list[int]
     output_token_ids: list[int]
+    matcher: TokenMatcher | None = None
+    """Set before the sequence takes part in a step that samples, where ``params`` has a grammar."""
     plain_greedy: bool = field(init=False)
     """Temperature 0 and nothing else: an argmax will do (min_tokens is looked at separately by the sampler)."""
 
@@ -55,7 +60,13 @@ class SamplingState:
             and not p.logit_bias
             and p.logprobs is None
             and p.min_tokens == 0
+            and not p.grammar
         )
+
+    @property
+    def lacks_matcher(self) -> bool:
+        """Its grammar is still being compiled."""
+        return self.matcher is None and bool(self.params.grammar)
 
     @property
     def position(self) -> int:

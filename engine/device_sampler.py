@@ -17,6 +17,7 @@ from torch import Tensor
 from ..kernels.gpu.sampling import IN_PROMPT, SamplingRows, sample
 from ..kernels.gumbel_noise import hashed_seed
 from .batch import Logprobs, SamplingParams, SamplingState
+from .token_masks import forbid_tokens
 
 
 class DeviceSampler:
@@ -24,15 +25,20 @@ class DeviceSampler:
         self._eos_token_ids = eos_token_ids
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
-        """``logits`` float32 [num_rows, vocab_size]. Token ids [num_rows] and, by row, the logprobs asked for."""
+        """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids [num_rows] and, by row, the logprobs asked for."""
         rows = sampling_rows(states, self._eos_token_ids, logits.shape[1], logits.device)
-        chosen, own = sample(logits, rows)
         reporting = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        raw = logits.clone() if any(states[row].matcher is not None for row in reporting) else logits
+        if forbid_tokens(logits, states) and raw is not logits:
+            chosen, _ = sample(logits, rows)
+            own = raw.gather(1, chosen.unsqueeze(1)).squeeze(1) - raw.logsumexp(-1)
+        else:
+            chosen, own = sample(logits, rows)
         if not reporting:
             return chosen.to("cpu", torch.int32).numpy(), {}
         counts = [states[row].params.logprobs or 0 for row in reporting]
-        norms = logits.gather(1, chosen.unsqueeze(1)) - own.unsqueeze(1)
-        top = logits[reporting].topk(max(counts), dim=-1)
+        norms = raw.gather(1, chosen.unsqueeze(1)) - own.unsqueeze(1)
+        top = raw[reporting].topk(max(counts), dim=-1)
         told = _report(own[reporting].tolist(), top.indices.tolist(), (top.values - norms[reporting]).tolist(), counts)
         return chosen.to("cpu", torch.int32).numpy(), dict(zip(reporting, told, strict=True))
 

@@ -4,7 +4,8 @@
     ├── ModelConfigError    the folder's config.json asks for something that is not supported, or cannot be read
     ├── WeightsError        weights missing, of the wrong shape, or in a format that is not loaded
     ├── ProfileError        a latency profile cannot be read or used (latency_profile.py)
-    └── OutOfMemoryError    the KV cache does not fit; says how many blocks would, and which option to lower
+    ├── OutOfMemoryError    the KV cache does not fit; says how many blocks would, and which option to lower
+    └── GrammarError        a grammar that cannot be compiled or followed; the fault of one request
 
 Each message says what was wrong, what is allowed and what to do.
 """
@@ -26,3 +27,7 @@ class WeightsError(EngineError):
 
 class OutOfMemoryError(EngineError):
     """The KV cache does not fit into memory."""
+
+
+class GrammarError(EngineError):
+    """A request's grammar cannot be compiled, or not be followed."""

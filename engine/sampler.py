@@ -1,7 +1,7 @@
 """Chooses one token a sequence from its logits.
 
-The order is: logit_bias and min_tokens, penalties, (greedy rows end here), temperature, min-p, top-k, top-p, noise. Penalties
-follow OpenAI and vLLM: repetition looks at prompt and output, presence and frequency at the output. Logprobs are those of the
+The order is: the grammar's mask, logit_bias and min_tokens, penalties, (greedy rows end here), temperature, min-p, top-k, top-p, noise.
+Penalties follow OpenAI and vLLM: repetition looks at prompt and output, presence and frequency at the output. Logprobs are those of the
 model's own distribution, before all of these. Every row depends on its own state only: never on the batch. (torch's sums and
 exponentials round by where in memory a value lies, so a row that needs them is copied out first.)
 """
@@ -20,6 +20,7 @@ from ..kernels.gumbel_noise import noise_key
 from ..kernels.interface import Kernels
 from .batch import Logprobs, SamplingState
 from .token_filters import FilterParams, keep_likely_tokens
+from .token_masks import forbid_tokens
 
 
 class Sampler:
@@ -33,6 +34,7 @@ class Sampler:
             return _to_numpy(logits.argmax(dim=-1)), {}
         reporting = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         raw = logits[reporting] if reporting else logits
+        forbid_tokens(logits, states)
         for row, state in enumerate(states):
             if not state.plain_greedy:
                 self._edit(logits[row], state)

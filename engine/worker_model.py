@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from .device import select_device
+from .grammar import GrammarCompiler
 from .host_mirror import HostMirror
 from .kv_cache import PoolAllocator
 from .model_runner import EngineConfig, ModelRunner
@@ -34,6 +35,7 @@ class WorkerModel:
     vocab_size: int
     device: torch.device = CPU
     mirror: HostMirror | None = None  # set where the cache itself lies on a GPU
+    grammars: GrammarCompiler | None = None  # None: it serves no structured output
 
     @property
     def num_layers(self) -> int:
@@ -93,4 +95,5 @@ class WorkerModel:
             vocab_size=runner.config.vocab_size,
             device=runner.device,
             mirror=mirror,
+            grammars=GrammarCompiler(settings.model, runner.config.vocab_size, runner.config.eos_token_ids),
         )

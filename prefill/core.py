@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ..engine.batch import Logprobs, StepOutput
 from ..engine.block_manager import BlockManager
+from ..engine.constraint import CompileGrammar, TokenMatcher
 from ..engine.stopping import finish_reason, last_output_index, stop_set
 from ..transport.actions import Delivered, SenderAction, ToCoordinator, Undelivered
 from ..transport.handoff import HandoffTimes, Key, PeerId, Wait
@@ -35,7 +36,7 @@ from .scheduler import Chunk, PrefillScheduler, PrefillSequence, PrefillStep
 
 MEMORY_OF_PAST = 8192
 """Dispatches."""
-PrefillAction = ToCoordinator | SenderAction
+PrefillAction = ToCoordinator | SenderAction | CompileGrammar
 
 
 class PrefillCore:
@@ -95,6 +96,16 @@ class PrefillCore:
     def from_peer(self, peer: PeerId, message: Message, now: float) -> None:
         """Any message of a decode worker."""
         self.sender.receive(peer, message, now)
+
+    def grammar_compiled(self, key: Key, matcher: TokenMatcher) -> None:
+        """Answers CompileGrammar: the prompt's last chunk may be computed."""
+        if (sequence := self.scheduler.get(key)) is not None:
+            sequence.state.matcher = matcher
+
+    def grammar_failed(self, key: Key, reason: str) -> None:
+        """Answers CompileGrammar: no worker could."""
+        if self.scheduler.get(key) is not None:
+            self._fail(key, "refused", f"response_format: {reason}")
 
     def drain(self, now: float, timeout_s: float | None = None) -> None:
         """Says so to the coordinator, gives back what has not begun and finishes the rest. What is left after ``timeout_s`` (default: as
@@ -232,7 +243,9 @@ class PrefillCore:
             reason = f"the prompt needs {needed} KV blocks; prefill worker {self.worker[0]} has {self.blocks.num_blocks} in all"
             self._say_failed(key, "refused", reason)
         else:
-            self.scheduler.add(spec, message.decode, now)
+            state = self.scheduler.add(spec, message.decode, now).state
+            if state.params.grammar:
+                self._actions.append(CompileGrammar(key, state.params.grammar, tuple(state.output_token_ids)))
 
     def _remember(self, key: Key) -> None:
         self._past[key] = None
@@ -258,6 +271,9 @@ class PrefillCore:
 
     def _first_token(self, sequence: PrefillSequence, token: int, logprobs: Logprobs | None, now: float) -> None:
         index = len(sequence.state.output_token_ids)
+        if (matcher := sequence.state.matcher) is not None and matcher.failure:
+            self._fail(sequence.key, "refused", f"response_format: {matcher.failure}")
+            return
         finished = self._finish_reason(sequence, token, index)
         prompt_logprobs = self._prompt_logprobs.pop(sequence.key, None)
         message = FirstToken(

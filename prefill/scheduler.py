@@ -3,7 +3,7 @@
 Order: shortest remaining prompt first, where every second of waiting counts as ``aging`` tokens less, so that long prompts
 are not starved. A prompt takes all its blocks when it starts (two half-computed prompts can never block each other); a prompt that has
 waited longer than ``starving_s`` for blocks keeps younger ones from taking them. A prompt whose next block is just being computed for
-another prompt waits for it instead of computing it twice.
+another prompt waits for it instead of computing it twice. The last chunk waits for the grammar that its token must follow.
 
 Computed blocks stay until their decode worker has them. One that takes in too little keeps at most half of the pool in this way
 while there are prompts for others: it slows its own requests, not theirs.
@@ -144,6 +144,10 @@ class PrefillScheduler:
         self.waiting[sequence.key] = sequence
         return sequence
 
+    def get(self, key: Key) -> PrefillSequence | None:
+        """The prompt, if it is here and not computed yet."""
+        return self.waiting.get(key) or self.running.get(key)
+
     def drop(self, key: Key) -> PrefillSequence | None:
         """Forgets a prompt and frees its blocks: at once, or when the running step that writes them ends."""
         sequence = self.waiting.pop(key, None) or self.running.get(key) or self.pinned.pop(key, None)
@@ -182,6 +186,8 @@ class PrefillScheduler:
                 if block_hash := self._next_hash(sequence, sequence.num_computed // self.block_size):
                     computing.add(block_hash)
             count = min(budget, sequence.remaining)
+            if sequence.state.lacks_matcher and count == sequence.remaining and not sequence.scores_only:
+                continue  # nothing could be sampled yet
             chunks.append(Chunk(sequence, sequence.num_computed, count))
             sequence.in_step = True
             budget -= count

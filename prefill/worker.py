@@ -20,6 +20,8 @@ import time
 import zmq
 
 from ..engine.block_manager import BlockManager
+from ..engine.constraint import CompileGrammar
+from ..engine.grammar_thread import GrammarThread
 from ..engine.layer_progress import LayerProgress
 from ..engine.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
@@ -69,6 +71,7 @@ class PrefillWorker:
         self._progress = LayerProgress(model.device, self._wakeup.set)
         self._steps: StepThread[PrefillStep] = StepThread(model.runner, self._wakeup.set, self._progress.reached)
         self._running: PrefillStep | None = None
+        self._grammars = GrammarThread(model.grammars, self._wakeup.set)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
         self._poller.register(self._link.socket, zmq.POLLIN)
 
@@ -115,6 +118,7 @@ class PrefillWorker:
             for message in self._link.receive(now):
                 self._core.from_coordinator(message, now)
         self._sending.receive(ready, now)
+        self._grammars.report(self._core)
         if self._leaving:
             self._core.drain(now)
         if now - self._ticked >= TICK_S:
@@ -177,6 +181,8 @@ class PrefillWorker:
     def _do(self, action: PrefillAction) -> None:
         if isinstance(action, ToCoordinator):
             self._link.send(action.message)
+        elif isinstance(action, CompileGrammar):
+            self._grammars.submit(action)
         else:
             self._sending.carry_out(action)
 
@@ -228,6 +234,7 @@ class PrefillWorker:
 
     def _close(self) -> None:
         self._steps.stop()
+        self._grammars.stop()
         self._sending.close()
         self._link.close(LINGER_S)
         self._wakeup.close()

@@ -15,6 +15,7 @@ from .message_fields import (
     Count,
     Dispatch,
     Duration,
+    Grammar,
     HashColumn,
     Incarnation,
     LeaseColumn,
@@ -49,6 +50,7 @@ class Offer(Message):
     dispatch: Dispatch
     num_tokens: Annotated[int, Field(ge=1, le=MAX_REQUEST_TOKENS)]
     block_hashes: HashColumn
+    grammar: Grammar = b""  # to be compiled meanwhile
 
 
 class Renew(Message):

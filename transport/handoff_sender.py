@@ -248,6 +248,7 @@ class HandoffSender:
                 dispatch=dispatch,
                 num_tokens=num_tokens,
                 block_hashes=hashes,
+                grammar=spec.sampling.grammar,
             )
             self._actions.append(ToPeer(out.peer, offer))
         elif out.sent and out.first is not None:

@@ -18,6 +18,7 @@ MAX_BLOCKS = 1 << 24
 MAX_ROWS = 1 << 16
 HASH_BYTES = 16
 SECRET_BYTES = 16
+MAX_GRAMMAR_BYTES = 256 << 10
 
 
 def _whole(item_bytes: int) -> AfterValidator:
@@ -31,6 +32,8 @@ def _whole(item_bytes: int) -> AfterValidator:
     return AfterValidator(check)
 
 
+Grammar = Annotated[bytes, Field(max_length=MAX_GRAMMAR_BYTES)]
+"""As llguidance writes one; empty: any output."""
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Address = Annotated[str, Field(max_length=512)]

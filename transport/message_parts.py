@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .message_fields import MAX_REQUEST_TOKENS, Address, Count, Dispatch, Duration, Incarnation, Message, Name, TokenColumn
+from .message_fields import MAX_REQUEST_TOKENS, Address, Count, Dispatch, Duration, Grammar, Incarnation, Message, Name, TokenColumn
 
 FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode"]
@@ -33,6 +33,7 @@ class Sampling(Message):
     stop_token_ids: Annotated[tuple[int, ...], Field(max_length=64, strict=False)] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    grammar: Grammar = b""  # which the output is to follow
 
 
 class TokenLogprobs(Message):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from splitserve.decode.scheduler import DecodeScheduler, DecodeStep
 from splitserve.engine.batch import SamplingParams, SamplingState, StepOutput
@@ -160,4 +163,39 @@ def test_alone_and_out_of_memory_it_leaves_too() -> None:
     assert step is not None
     assert [s.key[1] for s in scheduler.shrink(step)] == [1]
     assert scheduler.schedule() is None
+    assert scheduler.blocks.num_used == 0
+
+
+class Matcher:
+    """Fails once the output is as long as it says."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.fails_at, self.failure = fails_at, ""
+
+    def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
+        if len(output_token_ids) >= self.fails_at:
+            self.failure = "too complex"
+        return np.zeros(1, np.int32)
+
+
+def test_a_sequence_waits_for_its_grammar_and_leaves_when_that_fails() -> None:
+    scheduler = make()
+    join(scheduler, 1, 6)
+    join(scheduler, 2, 6, grammar=b"g")
+    step = scheduler.schedule()
+    assert step is not None
+    assert [s.key[1] for s in step.sequences] == [1]
+    scheduler.complete(step, output(step))
+    sequence = scheduler.get((1, 2))
+    assert sequence is not None
+    sequence.state.matcher = matcher = Matcher(fails_at=2)
+    for tokens, failed in (([5, 5], []), ([5, EOS], ["too complex"])):
+        step = scheduler.schedule()
+        assert step is not None
+        check(step)
+        matcher.mask(sequence.state.output_token_ids)
+        result = scheduler.complete(step, StepOutput(np.array(tokens, np.int32)))
+        assert list(result.failed.values()) == failed
+    assert scheduler.held == [(1, 1)]
+    scheduler.drop((1, 1))
     assert scheduler.blocks.num_used == 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from splitserve.engine.block_manager import BlockManager
 from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
@@ -13,7 +17,7 @@ BLOCK = 4
 PEER = Peer(worker_id="d", incarnation=1, address="x")
 
 
-def spec(dispatch: int, tokens: list[int], prompt_logprobs: int | None = None) -> RequestSpec:
+def spec(dispatch: int, tokens: list[int], prompt_logprobs: int | None = None, grammar: bytes = b"") -> RequestSpec:
     return RequestSpec(
         request_id=f"r{dispatch}",
         epoch=0,
@@ -21,7 +25,7 @@ def spec(dispatch: int, tokens: list[int], prompt_logprobs: int | None = None) -
         coordinator=1,
         token_ids=u32(tokens),
         num_prompt_tokens=len(tokens),
-        sampling=Sampling(max_tokens=4),
+        sampling=Sampling(max_tokens=4, grammar=grammar),
         prompt_logprobs=prompt_logprobs,
         deadline_s=60.0,
     )
@@ -206,3 +210,21 @@ def test_a_prompt_cancelled_during_a_step_out_of_memory_is_gone() -> None:
     assert scheduler.shrink(step)
     assert scheduler.schedule(0.0) is None
     assert scheduler.blocks.num_used == 0
+
+
+def test_the_last_chunk_waits_for_the_grammar() -> None:
+    scheduler = make(budget=16)
+    sequence = scheduler.add(spec(1, list(range(20)), grammar=b"g"), PEER, 0.0)
+    assert run(scheduler, 0.0) == [1]  # what is not the end may be computed
+    assert run(scheduler, 0.0) is None
+    scheduler.add(spec(2, [1, 2, 3]), PEER, 0.0)
+    assert run(scheduler, 0.0) == [2]  # nobody else waits
+    sequence.state.matcher = Matcher()
+    assert run(scheduler, 0.0) == [1]
+
+
+class Matcher:
+    failure = ""
+
+    def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
+        return np.zeros(1, np.int32)
