@@ -82,7 +82,7 @@ def run_prefill(settings: Any) -> None:
     from .checks import require_model
 
     log_to_stderr(settings.log_level)
-    require_model(settings.model)
+    require_model(settings.model, weights=settings.runner == "model")
     from ..prefill.worker import run
 
     run(settings)
@@ -92,7 +92,7 @@ def run_decode(settings: Any) -> None:
     from .checks import require_model
 
     log_to_stderr(settings.log_level)
-    require_model(settings.model)
+    require_model(settings.model, weights=settings.runner == "model")
     from ..decode.worker import run
 
     run(settings)

@@ -80,7 +80,8 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     if not any("model" in layer for layer in layers):
         derived["served_model_name"] = Value(DEMO_MODEL_NAME, "the bundled model")
     coordinator = build(CoordinatorSettings, [*layers, derived])
-    require_model(coordinator.model)
+    computes = any(_worker(role, "", coordinator, flags, sources).runner == "model" for role in (PrefillSettings, DecodeSettings))
+    require_model(coordinator.model, weights=computes)
     require_port(coordinator.host, coordinator.port)
     run_dir = (up.run_dir or Path(tempfile.mkdtemp(prefix="splitserve-"))).resolve()
     run_dir.mkdir(parents=True, exist_ok=True)

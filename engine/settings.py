@@ -62,6 +62,13 @@ class WorkerSettings(BaseModel):
         "and whether a worker dies on the way. All workers alike. On GPUs not yet confirmed on hardware.",
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
+    runner: str = Field(
+        default="model",
+        pattern=r"^(model|paced:.+)$",
+        description="model computes; paced:PROFILE.json takes the time that the profile says and computes nothing, to rehearse a cluster: "
+        "answers mean nothing, weights are not needed, device, dtype, threads and exact have no effect, and kv_cache_gib is what the "
+        "blocks are cut down to.",
+    )
     mover: Mover = Field(default="auto", description="How KV blocks travel. auto: shm between processes of one host, else zmq.")
     plaintext_kv: bool = Field(
         default=False,

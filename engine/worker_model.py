@@ -55,6 +55,10 @@ class WorkerModel:
     def load(cls, settings: WorkerSettings, allocate: PoolAllocator | None = None, max_decode_seqs: int = 0) -> WorkerModel:
         """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. ``max_decode_seqs``: what a decode worker's batch
         holds at most. Raises EngineError with what to do."""
+        if settings.runner != "model":
+            from .paced_runner import paced_model
+
+            return paced_model(settings, allocate)
         on_gpu = select_device(settings.device).type != "cpu"
         cache_gib = settings.kv_cache_gib or (DEFAULT_GPU_CACHE_GIB if on_gpu and not settings.num_blocks else None)
         runner = ModelRunner(
