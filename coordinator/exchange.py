@@ -19,6 +19,8 @@ from .formats import DONE, Usage, error_event
 from .metrics import Metrics
 from .prompts import Prompt
 from .request import Dispatcher, Ended, GenerationRequest
+from .request_record import RequestRecord
+from .time_ledger import NAMES, TimeLedger, server_timing
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,9 @@ class HttpExchange:
         self._begun = False
         self._num_open = 0  # choices that have not ended
         self._over = False  # the response is complete, or nobody waits for it
+        self._status = ""  # as it is counted
+        self._last: Ended | None = None  # of the choice that ended last
+        self._ledger = TimeLedger("parse", options.arrival)
 
     def add_choice(self, prompt: Prompt) -> Choice:
         """The next choice; all are added before any is submitted."""
@@ -84,8 +89,12 @@ class HttpExchange:
 
     def choice_ended(self, choice: Choice, ended: Ended) -> None:
         self._num_open -= 1
+        now, self._last = monotonic(), ended
+        if ended.ledger is not None:
+            self._ledger = ended.ledger
+            self._ledger.enter("stream", now)
         num_prompt = len(choice.prompt.token_ids)
-        self._metrics.sequence_ended(ended, num_prompt, choice.num_tokens, self._options.arrival, choice.first_token_at, monotonic())
+        self._metrics.sequence_ended(ended, num_prompt, choice.num_tokens, self._options.arrival, choice.first_token_at, now)
         if self._over:
             return
         if ended.error is not None:
@@ -127,6 +136,7 @@ class HttpExchange:
 
     def let_go(self) -> None:
         """The response is complete: exchange and choices are freed at once, without waiting for the collector of cycles."""
+        self._metrics.request_closed(self._record(monotonic()))
         if not self._num_open:
             self.choices.clear()
 
@@ -142,7 +152,7 @@ class HttpExchange:
         self._end("200")
         if self._options.include_usage:
             chunks += self._choice_options.form.usage_chunk(self._usage())
-        self._call.finish(chunks + DONE)
+        self._call.finish(chunks + b": server-timing %b\n\n" % self._timing() + DONE)
 
     def _respond_whole(self) -> None:
         self._end("200")
@@ -150,10 +160,11 @@ class HttpExchange:
         self._respond(200, self._choice_options.form.response(results, self._usage()), [])
 
     def _respond(self, status: int, body: bytes, headers: Headers) -> None:
-        self._call.respond(status, [JSON, *self._id_header(), *headers], body)
+        self._call.respond(status, [JSON, *self._id_header(), (b"server-timing", self._timing()), *headers], body)
 
     def _end(self, status: str) -> None:
         self._over = True
+        self._status = status
         self._metrics.request_ended(self._options.endpoint, status)
 
     def _id_header(self) -> Headers:
@@ -169,18 +180,36 @@ class HttpExchange:
         return {
             **self.usage_so_far(),
             "prompt_tokens_details": {"cached_tokens": num_cached},
-            "splitserve": _timing([choice.ended for choice in self.choices if choice.ended], num_cached),
+            "splitserve": self._account(num_cached),
         }
 
+    def _account(self, num_cached: int) -> dict[str, float]:
+        """Seconds by stage."""
+        assert self._last is not None
+        self._ledger.close(monotonic())
+        seconds = {f"{name}_s": round(getattr(stages, name), 6) for stages in (self._ledger.stages(),) for name in NAMES}
+        return {**seconds, "cached_tokens": num_cached, "dispatches": self._last.num_dispatches}
 
-def _timing(ends: Sequence[Ended], num_cached: int) -> dict[str, float]:
-    slowest = max(ends, key=lambda e: e.stages.queue + e.stages.prefill + e.stages.handoff + e.stages.decode)
-    stages = slowest.stages
-    return {
-        "queue_s": round(stages.queue, 6),
-        "prefill_s": round(stages.prefill, 6),
-        "handoff_s": round(stages.handoff, 6),
-        "decode_s": round(stages.decode, 6),
-        "cached_tokens": num_cached,
-        "dispatches": slowest.num_dispatches,
-    }
+    def _timing(self) -> bytes:
+        """For ``Server-Timing``. The total is taken by the clock and not from the stages: they must agree."""
+        now = monotonic()
+        self._ledger.close(now)
+        return server_timing(self._ledger.stages(), now - self._options.arrival)
+
+    def _record(self, now: float) -> RequestRecord:
+        self._ledger.close(now)
+        ended = self._last or Ended()
+        return RequestRecord(
+            id=self._options.id,
+            endpoint=self._options.endpoint,
+            status=self._status,
+            ledger=self._ledger,
+            stages=self._ledger.stages(),
+            first_token_at=min((c.first_token_at for c in self.choices if c.first_token_at), default=0.0),
+            num_prompt_tokens=sum({id(c.prompt): len(c.prompt.token_ids) for c in self.choices}.values()),
+            num_cached_tokens=ended.num_cached_tokens,
+            num_output_tokens=sum(c.num_tokens for c in self.choices),
+            num_dispatches=ended.num_dispatches,
+            prefill_worker=ended.prefill_worker,
+            decode_worker=ended.decode_worker,
+        )

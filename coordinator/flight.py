@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 from ..transport.block_hash import chain, root_hash
 from ..transport.messages import FinishReason, Message, RequestSpec, TokenLogprobs, u32
 from .pools import Worker, WorkerId
-from .request import Ended, GenerationRequest, Stages
+from .request import Ended, GenerationRequest
+from .time_ledger import TimeLedger
 
 Stage = Literal["queue", "prefill", "handoff", "decode"]
 
@@ -62,6 +63,7 @@ class Flight:
     dispatch: int = -1
     prefill: Worker | None = None
     decode: Worker | None = None
+    route: tuple[str, str] = ("", "")  # the prefill and the decode worker of the last attempt
     tokens: list[int] = field(default_factory=list)
     token_at: float = 0.0  # when the newest of them came
     num_attempts: int = 0
@@ -80,7 +82,11 @@ class Flight:
     early_finish: FinishReason | None = None
     named: tuple[str, int, list[bytes]] | None = None  # fingerprint, number of tokens, and the hashes for them
     prompt: bytes = b""  # its tokens as uint32, once they were needed
-    seconds: dict[Stage, float] = field(default_factory=lambda: {"queue": 0.0, "prefill": 0.0, "handoff": 0.0, "decode": 0.0})
+    ledger: TimeLedger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = TimeLedger("parse", self.request.arrival)
+        self.ledger.enter(self.stage, self.mark)
 
     @property
     def num_tokens(self) -> int:
@@ -97,18 +103,9 @@ class Flight:
         return len(self.tokens) - self.num_tokens_before
 
     def enter(self, stage: Stage, now: float) -> None:
-        """Books the time since the last stage began to that stage."""
-        self.seconds[self.stage] += now - self.mark
+        """The last stage is over."""
+        self.ledger.enter(stage, now)
         self.stage, self.mark = stage, now
-
-    def move_time(self, source: Stage, target: Stage, seconds: float) -> None:
-        """A worker knows better what some of a stage's time was."""
-        seconds = min(max(0.0, seconds), self.seconds[source])
-        self.seconds[source] -= seconds
-        self.seconds[target] += seconds
-
-    def stages(self) -> Stages:
-        return Stages(**self.seconds)
 
     def hashes(self, worker: Worker) -> list[bytes]:
         """Hashes of the full blocks of all its tokens, as that worker's model and block size name them."""

@@ -29,6 +29,7 @@ class FlightTable:
         flight.num_attempts += 1
         flight.dispatch = self._number(flight)
         flight.prefill, flight.decode = prefill, decode
+        flight.route = (prefill.hello.worker_id, decode.hello.worker_id)
         flight.num_tokens_before = len(flight.tokens)
         flight.pending_blocks = decode.blocks_for(flight.num_tokens)
         prefill.pending[flight.dispatch] = flight.num_tokens
@@ -82,6 +83,7 @@ class FlightTable:
         assert move is not None, "only a move that is under way completes"
         self.unassign(flight)
         flight.dispatch, flight.decode = move.dispatch, move.target
+        flight.route = (flight.route[0], move.target.hello.worker_id)
         self.by_dispatch[move.dispatch] = flight
         move.target.dispatches.add(move.dispatch)
 

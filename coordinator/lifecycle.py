@@ -331,7 +331,7 @@ class Lifecycle:
         flight.num_cached_tokens = max(flight.num_cached_tokens, message.num_cached_tokens)
         if flight.stage == "prefill":
             flight.enter("handoff", now)
-            flight.move_time("prefill", "queue", message.queue_s)
+            flight.ledger.previous_began_later(message.queue_s)  # it waited on the worker
         self._table.unpromise_tokens(flight)
         if message.prompt_logprobs is not None and flight.owes_prompt_logprobs:
             flight.owes_prompt_logprobs = False
@@ -346,7 +346,7 @@ class Lifecycle:
         if flight.stage != "decode":
             flight.enter("decode", now)
             # Heard in one breath with the first token, the handoff seems to have taken no time: the decode worker knows better.
-            flight.move_time("prefill", "handoff", message.transfer_s - flight.seconds["handoff"])
+            flight.ledger.previous_was("handoff", message.transfer_s)
         self._table.unpromise_tokens(flight)
         self._table.unpromise_blocks(flight)
         self._check_join(flight, message, now)
@@ -449,7 +449,7 @@ class Lifecycle:
         if flight.dispatch < 0:
             self._line.leave(flight)
         self._suspicion.forget(flight)
-        flight.enter(flight.stage, now)
+        flight.ledger.close(now)
         complete = Ended(
             finish_reason=ended.finish_reason,
             error=ended.error,
@@ -458,7 +458,9 @@ class Lifecycle:
             num_cached_tokens=flight.num_cached_tokens,
             num_output_tokens=len(flight.tokens),
             num_dispatches=flight.num_attempts,
-            stages=flight.stages(),
+            prefill_worker=flight.route[0],
+            decode_worker=flight.route[1],
+            ledger=flight.ledger,
         )
         self._actions.append(End(flight.request, complete))
 

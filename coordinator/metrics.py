@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from .histogram import BatchedHistogram
 from .request import Ended
+from .request_record import RequestRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MIN_SCRAPE_INTERVAL_S = 1.0
@@ -87,14 +88,16 @@ class Metrics:
             "time_per_output_token_seconds", "Mean time per token after the first, one value a sequence.", TOKEN_SECONDS
         )
         self.itl = self._histogram("inter_token_latency_seconds", "Between two writes of one stream, per token.", TOKEN_SECONDS)
-        self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end of the sequence.", SECONDS)
+        self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the response's last byte.", SECONDS)
         self._stages = {
             name: self._histogram(f"request_{name}_time_seconds", text, SECONDS)
             for name, text in (
+                ("parse", "Reading, validating and tokenizing a request."),
                 ("queue", "Waiting in the coordinator and on the prefill worker."),
                 ("prefill", "Computing the prompt."),
                 ("handoff", "From the first token to the join on the decode worker."),
                 ("decode", "On the decode worker."),
+                ("stream", "From the last token to the response's last byte."),
             )
         }
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence.", TOKENS)
@@ -116,16 +119,16 @@ class Metrics:
         self.num_retries += max(0, ended.num_dispatches - 1)
         self._prompt_length.observe(num_prompt_tokens)
         self._output_length.observe(num_tokens)
-        self.e2e.observe(now - arrival)
         if first:
             self.ttft.observe(first - arrival)
         if num_tokens > 1:
             self.tpot.observe((now - first) / (num_tokens - 1))
-        stages = ended.stages
-        self._stages["queue"].observe(stages.queue)
-        self._stages["prefill"].observe(stages.prefill)
-        self._stages["handoff"].observe(stages.handoff)
-        self._stages["decode"].observe(stages.decode)
+
+    def request_closed(self, record: RequestRecord) -> None:
+        """The response is complete, or its client gone. Over all requests the stages sum to the end-to-end time."""
+        self.e2e.observe(record.total)
+        for name, histogram in self._stages.items():
+            histogram.observe(getattr(record.stages, name))
 
     def render(self, now: float) -> bytes:
         """The text for a scrape."""

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ..transport.messages import FinishReason, Sampling, TokenLogprobs
+from .time_ledger import Stages, TimeLedger
 
 ErrorKind = Literal["overloaded", "unavailable", "deadline", "refused", "failed"]
 """overloaded: 429; unavailable (no worker): 503; deadline: 504; refused: 400; failed (retries used up): 500."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
-    """Where the time went, in seconds; the fields sum to the time from arrival to end."""
-
-    queue: float = 0.0  # in the coordinator, and on the prefill worker before its first chunk
-    prefill: float = 0.0
-    handoff: float = 0.0  # exposed: from the first token to the join on the decode worker
-    decode: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Ended:
-    """The one terminal event of a request. Exactly one of ``finish_reason`` and ``error`` is set; a cancelled request has neither."""
+    """The one terminal event of a request. Exactly one of ``finish_reason`` and ``error`` is set; a cancelled request has neither.
+    ``ledger``: closed at its end; None for one that was never taken in."""
 
     finish_reason: FinishReason | None = None
     error: ErrorKind | None = None
@@ -33,7 +25,13 @@ class Ended:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_dispatches: int = 0
-    stages: Stages = field(default_factory=Stages)
+    prefill_worker: str = ""  # of the last attempt
+    decode_worker: str = ""
+    ledger: TimeLedger | None = None
+
+    @property
+    def stages(self) -> Stages:
+        return self.ledger.stages() if self.ledger else Stages()
 
 
 class Sink(Protocol):

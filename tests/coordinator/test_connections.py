@@ -120,7 +120,7 @@ def read_stream(client: socket.socket) -> list[dict[str, Any]]:
     body = response.read()
     events = body.decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
-    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2]]
+    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2] if not event.startswith(":")]
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])

@@ -71,8 +71,8 @@ async def test_metrics(http: httpx.AsyncClient, server: HttpServer) -> None:
     for name in ("time_to_first_token", "time_per_output_token", "e2e_request_latency", "request_queue_time", "request_decode_time"):
         assert found[f"splitserve_{name}_seconds_count"] == 3
     assert 0 < found["splitserve_inter_token_latency_seconds_count"] <= 12
-    assert found["splitserve_request_prefill_time_seconds_bucket|0.01"] == 0
-    assert found["splitserve_request_prefill_time_seconds_bucket|0.02"] == 3
+    assert 0 < found["splitserve_request_prefill_time_seconds_sum"] < 3
+    assert found["splitserve_request_prefill_time_seconds_bucket|640.0"] == 3
     assert found["splitserve_kv_blocks|decode|cached|decode-0"] == 20
     assert found["splitserve_kv_cache_usage_ratio|decode|decode-0"] == 0.3
     assert found["splitserve_worker_handoff_bytes_total|decode|decode-0"] == 12345

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import monotonic
+from typing import get_args
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from splitserve.coordinator.metrics import SystemSnapshot, WorkerSnapshot
-from splitserve.coordinator.request import Ended, GenerationRequest, Stages
+from splitserve.coordinator.request import Ended, GenerationRequest
+from splitserve.coordinator.time_ledger import Stage, TimeLedger
 from splitserve.transport.messages import TokenLogprobs
 
 CORPUS = [
@@ -96,7 +99,7 @@ class FakeDispatcher:
         self.changed.set()
         task.cancel()
         request = next(r for r in self.requests if r.request_id == request_id)
-        request.sink.end(Ended(stages=STAGES, num_cached_tokens=3, num_dispatches=1))
+        request.sink.end(Ended(ledger=ledger(request), num_cached_tokens=3, num_dispatches=1))
 
     async def _generate(self, request: GenerationRequest) -> None:
         sampling, sink = request.sampling, request.sink
@@ -117,7 +120,8 @@ class FakeDispatcher:
             sink.push(token, logprobs(token, sampling.logprobs) if sampling.logprobs is not None else None)
             if number < len(tokens) - 1:
                 sink.flush()
-        self._end(request, Ended(finish_reason=finish, num_cached_tokens=3, num_output_tokens=len(tokens), num_dispatches=1, stages=STAGES))
+        ended = Ended(finish_reason=finish, num_cached_tokens=3, num_output_tokens=len(tokens), num_dispatches=1, ledger=ledger(request))
+        self._end(request, ended)
 
     def _end(self, request: GenerationRequest, ended: Ended) -> None:
         del self.running[request.request_id]
@@ -149,7 +153,14 @@ class FakeDispatcher:
                 await self.changed.wait()
 
 
-STAGES = Stages(queue=0.001, prefill=0.02, handoff=0.003, decode=0.4)
+def ledger(request: GenerationRequest) -> TimeLedger:
+    """Its time until now in equal parts, one for each stage up to decode."""
+    ledger, now = TimeLedger("parse", request.arrival), monotonic()
+    step = (now - request.arrival) / 5
+    for number, stage in enumerate(get_args(Stage)[1:5], 1):
+        ledger.enter(stage, request.arrival + number * step)
+    ledger.close(now)
+    return ledger
 
 
 def logprobs(token: int, count: int) -> TokenLogprobs:
