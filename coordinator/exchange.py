@@ -116,7 +116,7 @@ class HttpExchange:
             # a choice that ended without error has had its last chunk
             unfinished = [choice for choice in self.choices if choice.ended is None or choice.ended.error is not None]
             chunks = b"".join(choice.last_chunk("error") for choice in unfinished)
-            self._call.finish(chunks + error_event(error.body()) + DONE)
+            self._call.finish(chunks + error_event(error.body()) + self._closing())
         else:
             self._respond(error.status, error.body(), error.headers())
         self._loop.call_soon(self._cancel_rest)  # not from within the dispatcher's own call
@@ -152,7 +152,7 @@ class HttpExchange:
         self._end("200")
         if self._options.include_usage:
             chunks += self._choice_options.form.usage_chunk(self._usage())
-        self._call.finish(chunks + b": server-timing %b\n\n" % self._timing() + DONE)
+        self._call.finish(chunks + self._closing())
 
     def _respond_whole(self) -> None:
         self._end("200")
@@ -189,6 +189,10 @@ class HttpExchange:
         self._ledger.close(monotonic())
         seconds = {f"{name}_s": round(getattr(stages, name), 6) for stages in (self._ledger.stages(),) for name in NAMES}
         return {**seconds, "cached_tokens": num_cached, "dispatches": self._last.num_dispatches}
+
+    def _closing(self) -> bytes:
+        """How a stream ends. Clients of server-sent events skip the comment."""
+        return b": server-timing %b\n\n%b" % (self._timing(), DONE)
 
     def _timing(self) -> bytes:
         """For ``Server-Timing``. The total is taken by the clock and not from the stages: they must agree."""
