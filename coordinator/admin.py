@@ -1,4 +1,4 @@
-"""What an operator may tell the running system: POST /admin/drain/{worker}.
+"""What an operator may tell the running system: POST /admin/drain/{worker}, and who is an operator.
 
 Without an admin key it answers to this host only; with one, to whoever has the key, from wherever. A browser's request is refused in
 either case: a web page that is open on this host must not reach it.
@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -21,35 +21,44 @@ from .request import Dispatcher
 MIN_KEY_CHARS = 16
 
 
-class AdminRoutes:
+class AdminCheck:
     """``key``: the bearer token to ask for; None: none, but from this host only."""
 
+    def __init__(self, key: str | None) -> None:
+        self._key = key
+
+    def check(self, request: HTTPConnection, browsers: bool = False) -> None:
+        """``browsers``: pages to look at, which a browser may ask for. Raises Forbidden or Unauthorized."""
+        if "origin" in request.headers and not browsers:
+            raise Forbidden("/admin does not answer to browsers.")
+        local = request.client is not None and ip_address(request.client.host).is_loopback
+        if self._key is None or (browsers and local):
+            if not local:
+                raise Forbidden("This answers to its own host only; start the coordinator with --admin-key-file to reach it from others.")
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._key.encode()):
+            raise Unauthorized("This needs the admin key: send it as `Authorization: Bearer KEY`.")
+
+
+class AdminRoutes:
+    """``key``: see ``AdminCheck``."""
+
     def __init__(self, dispatcher: Dispatcher, key: str | None) -> None:
-        self._dispatcher, self._key = dispatcher, key
+        self._dispatcher = dispatcher
+        self.operators = AdminCheck(key)
 
     def routes(self) -> list[Route]:
         return [Route("/admin/drain/{worker:path}", self._drain, methods=["POST"])]
 
     async def _drain(self, request: Request) -> Response:
-        self._check(request)
+        self.operators.check(request)
         worker_id = request.path_params["worker"]
         held = self._dispatcher.drain(worker_id, _timeout_s(request))
         if held is None:
             known = ", ".join(sorted(_worker_ids(self._dispatcher.snapshot()))) or "none"
             raise NotFound(f"There is no worker {worker_id!r} here; there are: {known}.", param="worker")
         return Response(orjson.dumps(held), 202, media_type="application/json")
-
-    def _check(self, request: Request) -> None:
-        """Raises Forbidden or Unauthorized."""
-        if "origin" in request.headers:
-            raise Forbidden("/admin does not answer to browsers.")
-        if self._key is None:
-            if request.client is None or not ip_address(request.client.host).is_loopback:
-                raise Forbidden("/admin answers to its own host only; start the coordinator with --admin-key-file to reach it from others.")
-            return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
-            raise Unauthorized("This needs the admin key: send it as `Authorization: Bearer KEY`.")
 
 
 def admin_key(path: Path | None) -> str | None:

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from .body import check_headers
 from .errors import ApiError, BodyTooLarge
 from .limits import HttpLimits
+from .tenants.limits import ANONYMOUS, Account
 
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
 Headers = list[tuple[bytes, bytes]]
@@ -40,6 +41,9 @@ class CallHandler(Protocol):
 
     def opened(self, call: Call) -> None:
         """A call is the next to be answered on its connection; its body may still be on its way."""
+
+    def account_of(self, call: Call) -> Account:
+        """Whose it is, by its headers: before any of its body is read. Raises Unauthorized."""
 
     def handle(self, call: Call) -> None:
         """The call is complete."""
@@ -87,6 +91,7 @@ class Call:
         "_transport",
         "_wants_continue",
         "_whole",
+        "account",
         "disconnected",
         "endpoint",
         "gone",
@@ -118,6 +123,7 @@ class Call:
         self.endpoint: Endpoint = endpoint
         self.method = method
         self.headers: Mapping[bytes, bytes] = dict(headers)
+        self.account: Account = ANONYMOUS
         self.responder: Responder | None = None
         self._connection = connection
         self._handler = handler
@@ -144,6 +150,7 @@ class Call:
         self._begun = True
         self._handler.opened(self)
         try:
+            self.account = self._handler.account_of(self)
             check_headers(self.headers, self._handler.limits.max_body_bytes)
         except ApiError as error:
             self._handler.refuse(self, error)

@@ -26,6 +26,8 @@ from .prompts import Prompt, is_long, prompts_of
 from .request import Dispatcher, GenerationRequest
 from .sampling_params import GenerateRequest, for_choice, num_logprobs, sampling_of
 from .served_model import ServedModel
+from .tenants.directory import Directory, Everyone
+from .tenants.limits import Account
 from .timeouts import timeout_of
 from .unknown_fields import UnknownFields
 
@@ -35,8 +37,11 @@ logger = logging.getLogger(__name__)
 class GenerationApi:
     """Parses, validates, tokenizes, submits: a ``CallHandler``."""
 
-    def __init__(self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, metrics: Metrics) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, metrics: Metrics, directory: Directory | None = None
+    ) -> None:
         self.limits = limits
+        self._directory = directory if directory is not None else Everyone()
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None
         """Set while no new request is taken."""
@@ -49,6 +54,9 @@ class GenerationApi:
 
     def opened(self, call: Call) -> None:
         self._metrics.num_open += 1
+
+    def account_of(self, call: Call) -> Account:
+        return self._directory.account(call.headers.get(b"authorization", b""))
 
     def handle(self, call: Call) -> None:
         arrival = monotonic()
@@ -124,6 +132,7 @@ class GenerationApi:
         choice_options = self._choice_options(request, self._format(call.endpoint, id, request.include_usage))
         exchange = HttpExchange(call, self._dispatcher, self._metrics, options, choice_options)
         deadline = arrival + timeout_of(request.timeout, call.headers, self.limits.request_timeout_s)
+        account = call.account
         session = call.headers.get(b"x-session-id", b"").decode("latin-1")[:512] or request.user or ""
         requests = [
             GenerationRequest(
@@ -134,6 +143,9 @@ class GenerationApi:
                 arrival=arrival,
                 deadline=deadline,
                 priority=request.priority or 0,
+                tenant=account.tenant,
+                priority_class=account.priority_class,
+                salt=account.salt,
                 session=session,
                 prompt_logprobs=num_logprobs(request) if choice_options.echo else None,
             )

@@ -14,13 +14,16 @@ from ..transport.errors import KeyFileError
 from ..transport.keys import KeyFile
 from ..transport.messages import Sampling
 from .admin import AdminRoutes, admin_key
+from .admin_server import admin_server
 from .dispatcher import SocketDispatcher, prove
 from .lifecycle import Lifecycle, LifecycleLimits
 from .limits import HttpLimits
 from .request import GenerationRequest, Sink
 from .served_model import ServedModel
 from .server import HttpServer, create_app
-from .settings import CoordinatorSettings
+from .settings import CoordinatorSettings, is_loopback
+from .tenants.admin_api import tenant_routes
+from .tenants.directory import KeyDirectory, directory_of
 
 PROBE_TOKENS = 4
 GC_THRESHOLD = 10_000  # objects: a burst of 64 requests makes so many, and none of them is part of a cycle when it ends
@@ -39,25 +42,56 @@ async def serve(settings: CoordinatorSettings) -> None:
     lifecycle = Lifecycle(time.time_ns(), settings.routing, limits_of(settings))
     dispatcher = SocketDispatcher(lifecycle, settings.control_address, keys.key if keys is not None else None)
     limits = HttpLimits(max_body_bytes=int(settings.max_body_mib * 2**20), request_timeout_s=settings.request_timeout_s)
+    directory = directory_of(settings.tenants_file)
     admin = AdminRoutes(dispatcher, admin_key(settings.admin_key_file))
-    server = HttpServer(create_app(dispatcher, model, limits, dispatcher.system, admin), host=settings.host, port=settings.port)
+    more_admin = None if settings.admin_port is None else tenant_routes(settings.tenants_file, admin.operators)
+    app = create_app(dispatcher, model, limits, dispatcher.system, admin, directory, more_admin)
+    server = HttpServer(app, host=settings.listen_host, port=settings.port)
+    say_who_may(settings)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     dispatcher.start()
     await server.start()
+    admin_port = None if settings.admin_port is None else admin_server(app.admin, settings.admin_host, settings.admin_port)
+    if admin_port is not None:
+        await admin_port.start()
+        _log.info("admin API on http://%s:%d", settings.admin_host, admin_port.port)
     gc.collect()
     gc.freeze()  # what is here now stays: the collector need not look at it again
     gc.set_threshold(GC_THRESHOLD)
-    _log.info("HTTP on http://%s:%d, workers connect to %s", settings.host, server.port, dispatcher.address)
+    _log.info("HTTP on http://%s:%d, workers connect to %s", settings.listen_host, server.port, dispatcher.address)
     tasks = [asyncio.create_task(prove(dispatcher, _probe))]
     if keys is not None:
         tasks.append(asyncio.create_task(follow(keys, dispatcher)))
+    if isinstance(directory, KeyDirectory):
+        tasks.append(asyncio.create_task(directory.follow()))
     await stopping.wait()
     for task in tasks:
         task.cancel()
     await server.stop()
+    if admin_port is not None:
+        await admin_port.stop()
     dispatcher.stop()
+    directory.close()
+
+
+def say_who_may(settings: CoordinatorSettings) -> None:
+    """Whether keys are asked for, and what that means for the address."""
+    if settings.tenants_file is not None:
+        _log.info("API keys of %s are asked for", settings.tenants_file)
+    elif settings.listen_host != settings.host:
+        _log.warning(
+            "no API keys are configured: listening on %s, not on %s; give --tenants-file (see `splitserve keys create --help`), "
+            "or --open-access if whoever reaches %s may use it",
+            settings.listen_host,
+            settings.host,
+            settings.host,
+        )
+    elif is_loopback(settings.host):
+        _log.info("no API keys are configured: listening on this host's loopback only")
+    else:
+        _log.warning("no API keys are configured: whoever reaches %s may use it (--open-access)", settings.host)
 
 
 async def follow(keys: KeyFile, dispatcher: SocketDispatcher, every_s: float = 1.0) -> None:

@@ -11,6 +11,8 @@ from .time_ledger import Stages, TimeLedger
 
 ErrorKind = Literal["overloaded", "unavailable", "deadline", "refused", "failed"]
 """overloaded: 429; unavailable (no worker): 503; deadline: 504; refused: 400; failed (retries used up): 500."""
+PriorityClass = Literal["premium", "standard", "free", "batch"]
+"""Best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,10 @@ class GenerationRequest:
     sink: Sink
     arrival: float  # monotonic seconds
     deadline: float  # monotonic seconds
-    priority: int = 0  # lower is sooner
-    salt: bytes = b""
+    tenant: str = ""  # whose; fair shares are counted by it
+    priority_class: PriorityClass = "standard"
+    priority: int = 0  # among the requests of one tenant: lower is sooner
+    salt: bytes = b""  # of its blocks' hashes: who has another one meets none of them in a prefix cache
     session: str = ""  # requests of one session like to meet the same workers
     prompt_logprobs: int | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, Self
 
@@ -9,6 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host can reach what listens there."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class CoordinatorSettings(BaseModel):
@@ -68,6 +77,20 @@ class CoordinatorSettings(BaseModel):
         default=None,
         description="File with the key that /admin asks for as a bearer token. Default: /admin answers to this host only, without a key.",
     )
+    admin_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of the admin API (tenants, keys, usage, drain, metrics); 0 lets the system choose. Default: no such port, and "
+        "only /admin/drain, on the HTTP server's.",
+    )
+    admin_host: str = Field(default="127.0.0.1", min_length=1, description="Address on which the admin API listens.")
+    tenants_file: Path | None = Field(
+        default=None,
+        description="Tenants and API keys, made by `splitserve keys`. Default: no keys are asked for, and the HTTP server listens "
+        "on this host's loopback only.",
+    )
+    open_access: bool = Field(default=False, description="Without API keys, listen on --host all the same: whoever reaches it may use it.")
     max_body_mib: float = Field(default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413.")
     log_level: LogLevel = Field(default="info", description="Least level that is logged.")
 
@@ -75,6 +98,13 @@ class CoordinatorSettings(BaseModel):
     def model_name(self) -> str:
         """The name under which the API serves the model."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def listen_host(self) -> str:
+        """Where the HTTP server listens: on loopback where neither keys nor --open-access allow more."""
+        if self.tenants_file is not None or self.open_access or is_loopback(self.host):
+            return self.host
+        return "::1" if ":" in self.host else "127.0.0.1"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -10,12 +10,14 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import click
 
 from .. import __version__
+from ..coordinator.tenants.errors import TenantsError
 from ..engine.errors import EngineError
 from ..planner.errors import PlannerError
 from ..transport.errors import TransportError
@@ -74,7 +76,7 @@ def run_coordinator(settings: Any) -> None:
 
     log_to_stderr(settings.log_level)
     require_model(settings.model, weights=False)
-    require_port(settings.host, settings.port)
+    require_port(settings.listen_host, settings.port)
     run(settings)
 
 
@@ -156,6 +158,39 @@ def trace_group() -> click.Group:
     return group
 
 
+def keys_group() -> click.Group:
+    """``splitserve keys ...``"""
+    text = (
+        "API keys, tenants and tiers, in the file that the coordinator's --tenants-file names.\n\n"
+        "Running coordinators go by every change within a second; none has to be restarted."
+    )
+    group = click.Group("keys", help=text)
+    for name, what in (
+        ("create", "Make a key; print it this once."),
+        ("list", "List tiers, tenants and keys."),
+        ("rotate", "Make a key in another one's place."),
+        ("revoke", "End a key."),
+        ("tenant", "Make or change a tenant."),
+        ("tier", "Make or change a tier: priority and limits."),
+    ):
+        group.add_command(settings_command(f"keys_{name}", what, partial(run_keys, name)))
+    return group
+
+
+def run_keys(name: str, settings: Any) -> None:
+    from . import keys
+
+    commands: dict[str, Run] = {
+        "create": keys.create,
+        "list": keys.show,
+        "rotate": keys.rotate,
+        "revoke": keys.revoke,
+        "tenant": keys.tenant,
+        "tier": keys.tier,
+    }
+    commands[name](settings)
+
+
 def run_up(config: Path | None, **flags: Any) -> None:
     from .local_cluster import run
     from .up import plan
@@ -225,6 +260,7 @@ for command in (
     keygen,
     settings_command("doctor", "Check whether this machine can serve, and say what to do where it cannot.", cast(Run, run_doctor)),
     settings_command("bench", "Send load to an OpenAI-compatible server and measure latency, throughput and goodput.", run_bench),
+    keys_group(),
     trace_group(),
     version,
 ):
@@ -238,7 +274,7 @@ def main() -> None:
     except ConfigError as error:
         click.echo(f"splitserve: {error}", err=True)
         sys.exit(2)
-    except (EngineError, PlannerError, TransportError) as error:
+    except (EngineError, PlannerError, TenantsError, TransportError) as error:
         click.echo(f"splitserve: {error}", err=True)
         sys.exit(1)
 

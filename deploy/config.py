@@ -27,6 +27,14 @@ from ..coordinator.settings import CoordinatorSettings
 from ..decode.settings import DecodeSettings
 from ..planner.settings import TraceConvertSettings, TraceFitSettings, TraceMakeSettings, TraceStatsSettings
 from ..prefill.settings import PrefillSettings
+from .key_settings import (
+    KeysCreateSettings,
+    KeysListSettings,
+    KeysRevokeSettings,
+    KeysRotateSettings,
+    KeysTenantSettings,
+    KeysTierSettings,
+)
 from .settings import ChatSettings, DoctorSettings, UpSettings
 
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -37,6 +45,12 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "chat": ChatSettings,
     "doctor": DoctorSettings,
     "bench": LoadSettings,
+    "keys_create": KeysCreateSettings,
+    "keys_list": KeysListSettings,
+    "keys_rotate": KeysRotateSettings,
+    "keys_revoke": KeysRevokeSettings,
+    "keys_tenant": KeysTenantSettings,
+    "keys_tier": KeysTierSettings,
     "trace_stats": TraceStatsSettings,
     "trace_convert": TraceConvertSettings,
     "trace_make": TraceMakeSettings,

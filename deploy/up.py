@@ -44,7 +44,7 @@ class Plan:
     @property
     def url(self) -> str:
         """Where a client on this machine reaches the HTTP server."""
-        host = self.coordinator.host
+        host = self.coordinator.listen_host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.coordinator.port}"
 
@@ -82,13 +82,13 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     coordinator = build(CoordinatorSettings, [*layers, derived])
     computes = any(_worker(role, "", coordinator, flags, sources).runner == "model" for role in (PrefillSettings, DecodeSettings))
     require_model(coordinator.model, weights=computes)
-    require_port(coordinator.host, coordinator.port)
+    require_port(coordinator.listen_host, coordinator.port)
     run_dir = (up.run_dir or Path(tempfile.mkdtemp(prefix="splitserve-"))).resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     if "key_file" in derived:
         coordinator = coordinator.model_copy(update={"key_file": _own_key(run_dir)})
     coordinator = coordinator.model_copy(
-        update={"model": coordinator.model.resolve(), "port": coordinator.port or free_port(coordinator.host)}
+        update={"model": coordinator.model.resolve(), "port": coordinator.port or free_port(coordinator.listen_host)}
     )
     workers = [
         _worker(model, f"{role}-{index}", coordinator, flags, sources)

@@ -15,7 +15,7 @@ from splitserve.deploy.config import SECTIONS
 from splitserve.deploy.options import flag_of
 from splitserve.transport.errors import TransportError
 
-COMMANDS = ["up", "coordinator", "prefill", "decode", "chat", "keygen", "doctor", "bench", "trace", "version"]
+COMMANDS = ["up", "coordinator", "prefill", "decode", "chat", "keygen", "doctor", "bench", "keys", "trace", "version"]
 
 
 def splitserve(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -91,3 +91,26 @@ def test_version_names_the_libraries() -> None:
     assert result.exit_code == 0
     assert result.output.startswith("splitserve ")
     assert "torch" in result.output
+
+
+def test_keys_are_made_listed_turned_and_ended(tmp_path: Path) -> None:
+    env = {"SPLITSERVE_TENANTS_FILE": str(tmp_path / "tenants")}
+
+    def keys(*arguments: str) -> str:
+        result = CliRunner().invoke(cli, ["keys", *arguments], env=env, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    keys("tier", "--tier", "gold", "--priority-class", "premium", "--tokens-per-minute", "1000")
+    first = keys("create", "--tenant", "acme", "--tier", "gold", "--max-streams", "3").strip()
+    second = keys("rotate", "--key", "key_1", "--grace-s", "0").strip()
+    assert first.startswith("sk-split-")
+    assert second.startswith("sk-split-")
+    assert first != second
+    keys("tenant", "--tenant", "zed", "--shared-cache", "friends")
+    listed = keys("list")
+    assert all(word in listed for word in ("gold", "tokens_per_minute 1,000", "acme", "zed", "friends", "key_2", "max_streams 3"))
+    assert first not in listed
+    keys("revoke", "--key", "key_2")
+    wrong = splitserve("keys", "revoke", "--key", "key_9", env=env)
+    assert (wrong.returncode, wrong.stderr) == (1, "splitserve: there is no key 'key_9'; `splitserve keys list` shows them\n")

@@ -1,0 +1,150 @@
+"""The admin API's part about tenants: the same as ``splitserve keys``, by HTTP.
+
+GET  /admin/tiers      PUT  /admin/tiers/{name}       {"priority_class", limits}; a limit of 0 takes it away
+GET  /admin/tenants    PUT  /admin/tenants/{name}     {"tier", "shared_cache"}
+GET  /admin/keys       POST /admin/keys               {"tenant", "name", "expires_in_s", limits} -> the key, this once
+POST /admin/keys/{key}/rotate  {"grace_s"}            DELETE /admin/keys/{key}
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import anyio.to_thread
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..admin import AdminCheck
+from ..body import read_body
+from ..errors import NotFound, from_validation
+from ..request import PriorityClass
+from .errors import Unknown
+from .limits import LIMIT_NAMES
+from .store import TenantStore
+
+MAX_BODY_BYTES = 1 << 16
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$")]
+ZeroOrMore = Annotated[int, Field(ge=0, le=1 << 50)] | None
+Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
+
+
+class _Limited(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    requests_per_minute: ZeroOrMore = None
+    tokens_per_minute: ZeroOrMore = None
+    max_streams: ZeroOrMore = None
+    tokens_per_day: ZeroOrMore = None
+    tokens_per_month: ZeroOrMore = None
+
+    def limits(self) -> dict[str, int | None]:
+        return {name: getattr(self, name) for name in LIMIT_NAMES}
+
+
+class TierBody(_Limited):
+    priority_class: PriorityClass | None = None
+
+
+class TenantBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    tier: Name | None = None
+    shared_cache: Annotated[str, Field(max_length=256)] | None = None
+
+
+class KeyBody(_Limited):
+    tenant: Name
+    name: Annotated[str, Field(max_length=256)] = ""
+    expires_in_s: Annotated[float, Field(gt=0, le=1e10)] | None = None
+
+
+class RotateBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    grace_s: Annotated[float, Field(ge=0, le=1e8)] = 0.0
+
+
+def tenant_routes(path: Path | None, operators: AdminCheck) -> list[Route]:
+    """None where no tenants file is configured."""
+    return TenantRoutes(path, operators).routes() if path is not None else []
+
+
+class TenantRoutes:
+    """Each call opens the tenants file anew, on a thread: these are rare."""
+
+    def __init__(self, path: Path, operators: AdminCheck) -> None:
+        self._path, self._operators = path, operators
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/admin/tiers", self._tiers),
+            Route("/admin/tiers/{name}", self._set_tier, methods=["PUT"]),
+            Route("/admin/tenants", self._tenants),
+            Route("/admin/tenants/{name}", self._set_tenant, methods=["PUT"]),
+            Route("/admin/keys", self._keys, methods=["GET"]),
+            Route("/admin/keys", self._create_key, methods=["POST"]),
+            Route("/admin/keys/{key}/rotate", self._rotate_key, methods=["POST"]),
+            Route("/admin/keys/{key}", self._revoke_key, methods=["DELETE"]),
+        ]
+
+    async def _tiers(self, request: Request) -> Response:
+        return await self._do(request, lambda store: {"tiers": store.tiers()})
+
+    async def _set_tier(self, request: Request) -> Response:
+        body, name = await self._body(request, TierBody), request.path_params["name"]
+        return await self._do(request, lambda store: store.set_tier(name, body.priority_class, body.limits()))
+
+    async def _tenants(self, request: Request) -> Response:
+        return await self._do(request, lambda store: {"tenants": store.tenants()})
+
+    async def _set_tenant(self, request: Request) -> Response:
+        body, name = await self._body(request, TenantBody), request.path_params["name"]
+        return await self._do(request, lambda store: store.set_tenant(name, tier=body.tier, shared_cache=body.shared_cache))
+
+    async def _keys(self, request: Request) -> Response:
+        return await self._do(request, lambda store: {"keys": store.keys()})
+
+    async def _create_key(self, request: Request) -> Response:
+        body = await self._body(request, KeyBody)
+        expires = time.time() + body.expires_in_s if body.expires_in_s is not None else None
+        return await self._do(request, lambda store: store.create_key(body.tenant, body.name, body.limits(), expires))
+
+    async def _rotate_key(self, request: Request) -> Response:
+        body, key = await self._body(request, RotateBody), request.path_params["key"]
+        return await self._do(request, lambda store: store.rotate_key(key, body.grace_s))
+
+    async def _revoke_key(self, request: Request) -> Response:
+        key = request.path_params["key"]
+        return await self._do(request, lambda store: store.revoke_key(key))
+
+    async def _do(self, request: Request, act: Callable[[TenantStore], Any]) -> Response:
+        self._operators.check(request)
+
+        def on_thread() -> Any:
+            store = TenantStore(self._path)
+            try:
+                return act(store)
+            finally:
+                store.close()
+
+        try:
+            result = await anyio.to_thread.run_sync(on_thread)
+        except Unknown as error:
+            message = str(error)
+            raise NotFound(f"{message[0].upper()}{message[1:]}.", param=error.param) from None
+        return Response(orjson.dumps(result if result is not None else {"done": True}), media_type="application/json")
+
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
+        self._operators.check(request)
+        body = await read_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES)
+        try:
+            return kind.model_validate_json(body or b"{}")
+        except ValidationError as error:
+            raise from_validation(error) from error

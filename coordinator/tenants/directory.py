@@ -1,0 +1,91 @@
+"""Whose a request is: every key that opens, in memory, and looked at again when the tenants file has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Protocol
+
+from ..errors import Unauthorized
+from .api_key import bearer, digest_of, same
+from .limits import ANONYMOUS, Account
+from .store import TenantStore
+
+LOOK_EVERY_S = 0.5
+MISSING = "No API key was given: send it as `Authorization: Bearer KEY`."
+WRONG = "The API key is not known here, or does not open any more."
+_log = logging.getLogger(__name__)
+
+
+class Directory(Protocol):
+    """Who may come in."""
+
+    def account(self, authorization: bytes) -> Account:
+        """Of the ``Authorization`` header's value (empty: none). Raises Unauthorized."""
+
+
+class Everyone:
+    """No keys are configured: all are one tenant without a name or a limit."""
+
+    def account(self, authorization: bytes) -> Account:
+        return ANONYMOUS
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class KeyDirectory:
+    """A ``Directory`` of the keys in a tenants file. A lookup is one SHA-256 and one dict: 1 us.
+
+    Finding a digest in a dict takes a time that depends on the digest, which tells nothing of the key: nobody can choose a key so that its
+    digest begins with given bytes. The digests themselves are compared in constant time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises TenantsFileError."""
+        self._store = TenantStore(path)
+        self._path = path
+        self._version = self._store.version()
+        self._accounts = self._store.accounts(time.time())
+
+    @property
+    def num_keys(self) -> int:
+        """So many open."""
+        return len(self._accounts)
+
+    def account(self, authorization: bytes) -> Account:
+        key = bearer(authorization)
+        if not key:
+            raise Unauthorized(MISSING)
+        digest = digest_of(key)
+        account = self._accounts.get(digest)
+        if account is None or not same(account.digest, digest) or account.expires <= time.time():
+            raise Unauthorized(WRONG)
+        return account
+
+    async def follow(self, every_s: float = LOOK_EVERY_S) -> None:
+        """Goes by what the file holds, whenever it changes, until cancelled: a revoked key is out within a second, everywhere."""
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                if (version := self._store.version()) != self._version:
+                    self._accounts = await asyncio.to_thread(self._store.accounts, time.time())
+                    self._version = version
+                    _log.info("the tenants file has changed: %d keys open", len(self._accounts))
+            except Exception as error:  # a disk that is full or gone for a while must not let go of the keys that are known
+                _log.error("still going by the old keys: cannot read the tenants file %s: %s", self._path, error)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def directory_of(path: Path | None) -> Everyone | KeyDirectory:
+    """As configured. Raises TenantsFileError."""
+    if path is None:
+        return Everyone()
+    directory = KeyDirectory(path)
+    if not directory.num_keys:
+        _log.warning("the tenants file %s has no key that opens: every request is refused until there is one", path)
+    return directory

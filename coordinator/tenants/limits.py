@@ -1,0 +1,58 @@
+"""What a key or a tenant may use, and whose a request is. Plain values."""
+
+from __future__ import annotations
+
+from typing import Annotated, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..request import PriorityClass
+
+Bound = Annotated[int, Field(ge=1, le=1 << 50)] | None
+CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
+
+
+class Limits(BaseModel):
+    """Bounds of one key or one tenant; None: no bound. Tokens are those of prompts and of answers together."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    requests_per_minute: Bound = Field(default=None, description="Requests a minute.")
+    tokens_per_minute: Bound = Field(default=None, description="Tokens of prompts and answers a minute.")
+    max_streams: Bound = Field(default=None, description="Requests that may be open at the same time.")
+    tokens_per_day: Bound = Field(default=None, description="Tokens from 0:00 to 24:00 UTC.")
+    tokens_per_month: Bound = Field(default=None, description="Tokens of one calendar month, by UTC.")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is anything to hold to."""
+        return any(value is not None for value in self.__dict__.values())
+
+
+LIMIT_NAMES = tuple(Limits.model_fields)
+UNLIMITED = Limits()
+
+
+class Account(BaseModel):
+    """One key and its tenant, as a request needs them: looked up once a request, and never changed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tenant: str = ""
+    tenant_id: int = 0
+    key_id: int = 0
+    priority_class: PriorityClass = "standard"
+    salt: bytes = b""
+    tenant_limits: Limits = UNLIMITED
+    key_limits: Limits = UNLIMITED
+    digest: bytes = b""
+    expires: float = float("inf")  # unix seconds
+
+    @property
+    def key(self) -> str:
+        """The key's name for people and records; empty for nobody's."""
+        return f"key_{self.key_id}" if self.key_id else ""
+
+
+ANONYMOUS = Account()
+"""Who asks where no keys are configured."""

@@ -1,0 +1,206 @@
+"""Keys open for whom they were made, as long as they are to, and nothing keeps them in the clear."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from support.http_fakes import FakeDispatcher
+
+from splitserve.coordinator.admin import AdminRoutes
+from splitserve.coordinator.errors import Unauthorized
+from splitserve.coordinator.served_model import ServedModel
+from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.settings import CoordinatorSettings
+from splitserve.coordinator.tenants.admin_api import tenant_routes
+from splitserve.coordinator.tenants.directory import KeyDirectory, directory_of
+from splitserve.coordinator.tenants.errors import TenantsFileError, Unknown
+from splitserve.coordinator.tenants.store import TenantStore
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tenants.sqlite"
+
+
+@pytest.fixture
+def store(path: Path) -> TenantStore:
+    store = TenantStore(path, create=True)
+    store.set_tenant("acme", tier="premium")
+    return store
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_a_key_is_kept_as_a_hash_only(store: TenantStore, path: Path) -> None:
+    made = store.create_key("acme")
+    store.close()
+    files = [file.read_bytes() for file in path.parent.iterdir()]
+    assert files
+    assert not any(made.key.encode() in content or made.key.split("-")[-1].encode() in content for content in files)
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_what_a_key_opens(store: TenantStore, path: Path) -> None:
+    key = store.create_key("acme", "ci", {"requests_per_minute": 5})
+    store.set_tier("premium", None, {"tokens_per_minute": 100})
+    account = KeyDirectory(path).account(f"Bearer {key.key}".encode())
+    assert (account.tenant, account.key, account.priority_class) == ("acme", key.id, "premium")
+    assert account.key_limits.requests_per_minute == 5
+    assert account.tenant_limits.tokens_per_minute == 100
+    assert len(account.salt) == 16
+
+
+@pytest.mark.parametrize("header", [b"", b"Bearer ", b"Bearer sk-split-wrong", b"Basic abc", b"\xff\xfe"])
+def test_what_opens_nothing(store: TenantStore, path: Path, header: bytes) -> None:
+    store.create_key("acme")
+    with pytest.raises(Unauthorized):
+        KeyDirectory(path).account(header)
+
+
+def test_an_end_that_passes_needs_no_reload(store: TenantStore, path: Path) -> None:
+    key = store.create_key("acme", expires=time.time() + 0.05)
+    directory = KeyDirectory(path)
+    assert directory.account(f"Bearer {key.key}".encode()).tenant == "acme"
+    later = time.time() + 0.06
+    while time.time() < later:
+        pass
+    with pytest.raises(Unauthorized):
+        directory.account(f"Bearer {key.key}".encode())
+
+
+def test_rotation_and_revocation(store: TenantStore, path: Path) -> None:
+    old = store.create_key("acme", "ci", {"max_streams": 3})
+    new = store.rotate_key(old.id, grace_s=60)
+    directory = KeyDirectory(path)
+    assert directory.account(f"Bearer {new.key}".encode()).key_limits.max_streams == 3
+    assert directory.account(f"Bearer {old.key}".encode()).key == old.id
+    store.revoke_key(old.id)
+    store.revoke_key(new.id)
+    assert not KeyDirectory(path).num_keys
+    with pytest.raises(Unknown, match="key_99"):
+        store.revoke_key("key_99")
+
+
+async def test_a_revoked_key_is_noticed(store: TenantStore, path: Path) -> None:
+    key = store.create_key("acme")
+    directory = KeyDirectory(path)
+    following = asyncio.create_task(directory.follow(every_s=0.005))
+    store.revoke_key(key.id)
+    async with asyncio.timeout(5):
+        while directory.num_keys:
+            await asyncio.sleep(0.005)
+    following.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await following
+
+
+def test_a_file_that_is_none(path: Path) -> None:
+    with pytest.raises(TenantsFileError, match="splitserve keys create"):
+        directory_of(path)
+    path.write_text("no database, but long enough to be taken for a file of some kind")
+    with pytest.raises(TenantsFileError, match="cannot use"):
+        directory_of(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ({"host": "0.0.0.0"}, "127.0.0.1"),
+        ({"host": "::"}, "::1"),
+        ({"host": "0.0.0.0", "open_access": True}, "0.0.0.0"),
+        ({"host": "0.0.0.0", "tenants_file": "x"}, "0.0.0.0"),
+        ({"host": "127.0.0.2"}, "127.0.0.2"),
+        ({"host": "localhost"}, "localhost"),
+    ],
+)
+def test_without_keys_only_this_host_is_served(more: dict[str, object], where: str) -> None:
+    assert CoordinatorSettings.model_validate({"model": ".", "insecure": True, **more}).listen_host == where
+
+
+async def test_the_server_asks_for_keys(
+    store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = store.create_key("acme").key
+    caplog.set_level(logging.DEBUG)
+    server = HttpServer(create_app(dispatcher, model, directory=KeyDirectory(path)))
+    await server.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False) as http:
+        for method, url in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/v1/completions")):
+            for headers in ({}, bearer("sk-split-wrong")):
+                answer = await http.request(method, url, headers=headers, json=CHAT if method == "POST" else None)
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"], error["type"]) == (401, "invalid_api_key", "authentication_error"), url
+                assert set(error) == {"message", "type", "param", "code"}
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/v1/models", headers=bearer(key))).status_code == 200
+        assert (await http.post("/v1/chat/completions", headers=bearer(key), json=CHAT)).status_code == 200
+    await server.stop(grace_s=0)
+    (request,) = dispatcher.requests
+    assert (request.tenant, request.priority_class, len(request.salt)) == ("acme", "premium", 16)
+    assert key not in caplog.text
+
+
+async def test_a_wrong_key_is_refused_before_its_body_is_sent(
+    store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
+    server = HttpServer(create_app(dispatcher, model, directory=KeyDirectory(path)))
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n{")
+    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 401")
+    writer.close()
+    await server.stop(grace_s=0)
+
+
+async def test_tenants_by_http(store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel) -> None:
+    admin = AdminRoutes(dispatcher, "0123456789abcdef")
+    app = create_app(dispatcher, model, admin=admin, directory=KeyDirectory(path), more_admin=tenant_routes(path, admin.operators))
+    headers = bearer("0123456789abcdef")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app.admin), base_url="http://x") as http:
+        assert (await http.get("/admin/keys")).status_code == 401
+        assert (await http.put("/admin/tiers/gold", headers=headers, json={"tokens_per_day": 9})).status_code == 200
+        assert (await http.put("/admin/tenants/zed", headers=headers, json={"tier": "gold"})).status_code == 200
+        assert (await http.put("/admin/tenants/zed", headers=headers, json={"tier": "brass"})).status_code == 404
+        made = (await http.post("/admin/keys", headers=headers, json={"tenant": "zed", "name": "n"})).json()
+        turned = (await http.post(f"/admin/keys/{made['id']}/rotate", headers=headers, json={"grace_s": 9})).json()
+        assert (await http.delete(f"/admin/keys/{made['id']}", headers=headers)).json() == {"done": True}
+        wrong = await http.post("/admin/keys", headers=headers, json={"tenant": "zed", "max_streems": 1})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_streems")
+        listed = (await http.get("/admin/keys", headers=headers)).text
+    assert made["key"] not in listed
+    assert turned["id"] in listed
+    assert next(iter(TenantStore(path).accounts(time.time()).values())).tenant_limits.tokens_per_day == 9
+
+
+async def test_with_a_port_of_its_own_the_admin_api_is_there_only(dispatcher: FakeDispatcher, model: ServedModel) -> None:
+    app = create_app(dispatcher, model, more_admin=[])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        assert (await http.post("/admin/drain/prefill-0")).status_code == 404
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app.admin), base_url="http://x") as http:
+        assert (await http.post("/admin/drain/prefill-0")).status_code == 202
+        assert (await http.get("/metrics")).status_code == 200
+
+
+async def test_operators_pages_want_this_host_or_the_admin_key(
+    store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel
+) -> None:
+    admin = AdminRoutes(dispatcher, "0123456789abcdef")
+    app = create_app(dispatcher, model, admin=admin, directory=KeyDirectory(path))
+    for client, headers, status in (
+        ("10.1.2.3", {}, 401),
+        ("10.1.2.3", bearer("0123456789abcdef"), 200),
+        ("127.0.0.1", {}, 200),
+    ):
+        transport = httpx.ASGITransport(app, client=(client, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            assert (await http.get("/debug/state", headers=headers)).status_code == status
