@@ -7,6 +7,8 @@
 # Does nothing when nothing has changed since the last time. PYTHON=... chooses the interpreter.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=deploy/test_packages.sh
+source "$ROOT/deploy/test_packages.sh"
 VENV="$ROOT/.venv"
 TORCH_CPU="torch==2.13.0"
 TRITON_CPU="triton==3.6.0"
@@ -22,6 +24,7 @@ prepare() {
     {
         flock 9 # several roles may be started at once from one clone
         prepare_alone "$1"
+        if [[ "$1" == test ]]; then install_test_packages; fi
     } 9<"${BASH_SOURCE[0]}"
 }
 

@@ -12,6 +12,7 @@ import pytest
 from splitserve.deploy.reference import PAGE, page
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCED = ("setup.sh", "test_packages.sh")
 SCRIPTS = [*sorted((ROOT / "deploy").glob("*.sh")), ROOT / ".ci" / "run"]
 
 
@@ -25,7 +26,7 @@ def test_scripts_are_valid_bash(script: Path) -> None:
     assert bash("-n", str(script)).returncode == 0
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.name != "setup.sh"], ids=lambda script: script.name)
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.name not in SOURCED], ids=lambda script: script.name)
 def test_scripts_can_be_run(script: Path) -> None:
     assert os.access(script, os.X_OK)
 
@@ -41,7 +42,7 @@ def test_quickstart_explains_itself() -> None:
 def bare_clone(tmp_path: Path) -> Path:
     """The scripts alone, with no virtual environment yet."""
     (tmp_path / "deploy").mkdir()
-    for name in ("quickstart.sh", "setup.sh", "constraints.txt"):
+    for name in ("quickstart.sh", "setup.sh", "test_packages.sh", "constraints.txt"):
         shutil.copy(ROOT / "deploy" / name, tmp_path / "deploy")
     return tmp_path
 
@@ -60,6 +61,23 @@ def test_no_venv_module_is_said_with_what_to_do(bare_clone: Path) -> None:
     result = bash(str(bare_clone / "deploy" / "quickstart.sh"), PYTHON=str(python))
     assert result.returncode == 1
     assert "apt-get install python3-venv" in result.stderr
+
+
+@pytest.mark.parametrize("apt_get", ["echo E: no network >&2; exit 100", "exec sleep 30"], ids=["fails", "hangs"])
+def test_debian_packages_that_cannot_be_installed_fail_nothing(tmp_path: Path, apt_get: str) -> None:
+    for tool in ("bash", "cat", "chmod", "dirname", "mktemp", "rm", "sh", "sleep", "tail", "timeout", "touch"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
+    (tmp_path / "apt-get").write_text(f"#!/bin/sh\n{apt_get}\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    script = (
+        f"source {ROOT}/deploy/setup.sh; VENV={tmp_path} SERVICE_POLICY={tmp_path}/policy; install_test_packages; install_test_packages"
+    )
+    result = bash("-c", script, PATH=str(tmp_path), TEST_PACKAGES_SECONDS="1")
+    assert result.returncode == 0, result.stderr
+    assert "Debian package redis-server" in result.stderr
+    assert "tests of the dashboard in a browser are skipped" in result.stderr
+    assert result.stderr.count("installing Debian packages") == (os.geteuid() == 0)  # tried once, not at every run
+    assert not (tmp_path / "policy").exists()
 
 
 def test_the_configuration_page_is_current() -> None:

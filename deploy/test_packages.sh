@@ -1,0 +1,62 @@
+# shellcheck shell=bash
+# Programs from Debian that some tests drive: a real Redis, Prometheus, browser and Node. Sourced by setup.sh.
+#
+# Installed where that can be done quietly: as root, with apt-get, within TEST_PACKAGES_SECONDS (default 180; 0: not at all), and tried once for
+# each virtual environment. Whatever is missing afterwards is named with the tests that will be skipped; nothing here fails a run.
+
+TEST_PROGRAMS=(
+    "redis-server redis-server limits and quotas across hosts"
+    "promtool prometheus metrics and alert rules as Prometheus reads them"
+    "chromium chromium the dashboard in a browser"
+    "node nodejs OpenAI's client for Node"
+)
+SERVICE_POLICY=/usr/sbin/policy-rc.d
+
+install_test_packages() {
+    local -a missing=()
+    mapfile -t missing < <(missing_packages)
+    if ((${#missing[@]})) && may_install; then
+        say "installing Debian packages that tests drive: ${missing[*]}"
+        apt_install "${missing[@]}" || say "apt-get did not install all of them; the tests that need the others are skipped"
+    fi
+    report_skipped
+}
+
+missing_packages() {
+    local row program package
+    for row in "${TEST_PROGRAMS[@]}"; do
+        read -r program package _ <<<"$row"
+        command -v "$program" >/dev/null || echo "$package"
+    done
+}
+
+may_install() {
+    ((EUID == 0)) && ((${TEST_PACKAGES_SECONDS:-180} > 0)) && [[ ! -e "$VENV/.test-packages-tried" ]] &&
+        command -v apt-get >/dev/null && command -v timeout >/dev/null
+}
+
+# No package may start a service here: policy-rc.d forbids it while they are installed.
+apt_install() {
+    local own="" status=0 log
+    if [[ ! -e "$SERVICE_POLICY" ]]; then
+        printf '#!/bin/sh\nexit 101\n' >"$SERVICE_POLICY" && chmod +x "$SERVICE_POLICY" && own=1
+    fi
+    touch "$VENV/.test-packages-tried"
+    log="$(mktemp)"
+    DEBIAN_FRONTEND=noninteractive timeout --kill-after=5 "${TEST_PACKAGES_SECONDS:-180}" bash -c '
+        apt-get -qq -o Acquire::Retries=1 -o DPkg::Lock::Timeout=60 update &&
+            apt-get -qq -y --no-install-recommends -o DPkg::Lock::Timeout=60 install "$@"' apt "$@" >"$log" 2>&1 </dev/null || status=$?
+    if ((status)); then tail -n 3 "$log" >&2; fi
+    rm -f "$log" ${own:+"$SERVICE_POLICY"}
+    return "$status"
+}
+
+report_skipped() {
+    local row program package what
+    for row in "${TEST_PROGRAMS[@]}"; do
+        read -r program package what <<<"$row"
+        if ! command -v "$program" >/dev/null; then
+            say "not here: $program (Debian package $package); tests of $what are skipped"
+        fi
+    done
+}
