@@ -446,7 +446,7 @@ class Lifecycle:
 
     def _end(self, flight: Flight, ended: Ended, now: float) -> None:
         del self._flights[flight.request.request_id]
-        if flight.dispatch < 0:
+        if flight.stage == "queue":
             self._line.leave(flight)
         self._suspicion.forget(flight)
         flight.ledger.close(now)
@@ -488,12 +488,14 @@ class Lifecycle:
 
     def _pump(self, now: float) -> None:
         """Dispatches what finds room."""
-        if len(self._line):
+        if len(self._line) and any(w.has_room_for(1) for w in self.pools.of_role("decode") if not w.draining):
             self._line.serve(lambda flight: self._place(flight, now), now)
 
     def _place(self, flight: Flight, now: float) -> bool:
-        prefills = [w for w in self.pools.open_of_role("prefill") if self._prefill_has_room(w, flight)]
         decodes = [w for w in self.pools.open_of_role("decode") if w.has_room_for(flight.num_tokens)]
+        if not decodes:
+            return False
+        prefills = [w for w in self.pools.open_of_role("prefill") if self._prefill_has_room(w, flight)]
         if flight.avoid is not None:
             decodes = [w for w in decodes if w is not flight.avoid and w.kind == flight.avoid.kind] or decodes
         if len(self._suspicion):

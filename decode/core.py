@@ -118,9 +118,10 @@ class DecodeCore:
         """The next step; sequences that found no block are given back to the coordinator."""
         self._settle(now)
         step = self.scheduler.schedule()
-        for sequence in self.scheduler.preempted:
-            self._say_failed(sequence.key, "preempted", "the decode worker ran out of KV blocks")
-        self.scheduler.preempted.clear()
+        if self.scheduler.preempted:
+            for sequence in self.scheduler.preempted:
+                self._say_failed(sequence.key, "preempted", "the decode worker ran out of KV blocks")
+            self.scheduler.preempted.clear()
         return step
 
     def complete(self, step: DecodeStep, output: StepOutput, now: float) -> None:
@@ -226,7 +227,7 @@ class DecodeCore:
         if self._asked_to_drain is not None:
             asked, self._asked_to_drain = self._asked_to_drain, None
             self.drain(now, asked)
-        if self.moving is not None:
+        if self.moving is not None and self.moving.stirs:
             self.moving.advance(now)
             self._actions += self.moving.take()
         for action in self.receiver.take():
@@ -243,7 +244,7 @@ class DecodeCore:
                 self._drop(sequence.key)  # an older epoch
         tokens = from_u32(spec.token_ids)
         state = SamplingState(
-            SamplingParams(**spec.sampling.model_dump()),
+            SamplingParams(**vars(spec.sampling)),
             tokens[: spec.num_prompt_tokens],
             [*tokens[spec.num_prompt_tokens :], join.token],
         )
@@ -265,24 +266,25 @@ class DecodeCore:
 
     def _report(self, result: DecodeResult) -> None:
         step, output, finished = result.step, result.output, result.finished
-        rows = np.arange(len(step.sequences))
+        sequences, columns = step.sequences, (step.dispatches, step.indices, output.token_ids.astype(np.uint32))
+        logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
         if result.dropped:
-            rows = np.delete(rows, result.dropped)
-            place = {int(row): i for i, row in enumerate(rows)}
+            rows = [row for row, sequence in enumerate(sequences) if not sequence.doomed]
+            place = {row: i for i, row in enumerate(rows)}
+            sequences, columns = [sequences[row] for row in rows], tuple(column[rows] for column in columns)
             finished = {place[row]: reason for row, reason in finished.items()}
-            logprobs = {place[row]: logprobs_message(lp) for row, lp in output.logprobs.items() if row in place}
-        else:
-            logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
-        if len(rows) == 0:
+            logprobs = {place[row]: told for row, told in logprobs.items() if row in place}
+        if not sequences:
             return
         for row, told in logprobs.items():
-            step.sequences[int(rows[row])].last_logprobs = told
-        self.num_tokens += len(rows)
+            sequences[row].last_logprobs = told
+        self.num_tokens += len(sequences)
+        dispatches, indices, tokens = (column.tobytes() for column in columns)
         message = StepTokens(
-            coordinator=step.sequences[rows[0]].key[0],
-            dispatches=step.dispatches[rows].tobytes(),
-            indices=step.indices[rows].tobytes(),
-            tokens=output.token_ids[rows].astype(np.uint32).tobytes(),
+            coordinator=sequences[0].key[0],
+            dispatches=dispatches,
+            indices=indices,
+            tokens=tokens,
             finished=finished,
             logprobs=logprobs,
         )

@@ -50,6 +50,11 @@ class Moving:
             self._leaving[there] = _Leaving(here, order)
             self._scheduler.pause(here)
 
+    @property
+    def stirs(self) -> bool:
+        """Whether ``advance`` or ``take`` may have something to do."""
+        return bool(self._leaving) or self.sender.has_actions
+
     def advance(self, now: float) -> None:
         """Offers what has come to rest since; forgets what has ended."""
         for there, leaving in list(self._leaving.items()):

@@ -77,10 +77,12 @@ class DecodeScheduler:
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._rows: list[DecodeSequence] = []
         self._joining: list[DecodeSequence] = []
+        self._beginning: set[DecodeSequence] = set()  # their next token is the first of a block
         self._by_key: dict[Key, DecodeSequence] = {}
         self._in_step = False
         self._tokens = np.zeros(max_num_seqs, np.int32)
         self._positions = np.zeros(max_num_seqs, np.int32)
+        self._slots = np.zeros(max_num_seqs, np.int64)  # where each row's token goes, once its block is there
         self._indices = np.zeros(max_num_seqs, np.uint32)
         self._dispatches = np.zeros(max_num_seqs, np.uint32)
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size) + 1), np.int32)
@@ -161,28 +163,21 @@ class DecodeScheduler:
     def schedule(self) -> DecodeStep | None:
         """The next step over all running sequences; None where there are none. Preempted ones are left in ``preempted``."""
         assert not self._in_step, "one step at a time"
-        for sequence in self._joining:
-            if not sequence.state.lacks_matcher:
-                self._enter(sequence)
-        self._joining = [sequence for sequence in self._joining if sequence.row < 0]
-        if not self._rows:
-            return None
+        if self._joining:
+            self._admit()
         self._grow()
         n = len(self._rows)
         if n == 0:
             return None
         positions = self._positions[:n].copy()
-        at_block, offset = np.divmod(positions, self.block_size)
-        width = int(at_block.max()) + 1
-        tables = self._tables[:n, :width].copy()
-        slots = tables[self._arange[:n], at_block].astype(np.int64) * self.block_size + offset
+        width = int(np.maximum.reduce(positions)) // self.block_size + 1
         batch = Batch(
             token_ids=self._tokens[:n].copy(),
             positions=positions,
             query_start_loc=self._arange[: n + 1],
             seq_lens=positions + 1,
-            block_tables=tables,
-            slot_mapping=slots,
+            block_tables=self._tables[:n, :width].copy(),
+            slot_mapping=self._slots[:n].copy(),
             sampling=[s.state for s in self._rows],
         )
         self._in_step = True
@@ -212,10 +207,12 @@ class DecodeScheduler:
                     result.finished[row] = reason
         self._tokens[:n] = output.token_ids
         self._positions[:n] += 1
+        self._slots[:n] += 1
         self._indices[:n] += 1
         for row in (self._positions[:n] % self.block_size == 0).nonzero()[0].tolist():
             if not step.sequences[row].doomed:
                 self._commit_newest(step.sequences[row])
+                self._beginning.add(step.sequences[row])
         for row in [*result.finished, *result.dropped]:
             sequence = step.sequences[row]
             self._by_key.pop(sequence.key, None)
@@ -261,26 +258,40 @@ class DecodeScheduler:
             if self._steps_at_limit == STEPS_AT_LIMIT:
                 self.row_limit, self._steps_at_limit = self.row_limit + 1, 0
 
+    def _admit(self) -> None:
+        """Takes into the batch who has joined, but for those whose grammar is still being compiled."""
+        for sequence in self._joining:
+            if not sequence.state.lacks_matcher:
+                self._enter(sequence)
+        self._joining = [sequence for sequence in self._joining if sequence.row < 0]
+
     def _enter(self, sequence: DecodeSequence) -> None:
         row = sequence.row = len(self._rows)
         self._rows.append(sequence)
         state = sequence.state
         self._tokens[row] = state.output_token_ids[-1]
-        self._positions[row] = state.position - 1
+        self._positions[row] = position = state.position - 1
         self._indices[row] = len(state.output_token_ids)
         self._dispatches[row] = sequence.key[1]
         self._tables[row, : len(sequence.blocks)] = sequence.blocks
+        at_block, offset = divmod(position, self.block_size)
+        if at_block < len(sequence.blocks):
+            self._slots[row] = sequence.blocks[at_block] * self.block_size + offset
+        else:
+            self._beginning.add(sequence)
 
     def _grow(self) -> None:
-        """Gives every row that begins a new block one, oldest first."""
-        n = len(self._rows)
-        begins = (self._positions[:n] % self.block_size == 0).nonzero()[0].tolist()
-        for sequence in [self._rows[row] for row in begins]:
-            if sequence.row < 0 or len(sequence.blocks) * self.block_size > self._positions[sequence.row]:
-                continue  # preempted just now, or the block is there
+        """Gives every row that begins a new block one, in the order of the rows."""
+        if not self._beginning:
+            return
+        beginning, self._beginning = self._beginning, set()
+        for sequence in sorted(beginning, key=lambda sequence: sequence.row):
+            if sequence.row < 0:
+                continue  # it has ended, or paused, or was preempted just now
             block = self._allocate_for(sequence)
             if block is not None:
                 self._tables[sequence.row, len(sequence.blocks)] = block
+                self._slots[sequence.row] = block * self.block_size
                 sequence.blocks.append(block)
 
     def _allocate_for(self, sequence: DecodeSequence) -> int | None:
@@ -315,7 +326,7 @@ class DecodeScheduler:
         if row != last:
             moved = self._rows[last]
             self._rows[row], moved.row = moved, row
-            for column in (self._tokens, self._positions, self._indices, self._dispatches):
+            for column in (self._tokens, self._positions, self._slots, self._indices, self._dispatches):
                 column[row] = column[last]
             self._tables[row] = self._tables[last]
         self._rows.pop()

@@ -123,10 +123,10 @@ class PrefillCore:
 
     def schedule(self, now: float) -> PrefillStep | None:
         """The next step; prompts that start with it are offered to their decode workers."""
-        before = set(self.scheduler.running)
         step = self.scheduler.schedule(now)
-        for key in self.scheduler.running.keys() - before:
-            self._offer(self.scheduler.running[key], now)
+        if step is not None:
+            for sequence in step.started:
+                self._offer(sequence, now)
         return step
 
     def layer_stride(self, step: PrefillStep) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +80,7 @@ class Chunk:
 class PrefillStep:
     chunks: list[Chunk]
     batch: Batch
+    started: list[PrefillSequence]  # those whose first chunk this is
 
 
 class PrefillScheduler:
@@ -129,7 +131,7 @@ class PrefillScheduler:
     def add(self, spec: RequestSpec, decode: Peer, now: float) -> PrefillSequence:
         """Takes a prompt in. ``spec`` has at least one token and fits the model (the coordinator saw to that)."""
         tokens = from_u32(spec.token_ids)
-        params = SamplingParams(**spec.sampling.model_dump())
+        params = SamplingParams(**vars(spec.sampling))
         state = SamplingState(params, tokens[: spec.num_prompt_tokens], tokens[spec.num_prompt_tokens :])
         sequence = PrefillSequence(
             key=(spec.coordinator, spec.dispatch),
@@ -168,8 +170,11 @@ class PrefillScheduler:
     def schedule(self, now: float) -> PrefillStep | None:
         """The next step's chunks, or None where there is nothing to compute. New prompts are taken from ``waiting`` as they fit."""
         self._raise_budget()
+        if not self.waiting and not self.running:
+            return None
         budget = self._budget
         chunks: list[Chunk] = []
+        started: list[PrefillSequence] = []
         computing = {h for s in self.running.values() if (h := self._next_hash(s, s.num_computed // self.block_size))}
         crowding = self._crowding_peers()
         starved = False
@@ -183,6 +188,7 @@ class PrefillScheduler:
                 if not self._start(sequence, now):
                     starved = now - sequence.arrival > self._starving_s
                     continue
+                started.append(sequence)
                 if block_hash := self._next_hash(sequence, sequence.num_computed // self.block_size):
                     computing.add(block_hash)
             count = min(budget, sequence.remaining)
@@ -191,7 +197,7 @@ class PrefillScheduler:
             chunks.append(Chunk(sequence, sequence.num_computed, count))
             sequence.in_step = True
             budget -= count
-        return PrefillStep(chunks, self._batch(chunks)) if chunks else None
+        return PrefillStep(chunks, self._batch(chunks), started) if chunks else None
 
     def shrink(self, step: PrefillStep) -> bool:
         """The step ran out of memory: its chunks are computed again, in steps of half as many tokens for a while. False: it is down to
@@ -275,21 +281,22 @@ class PrefillScheduler:
         sequence.blocks = []
 
     def _batch(self, chunks: Sequence[Chunk]) -> Batch:
-        size = self.block_size
         tables = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int32)
-        slots = []
         for row, chunk in enumerate(chunks):
-            blocks = chunk.sequence.blocks
-            tables[row, : len(blocks)] = blocks
-            at = np.arange(chunk.start, chunk.start + chunk.count)
-            slots.append(tables[row, at // size].astype(np.int64) * size + at % size)
+            tables[row, : len(chunk.sequence.blocks)] = chunk.sequence.blocks
+        counts = [c.count for c in chunks]
+        positions = np.concatenate([np.arange(c.start, c.start + c.count, dtype=np.int32) for c in chunks])
+        at_block = positions // self.block_size
+        slots = tables[np.arange(len(chunks)).repeat(counts), at_block].astype(np.int64)
+        slots *= self.block_size
+        slots += positions - at_block * self.block_size
         return Batch(
             token_ids=np.concatenate([c.sequence.token_ids[c.start : c.start + c.count] for c in chunks]),
-            positions=np.concatenate([np.arange(c.start, c.start + c.count, dtype=np.int32) for c in chunks]),
-            query_start_loc=np.cumsum([0, *(c.count for c in chunks)], dtype=np.int32),
+            positions=positions,
+            query_start_loc=np.array([0, *accumulate(counts)], np.int32),
             seq_lens=np.array([c.start + c.count for c in chunks], np.int32),
             block_tables=tables,
-            slot_mapping=np.concatenate(slots),
+            slot_mapping=slots,
             sampling=[c.sequence.state if c.is_last and not c.sequence.scores_only else None for c in chunks],
             prompt_logprobs=[c.sequence.spec.prompt_logprobs for c in chunks],
             next_prompt_ids=[_next_prompt_ids(c) for c in chunks],

@@ -96,6 +96,11 @@ class HandoffSender:
             if out.grant is None or out.sent:
                 yield Wait(out.key, "the decode worker's word", out.deadline)
 
+    @property
+    def has_actions(self) -> bool:
+        """Whether there is anything to ``take``."""
+        return bool(self._actions)
+
     def take(self) -> list[SenderAction]:
         """What is to be done since the last call, in order."""
         actions, self._actions = self._actions, []

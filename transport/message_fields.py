@@ -70,17 +70,23 @@ def u32(values: list[int] | np.ndarray) -> bytes:
 
 def u64(values: list[int] | np.ndarray) -> bytes:
     """A column of uint64, little-endian."""
+    if isinstance(values, list) and sys.byteorder == "little":
+        return array("Q", values).tobytes()
     return np.asarray(values, dtype="<u8").tobytes()
 
 
 def from_u32(column: bytes) -> list[int]:
     """The numbers of a uint32 column."""
+    if sys.byteorder == "little":
+        return array("I", column).tolist()
     result: list[int] = np.frombuffer(column, dtype="<u4").tolist()
     return result
 
 
 def from_u64(column: bytes) -> list[int]:
     """The numbers of a uint64 column."""
+    if sys.byteorder == "little":
+        return array("Q", column).tolist()
     result: list[int] = np.frombuffer(column, dtype="<u8").tolist()
     return result
 
