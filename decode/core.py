@@ -266,12 +266,12 @@ class DecodeCore:
 
     def _report(self, result: DecodeResult) -> None:
         step, output, finished = result.step, result.output, result.finished
-        sequences, columns = step.sequences, (step.dispatches, step.indices, output.token_ids.astype(np.uint32))
+        sequences, columns = step.sequences, [step.dispatches, step.indices, output.token_ids.astype(np.uint32)]
         logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
         if result.dropped:
             rows = [row for row, sequence in enumerate(sequences) if not sequence.doomed]
             place = {row: i for i, row in enumerate(rows)}
-            sequences, columns = [sequences[row] for row in rows], tuple(column[rows] for column in columns)
+            sequences, columns = [sequences[row] for row in rows], [column[rows] for column in columns]
             finished = {place[row]: reason for row, reason in finished.items()}
             logprobs = {place[row]: told for row, told in logprobs.items() if row in place}
         if not sequences:
