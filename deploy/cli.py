@@ -118,6 +118,15 @@ def run_bench(settings: Any) -> int:
     return bench(settings)
 
 
+def run_profile(settings: Any) -> int:
+    from ..planner.profile_commands import profile
+    from .checks import require_model
+
+    if settings.model is not None:
+        require_model(settings.model, weights=settings.runner == "model")
+    return profile(settings)
+
+
 def run_trace_stats(settings: Any, files: Sequence[Path]) -> int:
     from ..planner.trace_commands import stats
 
@@ -262,6 +271,7 @@ for command in (
     settings_command("bench", "Send load to an OpenAI-compatible server and measure latency, throughput and goodput.", run_bench),
     keys_group(),
     trace_group(),
+    settings_command("profile", "Measure how long a worker's steps take, for the simulator, the planner and paced runners.", run_profile),
     version,
 ):
     cli.add_command(command)

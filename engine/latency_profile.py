@@ -1,10 +1,10 @@
 """How long steps take: the profile of a worker, as ``splitserve profile`` writes it. Read by the simulator and by paced runners. No torch.
 
-    seconds of a step = curve(units) + read_s * reads + seq_s * seqs
+    seconds of a step = curve(units) + read_s * reads + seq_s * seqs + cached_s * cached
 
-              units                        reads
-    prefill   new tokens of all chunks     pairs of a new token and a token that it attends to
-    decode    sequences                    tokens in all their KV caches
+              units                        reads                                                cached
+    prefill   new tokens of all chunks     pairs of a new token and a token that it attends to  tokens before the chunks
+    decode    sequences                    tokens in all their KV caches                        0
 
 The curve is linear between its points and goes on as its last piece beyond them. A model may consist of several pieces by units (other
 kernels, other regimes). A chunk of ``n`` new tokens after ``c`` cached ones attends to ``n * c + n * (n + 1) / 2`` pairs.
@@ -53,6 +53,7 @@ class Piece(_Part):
     curve: Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
     read_s: float = 0.0
     seq_s: float = 0.0
+    cached_s: float = 0.0
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -61,8 +62,8 @@ class Piece(_Part):
             raise ValueError("the points of a curve must stand in the order of their units, each once")
         return self
 
-    def seconds(self, units: float, reads: float, seqs: float) -> float:
-        return self._curve(units) + self.read_s * reads + self.seq_s * seqs
+    def seconds(self, units: float, reads: float, seqs: float, cached: float = 0.0) -> float:
+        return self._curve(units) + self.read_s * reads + self.seq_s * seqs + self.cached_s * cached
 
     def _curve(self, units: float) -> float:
         curve = self.curve
@@ -79,13 +80,14 @@ class StepModel(_Part):
     pieces: Annotated[tuple[Piece, ...], Field(min_length=1)]
     ranges: dict[Literal["units", "reads", "seqs"], Range] = {}
     residuals: Residuals | None = None
+    held_out: Residuals | None = None  # at steps that were measured and not fitted to
 
-    def seconds(self, units: float, reads: float, seqs: float) -> float:
+    def seconds(self, units: float, reads: float, seqs: float, cached: float = 0.0) -> float:
         """Of one step; never negative."""
         for piece in self.pieces:
             if piece.below is None or units < piece.below:
-                return max(0.0, piece.seconds(units, reads, seqs))
-        return max(0.0, self.pieces[-1].seconds(units, reads, seqs))
+                return max(0.0, piece.seconds(units, reads, seqs, cached))
+        return max(0.0, self.pieces[-1].seconds(units, reads, seqs, cached))
 
     @property
     def base_s(self) -> float:
@@ -188,7 +190,7 @@ class StepClock:
         tokens = sum(new for _, new in chunks)
         pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in chunks)
         self._watch("prefill", self.profile.prefill, tokens, pairs, len(chunks))
-        return self.profile.prefill.seconds(tokens, pairs, len(chunks))
+        return self.profile.prefill.seconds(tokens, pairs, len(chunks), sum(cached for cached, _ in chunks))
 
     def decode(self, num_seqs: int, num_context_tokens: int) -> float:
         """Seconds of a decode step over so many sequences with so many tokens in all."""

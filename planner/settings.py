@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -113,3 +113,49 @@ class TraceFitSettings(TraceReading):
     )
     plot_file: Path | None = Field(default=None, description="Draw the trace and what is drawn from its fit into this PNG file.")
     seed: int = Field(default=0, ge=0, le=4_294_967_295, description="Seed of what is shown beside the trace.")
+
+
+class ProfileSettings(BaseModel):
+    """Measures how long a worker's steps take on this machine, or imports published measurements, and writes a profile."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    output: Path = Field(default=Path("profile.json"), description="The profile to write.")
+    name: str = Field(default="", max_length=200, description="What the profile is called. Default: by model and device.")
+    hardware: str = Field(default="", max_length=200, description="The hardware: for people, or which one to take of published data.")
+    plot_file: Path | None = Field(default=None, description="Draw the fit against the measured points into this PNG file.")
+    model: Path | None = Field(default=None, description="Checkpoint folder to measure. This or --published is needed.")
+    device: str = Field(
+        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Type of weights and KV cache.")
+    block_size: int = Field(default=0, ge=0, le=4096, description="Tokens per KV block. 0: 16 on CPUs, 64 on GPUs.")
+    num_blocks: int | None = Field(default=None, ge=2, le=1 << 24, description="Blocks in the KV cache.")
+    kv_cache_gib: float | None = Field(
+        default=None, gt=0, le=65_536, description="Size of the KV cache in GiB, as the workers will have it."
+    )
+    max_model_len: int | None = Field(default=None, ge=1, le=1 << 20, description="Most tokens of prompt and output together.")
+    exact: bool = Field(default=False, description="Measure the batch-invariant kernels.")
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
+    runner: str = Field(default="model", pattern=r"^(model|paced:.+)$", description="As the workers' option: what is measured.")
+    max_batch_tokens: int = Field(default=512, ge=1, le=1 << 20, description="Largest prefill step that is measured.")
+    max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Largest decode batch that is measured.")
+    precision: float = Field(
+        default=0.02, gt=0, le=1, description="A step is measured until its time is known to this share of itself (95%)."
+    )
+    budget_s: float = Field(
+        default=180, gt=0, le=86_400, description="Seconds after which measuring stops, however well the times are known."
+    )
+    seed: int = Field(default=0, ge=0, le=4_294_967_295, description="Order of the steps, and which ones test the fit.")
+    published: Path | None = Field(
+        default=None,
+        description="Import instead: splitwise-sim's perf_model.csv, or a DistServe profile (with max_num_tokens.csv beside it).",
+    )
+    published_model: str = Field(default="llama2-70b", max_length=200, description="With --published: which model of it.")
+    tensor_parallel: int = Field(default=8, ge=1, le=1024, description="With --published: GPUs that one worker spans.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.model is None) == (self.published is None):
+            raise ValueError("give --model to measure, or --published to import")
+        return self

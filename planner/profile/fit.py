@@ -1,8 +1,8 @@
 """Fits a step model to measured steps: least squares of relative errors. Pure.
 
-    seconds = sum of hat functions over the knots (the curve) + read_s * reads + seq_s * seqs
+    seconds = sum of hat functions over the knots (the curve) + read_s * reads + seq_s * seqs + cached_s * cached
 
-``read_s`` and ``seq_s`` are left out where the data would make them negative: nothing gets quicker by more work of that kind.
+Slopes are left out where the data would make them negative: nothing gets quicker by more work of that kind.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ class StepPoint:
     reads: float
     seqs: float
     seconds: float
+    cached: float = 0.0
 
 
-def fit_steps(points: Sequence[StepPoint], knots: Sequence[float], extras: Sequence[str] = ("read_s", "seq_s")) -> StepModel:
-    """``knots``: units at which the curve may bend; those without a point near them are left out. ``extras``: which of ``read_s``
-    and ``seq_s`` the points can tell apart from the curve."""
+def fit_steps(points: Sequence[StepPoint], knots: Sequence[float], extras: Sequence[str] = ("read_s", "seq_s", "cached_s")) -> StepModel:
+    """``knots``: units at which the curve may bend; those without a point near them are left out. ``extras``: which slopes the points can
+    tell apart from the curve."""
     assert points, "nothing was measured"
     units = np.array([p.units for p in points])
     seconds = np.array([p.seconds for p in points])
     used = _supported(np.unique(np.asarray(knots, float)), units)
     columns = {"read_s": np.array([p.reads for p in points]), "seq_s": np.array([p.seqs for p in points])}
+    columns["cached_s"] = np.array([p.cached for p in points])
     chosen = [name for name in extras if np.ptp(columns[name]) > 0]
     while True:
         matrix = np.column_stack([_hats(units, used), *(columns[name] for name in chosen)])
@@ -54,7 +56,7 @@ def fit_steps(points: Sequence[StepPoint], knots: Sequence[float], extras: Seque
 
 def residuals(model: StepModel, points: Sequence[StepPoint]) -> Residuals:
     """Relative errors of the model at these points."""
-    errors = np.array([abs(model.seconds(p.units, p.reads, p.seqs) - p.seconds) / p.seconds for p in points])
+    errors = np.array([abs(model.seconds(p.units, p.reads, p.seqs, p.cached) - p.seconds) / p.seconds for p in points])
     return Residuals(num_points=len(points), mean=float(errors.mean()), p95=float(np.percentile(errors, 95)), worst=float(errors.max()))
 
 

@@ -1,0 +1,115 @@
+"""``splitserve profile``: measures how long a worker's steps take on this machine, or imports what others have published."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..engine.latency_profile import Memory, Profile, Residuals, StepModel
+from ..engine.settings import WorkerSettings
+from .profile.design import Bounds, experiments
+from .profile.published import import_published
+from .settings import ProfileSettings
+
+SHARED = ("device", "dtype", "block_size", "num_blocks", "kv_cache_gib", "max_model_len", "exact", "threads", "runner")
+
+
+def profile(settings: ProfileSettings) -> int:
+    """The command. Returns its exit status; raises PlannerError and EngineError."""
+    console = Console()
+    if settings.model is not None:
+        made = _measured(settings, settings.model, console)
+    else:
+        assert settings.published is not None, "one of the two is given"
+        made = import_published(settings.published, settings.published_model, settings.hardware, settings.tensor_parallel)
+        if settings.name:
+            made = made.model_copy(update={"name": settings.name})
+    made.write(settings.output)
+    show(made, console)
+    console.print(f"wrote {settings.output}")
+    return 0
+
+
+def show(profile: Profile, console: Console) -> None:
+    """What the profile says, in numbers that one can judge."""
+    table = Table("step", "time", "fit: mean error", "95%", "worst", "points", title=profile.name)
+    for label, model, sizes in (
+        ("prefill, {} tokens", profile.prefill, (1, 128, 512, 2048)),
+        ("decode, {} x 256 tokens", profile.decode, (1, 8, 32, 64)),
+    ):
+        for i, size in enumerate(sizes):
+            reads = size * (size + 1) / 2 if model is profile.prefill else 256 * size
+            seconds = model.seconds(size, reads, 1 if model is profile.prefill else size)
+            outside = " (extrapolated)" if model.outside(size, reads, 1) else ""
+            table.add_row(label.format(size), f"{1e3 * seconds:.2f} ms{outside}", *(_errors(model.residuals) if i == 0 else ()))
+    console.print(table)
+    handoff = profile.handoff
+    console.print(
+        f"handoff: {handoff.bytes_per_s / 1e9:.2f} GB/s, {1e3 * handoff.put_s:.3f} ms a put, {1e3 * handoff.message_s:.3f} ms a message"
+    )
+
+
+def _errors(residuals: Residuals | None) -> tuple[str, ...]:
+    if residuals is None:
+        return ()
+    return f"{residuals.mean:.1%}", f"{residuals.p95:.1%}", f"{residuals.worst:.1%}", str(residuals.num_points)
+
+
+def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Profile:
+    from ..engine.worker_model import WorkerModel
+    from .profile.handoff import measure_handoff
+    from .profile.measure import decode_loop_s, fitted, measure, noise_cv
+
+    shared = {name: getattr(settings, name) for name in SHARED}
+    model = WorkerModel.load(WorkerSettings(model=folder, insecure=True, **shared), max_decode_seqs=settings.max_num_seqs)
+    start_s = time.time() - psutil.Process().create_time()
+    block_size, block_bytes = int(model.identity["block_size"]), int(model.identity["block_bytes"])
+    bounds = Bounds(settings.max_batch_tokens, settings.max_num_seqs, model.max_model_len, len(model.pool), block_size)
+    designed = experiments(bounds, settings.seed)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("steps known well enough", total=len(designed))
+
+        def progress(num_known: int) -> None:
+            bar.update(task, completed=num_known)
+
+        found = measure(model.runner, block_size, designed, settings.precision, settings.budget_s, progress, settings.seed)
+    prefill, prefill_held_out = fitted(found, "prefill", bounds)
+    decode, decode_held_out = fitted(found, "decode", bounds)
+    for role, residuals in (("prefill", prefill_held_out), ("decode", decode_held_out)):
+        if residuals is not None:
+            console.print(f"{role} steps that were not fitted to: off by {residuals.mean:.1%} on average, {residuals.worst:.1%} at worst")
+    loop_s = decode_loop_s(min(16, settings.max_num_seqs))
+    made = Profile(
+        name=settings.name or f"{folder.resolve().name} on {model.device}",
+        hardware=settings.hardware,
+        source=f"measured: {sum(len(r.times) for r in found)} steps of {len(found)} kinds",
+        memory=Memory(
+            block_size=block_size,
+            num_blocks=len(model.pool),
+            block_bytes=block_bytes,
+            num_layers=model.num_layers,
+            max_model_len=model.max_model_len,
+        ),
+        prefill=_named(prefill, prefill_held_out),
+        decode=_named(decode, decode_held_out),
+        prefill_loop_s=loop_s,
+        decode_loop_s=loop_s,
+        handoff=measure_handoff(block_bytes, model.num_layers),
+        start_s=start_s,
+        noise_cv=noise_cv(found),
+    )
+    if settings.plot_file is not None:
+        from .profile.plot import draw_fit
+
+        draw_fit(settings.plot_file, made, found)
+    return made
+
+
+def _named(model: StepModel, held_out: Residuals | None) -> StepModel:
+    return model.model_copy(update={"held_out": held_out})

@@ -1,0 +1,73 @@
+"""Measuring a profile: what is designed can run, and what is measured is found again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from splitserve.engine.batch import Batch, StepOutput
+from splitserve.engine.latency_profile import Memory, Piece, Profile, StepClock, StepModel
+from splitserve.planner.profile.design import Bounds, experiments
+from splitserve.planner.profile.handoff import measure_handoff
+from splitserve.planner.profile.measure import MIN_REPEATS, batch_of, decode_loop_s, fitted, measure, noise_cv
+
+BOUNDS = Bounds(max_batch_tokens=256, max_num_seqs=32, max_model_len=1024, num_blocks=512, block_size=16)
+TRUTH = Profile(
+    name="truth",
+    memory=Memory(block_size=16, num_blocks=512, block_bytes=1024, num_layers=4, max_model_len=1024),
+    prefill=StepModel(pieces=(Piece(curve=((1, 0.005), (256, 0.08)), read_s=2e-8, seq_s=1e-4, cached_s=3e-6),)),
+    decode=StepModel(pieces=(Piece(curve=((1, 0.004), (32, 0.012)), read_s=1e-7),)),
+)
+
+
+class Machine:
+    """A runner that takes the time of ``TRUTH`` on a clock of its own; every tenth step takes twice as long."""
+
+    def __init__(self) -> None:
+        self.now, self.num_steps, self._times = 0.0, 0, StepClock(TRUTH)
+
+    def clock(self) -> float:
+        return self.now
+
+    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        self.num_steps += 1
+        self.now += self._times.batch(batch) * (2.0 if self.num_steps % 11 == 0 else 1.0)
+        return StepOutput(np.zeros(batch.num_seqs, np.int32))
+
+
+def test_every_designed_step_fits_the_worker() -> None:
+    designed = experiments(BOUNDS)
+    assert all(BOUNDS.fits(e.sequences) for e in designed)
+    assert {(e.role, e.held_out) for e in designed} == {(role, held) for role in ("prefill", "decode") for held in (False, True)}
+    assert max(e.units for e in designed if e.role == "prefill") == 256
+    for e in designed:
+        batch = batch_of(e, BOUNDS.block_size)
+        assert batch.block_tables.max() < BOUNDS.num_blocks
+        assert len(set(batch.slot_mapping.tolist())) == batch.num_tokens  # no two tokens in one place
+
+
+def test_what_is_measured_is_found_again_in_spite_of_outliers() -> None:
+    machine = Machine()
+    found = measure(machine, 16, experiments(BOUNDS), precision=0.02, budget_s=1e9, progress=lambda _: None, clock=machine.clock)
+    for role, truth in (("prefill", TRUTH.prefill), ("decode", TRUTH.decode)):
+        model, held_out = fitted(found, role, BOUNDS)  # type: ignore[arg-type]
+        assert held_out is not None
+        assert held_out.mean < 0.05
+        assert model.pieces[0].read_s == pytest.approx(truth.pieces[0].read_s, rel=0.4)
+
+
+def test_the_time_allowed_ends_the_measuring_but_not_before_each_step_ran_a_few_times() -> None:
+    machine, known = Machine(), []
+    found = measure(machine, 16, experiments(BOUNDS), precision=1e-9, budget_s=1.0, progress=known.append, clock=machine.clock)
+    assert {len(r.times) for r in found} == {MIN_REPEATS}
+    assert known[-1] == len(found)
+    assert noise_cv(found) >= 0
+
+
+def test_the_handoff_and_the_loop_of_this_machine_can_be_measured() -> None:
+    handoff = measure_handoff(block_bytes=1 << 20, num_layers=4)
+    assert 1e7 < handoff.bytes_per_s < 1e12
+    assert 0 < handoff.message_s < 1
+    assert 0 < decode_loop_s(4, num_steps=20) < 1
