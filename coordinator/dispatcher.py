@@ -17,7 +17,8 @@ from ..transport.event_loop import Attachment, attach
 from ..transport.keys import ClusterKey
 from ..transport.messages import FROM_WORKER, Message
 from .flight import Action, End, Push, PushPromptLogprobs, Send
-from .lifecycle import DRAINED, Lifecycle
+from .lifecycle import Lifecycle
+from .membership import DRAINED
 from .metrics import SystemSnapshot, WorkerSnapshot
 from .pools import Worker, WorkerId
 from .process_watch import ProcessWatch

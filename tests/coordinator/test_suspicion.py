@@ -84,7 +84,7 @@ def test_who_makes_progress_between_deaths_is_never_suspected() -> None:
     bench.submit(sampling=Sampling(max_tokens=400))
     for life in range(1, 8):
         dispatch = bench.core.pools.workers[("d", life)].dispatches.copy().pop()
-        start = len(bench.core._flights["r"].tokens)
+        start = len(bench.core._state.table.flights["r"].tokens)
         bench.say("d", Joined(coordinator=7, dispatch=dispatch, index=start, token=1), life)
         for index in range(start + 1, start + 20):
             rows = {"dispatches": u32([dispatch]), "indices": u32([index]), "tokens": u32([2])}

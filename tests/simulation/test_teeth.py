@@ -17,6 +17,7 @@ from simulation.model import NUM_LAYERS
 from splitserve.coordinator.flight import Flight
 from splitserve.coordinator.flight_table import FlightTable
 from splitserve.coordinator.lifecycle import Lifecycle
+from splitserve.coordinator.progress import Progress
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.block_manager import BlockManager
 from splitserve.prefill.core import PrefillCore
@@ -214,7 +215,7 @@ def pass_on_tokens_whatever_their_index(patch: Patch) -> None:
     def broken(self: Any, flight: Any, index: int, token: int, logprobs: Any, reason: Any, now: float) -> None:
         self._push(flight, token, logprobs, reason, now)
 
-    patch.setattr(Lifecycle, "_unusual_row", broken)
+    patch.setattr(Progress, "_unusual_row", broken)
 
 
 def dispatch_again_without_the_tokens_the_client_has(patch: Patch) -> None:

@@ -1,0 +1,98 @@
+"""How attempts at a request end: done, tried again, or given up, each with its workers told. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ..transport.messages import FinishReason
+from .flight import End, Flight
+from .lifecycle_limits import passed_deadline
+from .lifecycle_state import LifecycleState
+from .request import Ended, ErrorKind
+
+RETRY_S = 0.25
+"""Before the second retry of a request that fails; four times as long before each one after it."""
+
+
+class Attempts:
+    """Ends attempts, and requests."""
+
+    def __init__(self, state: LifecycleState) -> None:
+        self._state = state
+        self.proven = False  # a request has gone prefill, handoff, decode
+        self.num_redispatched = 0
+        self.last_retries: deque[str] = deque(maxlen=20)
+        """Which requests had to be dispatched again, and why: for people."""
+        self.num_deadlines: dict[str, int] = dict.fromkeys(("queue", "prefill", "handoff", "decode"), 0)
+
+    def retry(self, flight: Flight, reason: str, now: float, counts: bool = True) -> None:
+        """A new epoch: prompt plus the tokens the client has. The first is at once, later ones after a while, and rather elsewhere."""
+        flight.avoid = flight.decode if counts else None
+        self.detach(flight)
+        flight.early, flight.early_finish = [], None
+        self._state.suspicion.credit(flight)
+        flight.num_failures += counts
+        if flight.num_failures >= self._state.limits.max_attempts:
+            self.fail(flight, "failed", f"gave up after {flight.num_failures} failed attempts; the last: {reason}", now)
+            return
+        if counts and flight.num_failures > 1:
+            flight.not_before = now + RETRY_S * 4 ** (flight.num_failures - 2)
+        self.num_redispatched += 1
+        self.last_retries.append(f"{flight.request.request_id} in {flight.stage}: {reason}")
+        flight.enter("queue", now)
+        self._state.line.join(flight)
+
+    def expire(self, flight: Flight, reason: str, now: float) -> None:
+        """It has passed a deadline."""
+        self.num_deadlines[flight.stage] += 1
+        self.fail(flight, "deadline", reason, now)
+
+    def expire_if_late(self, flight: Flight, now: float) -> bool:
+        """Ends a request that has passed one of its deadlines."""
+        if passed := passed_deadline(flight, self._state.limits, now):
+            self.expire(flight, passed, now)
+        return bool(passed)
+
+    def finish(self, flight: Flight, reason: FinishReason, now: float) -> None:
+        self.proven = self.proven or flight.stage == "decode"
+        self._detach_move(flight)
+        self._state.table.unassign(flight)
+        self.end(flight, Ended(finish_reason=reason), now)
+
+    def fail(self, flight: Flight, error: ErrorKind, message: str, now: float) -> None:
+        self.detach(flight)
+        retry_after = 1.0 if error in ("unavailable", "overloaded") else None
+        self.end(flight, Ended(error=error, message=message, retry_after_s=retry_after), now)
+
+    def end(self, flight: Flight, ended: Ended, now: float) -> None:
+        del self._state.table.flights[flight.request.request_id]
+        if flight.stage == "queue":
+            self._state.line.leave(flight)
+        self._state.suspicion.forget(flight)
+        flight.ledger.close(now)
+        complete = Ended(
+            finish_reason=ended.finish_reason,
+            error=ended.error,
+            message=ended.message,
+            retry_after_s=ended.retry_after_s,
+            num_cached_tokens=flight.num_cached_tokens,
+            num_output_tokens=len(flight.tokens),
+            num_dispatches=flight.num_attempts,
+            prefill_worker=flight.route[0],
+            decode_worker=flight.route[1],
+            ledger=flight.ledger,
+        )
+        self._state.actions.append(End(flight.request, complete))
+
+    def detach(self, flight: Flight) -> None:
+        """The workers are to drop this dispatch; whatever they still say of it is old."""
+        if flight.dispatch >= 0:
+            for worker in (flight.prefill, flight.decode):
+                self._state.disown(worker, [flight.dispatch])
+        self._detach_move(flight)
+        self._state.table.unassign(flight)
+
+    def _detach_move(self, flight: Flight) -> None:
+        if flight.move is not None:
+            for worker in (flight.decode, flight.move.target):
+                self._state.disown(worker, [flight.move.dispatch])

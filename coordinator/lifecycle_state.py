@@ -1,0 +1,47 @@
+"""What the parts of the lifecycle share: the books, the bounds, and what is to be done. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..transport.messages import Cancel, Message, u32
+from .flight import Action, Send
+from .flight_table import FlightTable
+from .lifecycle_limits import LifecycleLimits
+from .pools import Pools, Worker
+from .suspicion import Suspicion
+from .waiting_line import WaitingLine
+
+
+@dataclass(slots=True)
+class LifecycleState:
+    """One coordinator's books. ``actions`` are carried out in order once the lifecycle returns."""
+
+    incarnation: int
+    limits: LifecycleLimits
+    table: FlightTable = field(default_factory=FlightTable)
+    actions: list[Action] = field(default_factory=list)
+    pools: Pools = field(init=False)
+    line: WaitingLine = field(init=False)
+    suspicion: Suspicion = field(init=False)
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        self.pools = Pools(limits.dead_after_s, limits.progress_timeout_s, limits.unreachable_s)
+        self.line = WaitingLine(limits.starving_s)
+        self.suspicion = Suspicion(self.table, limits)
+
+    def send(self, worker: Worker, message: Message) -> None:
+        """To be said to this worker."""
+        self.actions.append(Send(worker.id, message))
+
+    def disown(self, worker: Worker | None, dispatches: Iterable[int]) -> None:
+        """The worker, if it is still here, is to drop these dispatches."""
+        if worker is not None and worker.id in self.pools.workers:
+            self.send(worker, Cancel(coordinator=self.incarnation, dispatches=u32(list(dispatches))))
+
+    def take(self) -> list[Action]:
+        """What is to be done since the last call."""
+        actions, self.actions = self.actions, []
+        return actions

@@ -1,0 +1,60 @@
+"""Which worker gets which waiting request. Pure.
+
+A request waits until a prefill worker and a decode worker that fit together have room for it.
+"""
+
+from __future__ import annotations
+
+from ..transport.messages import Prefill
+from .flight import Flight, Send
+from .lifecycle_state import LifecycleState
+from .pools import Worker
+from .routing import Need, Policy, choose_decode, choose_prefill
+
+
+class Placement:
+    """Dispatches from the head of the waiting line."""
+
+    def __init__(self, state: LifecycleState, policy: Policy) -> None:
+        self._state, self._policy = state, policy
+
+    def serve_line(self, now: float) -> None:
+        """Dispatches what finds room."""
+        decodes = self._state.pools.of_role("decode")
+        if len(self._state.line) and any(w.has_room_for(1) for w in decodes if not w.draining):
+            self._state.line.serve(lambda flight: self._place(flight, now), now)
+
+    def _place(self, flight: Flight, now: float) -> bool:
+        decodes = [w for w in self._state.pools.open_of_role("decode") if w.has_room_for(flight.num_tokens)]
+        if not decodes:
+            return False
+        prefills = [w for w in self._state.pools.open_of_role("prefill") if self._prefill_has_room(w, flight)]
+        if flight.avoid is not None:
+            decodes = [w for w in decodes if w is not flight.avoid and w.kind == flight.avoid.kind] or decodes
+        if len(self._state.suspicion):
+            prefills, decodes = self._state.suspicion.allowed(flight, prefills), self._state.suspicion.allowed(flight, decodes)
+        kinds = {w.kind for w in decodes}
+        prefills = [w for w in prefills if w.kind in kinds]
+        if not prefills:
+            return False
+        need = Need(flight.num_tokens, flight.hashes(prefills[0]), flight.request.session, self._state.table.next_dispatch)
+        prefill = choose_prefill(self._policy, prefills, need)
+        decode = choose_decode(self._policy, [w for w in decodes if prefill and w.kind == prefill.kind], need)
+        if prefill is None or decode is None:
+            return False
+        self._dispatch(flight, prefill, decode, now)
+        return True
+
+    def _prefill_has_room(self, worker: Worker, flight: Flight) -> bool:
+        if worker.load is not None and not worker.load.accepting and worker.dispatches:
+            return False
+        ahead = self._state.limits.queued_batches * worker.hello.max_batch_tokens
+        if worker.pending_tokens + flight.num_tokens <= ahead:
+            return True
+        waiting = worker.tokens_ahead_of(flight.num_tokens)
+        return waiting == 0 or waiting + flight.num_tokens <= ahead
+
+    def _dispatch(self, flight: Flight, prefill: Worker, decode: Worker, now: float) -> None:
+        self._state.table.assign(flight, prefill, decode)
+        flight.enter("prefill", now)
+        self._state.actions.append(Send(prefill.id, Prefill(spec=flight.spec(self._state.incarnation, now), decode=decode.peer)))
