@@ -3,7 +3,7 @@
     python -m splitserve.bench.vllm_split --vllm /path/to/venv/bin/vllm --model /tmp/llama-125m --dtype bfloat16 --port 8805
     python -m splitserve.bench.peer --url http://127.0.0.1:8805 --name "vLLM split" --json theirs.json    # in another terminal
 
-Needs vLLM's CPU build with ``nixl`` (and ``nixl-cu12``: UCX is in it) in an environment of its own. The proxy does what vLLM's documentation
+Needs vLLM's CPU build, with ``nixl`` (and ``nixl-cu12``: UCX is in it) in its own environment. The proxy does what vLLM's documentation
 asks of one: the prompt goes to the first server with ``max_tokens=1`` and ``do_remote_decode``; what that says of its blocks goes with the
 prompt to the second server, whose stream is the client's. The client's first token is thus the *second* server's: the first server's is
 thrown away. Ctrl-C ends all of it.
