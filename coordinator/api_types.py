@@ -5,11 +5,21 @@ What depends on the model (context length, vocabulary size, chat template) is ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
+
+from .output_format import (
+    GUIDED,
+    RESPONSE_FORMAT,
+    STRUCTURED_OUTPUTS,
+    OutputFormat,
+    check_guided,
+    check_response_format,
+    check_structured_outputs,
+)
 
 MAX_PROMPTS = 2048
 MAX_CHOICES = 128
@@ -128,12 +138,6 @@ def _only(*allowed: Any) -> Callable[[Any], Any]:
     return check
 
 
-def _response_format(value: Any) -> None:
-    kind = value.get("type") if isinstance(value, dict) else value
-    if value is not None and kind != "text":
-        raise _invalid(f"type {kind!r} is not supported; only 'text' is")
-
-
 def _schema(*kinds: dict[str, Any]) -> WithJsonSchema:
     """What a field takes whose check is a function."""
     return WithJsonSchema({"anyOf": [*kinds]})
@@ -155,7 +159,6 @@ _TEXT_PART: dict[str, Any] = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
 CONTENT = _schema({"type": "string"}, {"type": "array", "items": _TEXT_PART}, NULL)
-RESPONSE_FORMAT = _schema({"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}, {"const": "text"}, NULL)
 
 
 class StreamOptions(_Body):
@@ -188,12 +191,46 @@ class SamplingFields(_Body):
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     """Seconds until the request must have ended; ours, not OpenAI's."""
+    response_format: Annotated[Any, BeforeValidator(check_response_format), RESPONSE_FORMAT] = None
+    structured_outputs: Annotated[Any, BeforeValidator(check_structured_outputs), STRUCTURED_OUTPUTS] = None
+    guided_json: Annotated[Any, BeforeValidator(check_guided("json")), GUIDED["json"]] = None
+    guided_regex: Annotated[Any, BeforeValidator(check_guided("regex")), GUIDED["regex"]] = None
+    guided_choice: Annotated[Any, BeforeValidator(check_guided("choice")), GUIDED["choice"]] = None
+    guided_grammar: Annotated[Any, BeforeValidator(check_guided("grammar")), GUIDED["grammar"]] = None
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("invalid", "stream_options: only allowed with `stream` true")
         return self
+
+    @model_validator(mode="after")
+    def _one_format(self) -> Self:
+        if (wanted := self.output_format) is None:
+            return self
+        if len(others := [found.param for found in self._formats()]) > 1:
+            raise _invalid(f"{others[1]}: not allowed together with `{others[0]}`")
+        if self.ignore_eos or self.min_tokens:
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise _invalid(f"{name}: not allowed together with `{wanted.param}`, which says where the output ends")
+        return self
+
+    @property
+    def output_format(self) -> OutputFormat | None:
+        """What the output is to look like; None: anything."""
+        return next(self._formats(), None)
+
+    def _formats(self) -> Iterator[OutputFormat]:
+        for found in (
+            self.response_format,
+            self.structured_outputs,
+            self.guided_json,
+            self.guided_regex,
+            self.guided_choice,
+            self.guided_grammar,
+        ):
+            if found is not None:
+                yield found
 
     @property
     def include_usage(self) -> bool:
@@ -248,7 +285,6 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: Annotated[Any, BeforeValidator(_response_format), RESPONSE_FORMAT] = None
     tools: Annotated[Any, AfterValidator(_only(None, [])), WithJsonSchema({"enum": [None, []]})] = None
     tool_choice: Annotated[Any, AfterValidator(_only(None, "none", "auto")), WithJsonSchema({"enum": [None, "none", "auto"]})] = None
 

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from time import monotonic
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -20,8 +21,10 @@ from .choice import ChoiceOptions
 from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, NotFound, from_validation, no_workers
 from .exchange import ExchangeOptions, HttpExchange
 from .formats import ChatFormat, CompletionFormat, Format
+from .grammar_check import GrammarCheck
 from .limits import HttpLimits
 from .metrics import Metrics
+from .output_format import grammar_of
 from .prompts import Prompt, is_long, prompts_of
 from .request import Dispatcher, GenerationRequest
 from .sampling_params import GenerateRequest, for_choice, num_logprobs, sampling_of
@@ -32,6 +35,13 @@ from .timeouts import timeout_of
 from .unknown_fields import UnknownFields
 
 logger = logging.getLogger(__name__)
+
+
+class _Inputs(NamedTuple):
+    """What takes time to make of a request."""
+
+    prompts: list[Prompt]
+    grammar: bytes = b""
 
 
 class GenerationApi:
@@ -49,6 +59,7 @@ class GenerationApi:
         self._model = model
         self._metrics = metrics
         self._unknown = UnknownFields()
+        self._grammars = GrammarCheck(model.tokenizer, model.vocab_size)
         self._id_stem = secrets.token_hex(10)  # of this process; requests are numbered
         self._num_requests = 0
 
@@ -62,11 +73,11 @@ class GenerationApi:
         arrival = monotonic()
         try:
             request = self._parse(call)
-            if is_long(request):
-                preparing = self._model.tokenizer.aside(lambda: prompts_of(request, self._model))
-                preparing.add_done_callback(lambda prompts: self._prepared(call, request, prompts, arrival))
+            if is_long(request) or request.output_format is not None:
+                preparing = self._model.tokenizer.aside(lambda: self._prepare(request))
+                preparing.add_done_callback(lambda inputs: self._prepared(call, request, inputs, arrival))
             else:
-                self._submit(call, request, prompts_of(request, self._model), arrival)
+                self._submit(call, request, self._prepare(request), arrival)
         except Exception as error:
             self._failed(call, error)
 
@@ -84,10 +95,19 @@ class GenerationApi:
         elif call.gone:
             self._metrics.request_ended(call.endpoint, "cancelled")  # before there was an exchange to say so
 
-    def _prepared(self, call: Call, request: GenerateRequest, prompts: asyncio.Future[list[Prompt]], arrival: float) -> None:
+    def _prepare(self, request: GenerateRequest) -> _Inputs:
+        """May be called on a thread."""
+        prompts = prompts_of(request, self._model)
+        if (wanted := request.output_format) is None:
+            return _Inputs(prompts)
+        grammar = grammar_of(wanted)
+        self._grammars.check(grammar, wanted.param)
+        return _Inputs(prompts, grammar)
+
+    def _prepared(self, call: Call, request: GenerateRequest, inputs: asyncio.Future[_Inputs], arrival: float) -> None:
         if not call.gone:
             try:
-                self._submit(call, request, prompts.result(), arrival)
+                self._submit(call, request, inputs.result(), arrival)
             except Exception as error:
                 self._failed(call, error)
 
@@ -97,8 +117,8 @@ class GenerationApi:
             error = InternalError("Internal error; the server's log says more.")
         self.refuse(call, error)
 
-    def _submit(self, call: Call, request: GenerateRequest, prompts: list[Prompt], arrival: float) -> None:
-        requests, exchange = self._exchange(call, request, prompts, arrival)
+    def _submit(self, call: Call, request: GenerateRequest, inputs: _Inputs, arrival: float) -> None:
+        requests, exchange = self._exchange(call, request, inputs, arrival)
         call.responder = self.open[call] = exchange
         exchange.submit(requests)
 
@@ -119,14 +139,14 @@ class GenerationApi:
         return request
 
     def _exchange(
-        self, call: Call, request: GenerateRequest, prompts: list[Prompt], arrival: float
+        self, call: Call, request: GenerateRequest, inputs: _Inputs, arrival: float
     ) -> tuple[list[GenerationRequest], HttpExchange]:
         """The exchange and its sequences, one for each choice."""
-        n = request.n or 1
+        n, prompts = request.n or 1, inputs.prompts
         if len(prompts) * n > self.limits.max_choices:
             message = f"n: {len(prompts)} prompts times n are {len(prompts) * n} choices; at most {self.limits.max_choices} are allowed"
             raise InvalidRequest(message, param="n")
-        samplings = [sampling_of(request, self._model, len(prompt.token_ids)) for prompt in prompts]
+        samplings = [sampling_of(request, self._model, len(prompt.token_ids), inputs.grammar) for prompt in prompts]
         id = self._new_id("chatcmpl" if call.endpoint == "/v1/chat/completions" else "cmpl")
         options = ExchangeOptions(id, call.endpoint, arrival, request.include_usage)
         choice_options = self._choice_options(request, self._format(call.endpoint, id, request.include_usage))

@@ -17,7 +17,7 @@ SMALLEST_TOP_P = 1e-6
 GenerateRequest = CompletionRequest | ChatCompletionRequest
 
 
-def sampling_of(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int) -> Sampling:
+def sampling_of(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int, grammar: bytes = b"") -> Sampling:
     """That of a prompt's first choice. Raises InvalidRequest where the request does not fit the model."""
     _check_token_ids(request, model.vocab_size)
     max_tokens = _max_tokens(request, model, num_prompt_tokens)
@@ -41,6 +41,7 @@ def sampling_of(request: GenerateRequest, model: ServedModel, num_prompt_tokens:
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logprobs=num_logprobs(request),
+        grammar=grammar,
     )
 
 

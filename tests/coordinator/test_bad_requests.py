@@ -68,6 +68,20 @@ BAD_FOR_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"user": 5}, "user"),
+    ({"response_format": {"type": "yaml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs"),
+    ({"guided_json": 5}, "guided_json"),
+    ({"guided_regex": ""}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": ["a", 1]}, "guided_choice"),
+    ({"guided_grammar": ["a"]}, "guided_grammar"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ({"guided_regex": "a", "min_tokens": 1}, "min_tokens"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
 ]
 BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
@@ -109,7 +123,6 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -242,7 +255,7 @@ FIELDS = [
     *("prompt", "messages", "model", "temperature", "top_p", "top_k", "min_p", "n", "best_of", "stop", "stop_token_ids", "logit_bias"),
     *("seed", "max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs", "echo", "suffix", "stream_options"),
     *("ignore_eos", "tools", "tool_choice", "response_format", "user", "priority", "chat_template_kwargs", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "something_else"),
+    *("frequency_penalty", "repetition_penalty", "something_else", "structured_outputs", "guided_json", "guided_choice"),
 ]
 bodies = st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4)
 

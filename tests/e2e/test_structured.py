@@ -1,0 +1,73 @@
+"""Structured output from a model that knows no structure: valid whatever happens to the workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from typing import Any
+
+import jsonschema
+import pytest
+from e2e.cluster import MODEL_NAME, Cluster, wait_for
+
+LONG = {
+    "type": "object",
+    "properties": {
+        "rows": {"type": "array", "minItems": 40, "maxItems": 40, "items": {"type": "integer", "minimum": 100, "maximum": 99999}}
+    },
+    "required": ["rows"],
+    "additionalProperties": False,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 10}, "kind": {"enum": ["red", "green"]}, "on": {"type": "boolean"}},
+    "required": ["name", "kind", "on"],
+    "additionalProperties": False,
+}
+
+
+def ask(cluster: Cluster, schema: dict[str, Any], **more: Any) -> Any:
+    return cluster.client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": "Anything."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}},
+        **{"temperature": 1.0, "max_tokens": 3000, **more},
+    )
+
+
+def test_every_answer_is_valid(cluster: Cluster) -> None:
+    for seed in range(4):
+        choice = ask(cluster, SCHEMA, seed=seed).choices[0]
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+
+
+def test_the_first_token_follows_too(cluster: Cluster) -> None:
+    extra = {"guided_choice": ["xyz", "yes", "y"]}
+    answer = cluster.client.completions.create(model=MODEL_NAME, prompt="a", n=8, max_tokens=9, temperature=1.5, extra_body=extra)
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    assert {choice.text for choice in answer.choices} <= {"xyz", "yes", "y"}
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_kill_in_mid_json(cluster: Cluster, role: str) -> None:
+    cluster.wait_whole(2, 2)
+    undisturbed = ask(cluster, LONG, seed=5, temperature=0.9).choices[0].message.content
+    pieces: list[str] = []
+
+    def read() -> None:
+        for chunk in ask(cluster, LONG, seed=5, temperature=0.9, stream=True):
+            pieces.extend(choice.delta.content or "" for choice in chunk.choices)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_for("the answer is under way", lambda: len(pieces) > 20, 30)
+    assert sum(map(len, pieces)) < len(undisturbed) - 20
+    os.kill(cluster.busy_worker(role)["pid"], signal.SIGKILL)
+    reader.join(60)
+    assert "".join(pieces) == undisturbed
+    jsonschema.validate(json.loads(undisturbed), LONG)
+    cluster.wait_whole(2, 2)
+    cluster.wait_at_rest()
