@@ -15,7 +15,7 @@ from e2e.cluster import MODEL_NAME, Cluster, wait_for
 LONG = {
     "type": "object",
     "properties": {
-        "rows": {"type": "array", "minItems": 40, "maxItems": 40, "items": {"type": "integer", "minimum": 100, "maximum": 99999}}
+        "rows": {"type": "array", "minItems": 25, "maxItems": 25, "items": {"type": "integer", "minimum": 100, "maximum": 99999}}
     },
     "required": ["rows"],
     "additionalProperties": False,
