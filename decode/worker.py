@@ -31,15 +31,15 @@ from ..transport.actions import CloseLease, ExpectAgain, Join, OpenLease, Supers
 from ..transport.channels import RouterChannel
 from ..transport.coordinator_link import CoordinatorLink, opened_to, worker_of
 from ..transport.handoff import HandoffTimes, PeerId
-from ..transport.handoff_receiver import HandoffReceiver, MoverEndpoints
+from ..transport.handoff_receiver import HandoffReceiver
 from ..transport.host import advertised_address, host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.liveness import ProcessIdentity
-from ..transport.messages import FROM_DECODE, FROM_PREFILL, SECRET_BYTES, Goodbye, Hello, Meet, ModelIdentity
+from ..transport.messages import FROM_DECODE, FROM_PREFILL, SECRET_BYTES, Goodbye, Hello, Meet, Message, Met, ModelIdentity
 from ..transport.movers.checksum import block_checksum
-from ..transport.movers.interface import PutTarget
-from ..transport.movers.shm import SharedPool, ShmTarget
-from ..transport.movers.tcp_target import TcpTarget
+from ..transport.movers.opening import offered
+from ..transport.movers.shm import SharedPool
+from ..transport.movers.targets import MoverTargets
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
 from .core import DecodeAction, DecodeCore
@@ -67,9 +67,8 @@ class DecodeWorker:
         self._identities: dict[PeerId, bytes] = {}
         self._processes: dict[PeerId, ProcessIdentity | None] = {}
         self._peers = RouterChannel.bind(settings.listen, key, FROM_PREFILL)
-        self._targets: list[PutTarget] = []
         self._checks: deque[Verify] = deque()
-        endpoints = self._open_movers()
+        self._movers = self._open_movers()
         self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns, settings.orphaned_after_s)
         blocks = BlockManager(len(model.pool))
         size = self._identity.block_size
@@ -79,12 +78,12 @@ class DecodeWorker:
             worker,
             self._identity,
             blocks,
-            endpoints,
+            self._movers.endpoints,
             lambda: self._core.room(),
             lambda: secrets.token_bytes(SECRET_BYTES),
             HandoffTimes(lease=settings.lease_s),
         )
-        meet = self._meet(endpoints.movers)
+        meet = self._meet(self._movers.endpoints.movers)
         self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint, meet, settings.drain_timeout_s)
         self._steps: StepThread[DecodeStep] = StepThread(model.runner, self._wakeup.set)
         self._grammars = GrammarThread(model.grammars, self._wakeup.set)
@@ -139,10 +138,8 @@ class DecodeWorker:
                 self._core.from_coordinator(message)
         if self._peers.socket in ready:
             self._hear_peers(now)
-        for target in self._targets:
-            if target.fd in ready:
-                for lease, position in target.poll(RECEIVE_LIMIT):
-                    self._core.receiver.arrived(lease, position)
+        for lease, position in self._movers.poll(ready, RECEIVE_LIMIT):
+            self._core.receiver.arrived(lease, position)
         self._sending.receive(ready, now)
         self._grammars.report(self._core)
         if self._leaving:
@@ -158,9 +155,16 @@ class DecodeWorker:
             if peer is not None:
                 if opened_to(identity) >= opened_to(self._identities.get(peer, b"")):  # what an older channel still brings is no way back
                     self._identities[peer] = identity
-                if isinstance(message, Meet) and message.host == host_identity():
-                    self._processes[peer] = ProcessIdentity.of(message.pid)
+                if isinstance(message, Meet):
+                    self._note_writer(peer, message)
                 self._core.from_peer(peer, message, now)
+
+    def _note_writer(self, peer: PeerId, meet: Meet) -> None:
+        if meet.host == host_identity():
+            self._processes[peer] = ProcessIdentity.of(meet.pid)
+        else:
+            for earlier in self._movers.earlier(peer):  # it has been started anew: what it wrote before need not be waited for
+                self._shut_out(earlier)
 
     def _collect(self, now: float) -> None:
         finished = self._steps.collect()
@@ -190,7 +194,7 @@ class DecodeWorker:
         if now - self._reported < self._link.heartbeat_s:
             return
         self._reported = now
-        self._bury_dead_writers()
+        self._bury_dead_writers(now)
         if self._link.coordinator is None:
             return
         self._link.send(self._core.load())
@@ -211,22 +215,23 @@ class DecodeWorker:
         elif isinstance(action, CompileGrammar):
             self._grammars.submit(action)
         elif isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE):
-            if action.peer in self._identities:
-                self._peers.send(self._identities[action.peer], action.message)
+            self._tell_peer(action.peer, action.message)
         elif isinstance(action, Verify):
             self._checks.append(action)
         elif isinstance(action, OpenLease):
-            for target in self._targets:
-                target.open(action.lease, action.secret, action.targets)
+            self._movers.open(action.lease, action.secret, action.targets)
         elif isinstance(action, ExpectAgain):
-            for target in self._targets:
-                target.expect_again(action.lease, action.positions)
+            self._movers.expect_again(action.lease, action.positions)
         elif isinstance(action, CloseLease):
-            for target in self._targets:
-                target.close(action.lease)
+            self._movers.close(action.lease)
             self._checks = deque(check for check in self._checks if check.lease != action.lease)
         elif not isinstance(action, Join | Supersede):  # those are the core's own
             self._sending.carry_out(action)
+
+    def _tell_peer(self, peer: PeerId, message: Message) -> None:
+        said = self._movers.complete(message, peer) if isinstance(message, Met) else message
+        if said is not None and peer in self._identities:
+            self._peers.send(self._identities[peer], said)
 
     def _check(self, now: float) -> None:
         """Verifies some of what has arrived: a little in each turn, so that a long prompt's blocks hold up nobody's tokens."""
@@ -247,30 +252,30 @@ class DecodeWorker:
         self._model.store([block for position, block in zip(check.positions, check.blocks, strict=True) if position not in wrong])
         self._core.receiver.verified(check.lease, check.positions, sorted(wrong), now)
 
-    def _bury_dead_writers(self) -> None:
-        """A prefill process of this host that has ended writes no more: what it had leased is free."""
+    def _bury_dead_writers(self, now: float) -> None:
+        """A prefill process of this host that has ended writes no more: what it had leased is free. One of another host that has gone
+        silent is shut out first, where its mover can."""
         for peer, process in list(self._processes.items()):
             if process is None or not process.alive():
                 del self._processes[peer]
                 self._identities.pop(peer, None)
                 self._core.receiver.writer_gone(peer)
+                self._movers.shut_out(peer)
+        for peer in self._core.receiver.silent_writers(now) | self._movers.leaving:
+            if peer not in self._processes:  # those of this host end with their process
+                self._shut_out(peer)
+
+    def _shut_out(self, peer: PeerId) -> None:
+        if self._movers.shut_out(peer):
+            _log.warning("%s can write no more KV blocks here: it has not answered, or has been started anew", peer[0])
+            self._core.receiver.writer_shut_out(peer)
 
     # --- movers, incarnations --------------------------------------------------------------------
 
-    def _open_movers(self) -> MoverEndpoints:
-        settings, model = self._settings, self._model
-        movers, shm_name, data_address = [], "", ""
-        if settings.mover in ("auto", "shm") and self._shared is not None:
-            shm = ShmTarget(self._shared)
-            self._targets.append(shm)
-            movers.append("shm")
-            shm_name = shm.shm_name
-        if settings.mover in ("auto", "zmq"):
-            target = TcpTarget(settings.data_listen, model.pool, settings.plaintext_kv or settings.insecure)
-            self._targets.append(target)
-            movers.append("zmq")
-            data_address = target.data_address(advertised_host(settings))
-        return MoverEndpoints(tuple(movers), host_identity(), shm_name, data_address)
+    def _open_movers(self) -> MoverTargets:
+        settings, plaintext = self._settings, self._settings.plaintext_kv or self._settings.insecure
+        movers, host = offered(settings.mover, plaintext), advertised_host(settings)
+        return MoverTargets(movers, self._model.pool, self._shared, settings.data_listen, host, plaintext)
 
     def _meet(self, movers: tuple[str, ...]) -> Meet:
         """How this worker introduces itself to other decode workers, as one that hands over."""
@@ -284,9 +289,8 @@ class DecodeWorker:
         poller.register(self._wakeup.fd, zmq.POLLIN)
         poller.register(self._link.socket, zmq.POLLIN)
         poller.register(self._peers.socket, zmq.POLLIN)
-        for target in self._targets:
-            if target.fd is not None:
-                poller.register(target.fd, zmq.POLLIN)
+        for fd in self._movers.fds:
+            poller.register(fd, zmq.POLLIN)
         return poller
 
     def hello(self, incarnation: int) -> Hello:
@@ -328,8 +332,7 @@ class DecodeWorker:
     def _close(self) -> None:
         self._steps.stop()
         self._grammars.stop()
-        for target in self._targets:
-            target.close_all()
+        self._movers.close_all()
         self._sending.close()
         self._peers.close()
         self._link.close(LINGER_S)

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Mover = Literal["auto", "shm", "zmq"]
+Mover = Literal["auto", "shm", "nixl", "zmq"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -69,7 +69,11 @@ class WorkerSettings(BaseModel):
         "answers mean nothing, weights are not needed, device, dtype, threads and exact have no effect, and kv_cache_gib is what the "
         "blocks are cut down to.",
     )
-    mover: Mover = Field(default="auto", description="How KV blocks travel. auto: shm between processes of one host, else zmq.")
+    mover: Mover = Field(
+        default="auto",
+        description="How KV blocks travel. auto: the best that both workers have: shm between processes of one host; nixl where it is "
+        "installed, there is RDMA and plaintext_kv is set; else zmq.",
+    )
     plaintext_kv: bool = Field(
         default=False,
         description="Send KV blocks between hosts in the clear: faster, for a trusted network. Both workers must say so; else encrypted.",
@@ -94,6 +98,8 @@ class WorkerSettings(BaseModel):
     def _consistent(self) -> Self:
         if (self.key_file is None) == (not self.insecure):
             raise ValueError("give either key_file (make one with `splitserve keygen FILE`) or insecure, which uses no key")
+        if self.mover == "nixl" and not (self.plaintext_kv or self.insecure):
+            raise ValueError("the mover nixl sends KV blocks in the clear: set plaintext_kv in a network that you trust, or choose zmq")
         if self.num_blocks is not None and self.kv_cache_gib is not None:
             raise ValueError("num_blocks and kv_cache_gib both size the KV cache: give one")
         return self

@@ -31,6 +31,7 @@ from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.layer_slicing import LayerSlicing
 from ..transport.messages import Goodbye, Hello, Meet, ModelIdentity
+from ..transport.movers.opening import offered
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
 from .core import PrefillAction, PrefillCore
@@ -222,8 +223,8 @@ class PrefillWorker:
         self._poller.register(self._link.socket, zmq.POLLIN)
 
     def _meet(self, incarnation: int) -> Meet:
-        movers = ("shm", "zmq") if self._settings.mover == "auto" else (self._settings.mover,)
-        worker_id = self._settings.worker_id
+        settings = self._settings
+        movers, worker_id = offered(settings.mover, settings.plaintext_kv or settings.insecure), settings.worker_id
         return Meet(
             worker_id=worker_id, incarnation=incarnation, host=host_identity(), pid=os.getpid(), model=self._identity, movers=movers
         )

@@ -42,7 +42,8 @@ class Wait(NamedTuple):
     until: float  # seconds of the core's clock: a tick at that time ends it
 
 
-ONE_SIDED_MOVERS = frozenset({"shm"})
+ONE_SIDED_MOVERS = frozenset({"shm", "nixl"})
+SAME_HOST_MOVERS = frozenset({"shm"})
 FALLBACK_MOVER = "zmq"
 """Works between any two workers: what another mover that fails is replaced by."""
 
@@ -56,3 +57,4 @@ class HandoffTimes:
     ack: float = 10.0  # from the last put to the verified join
     lease: float = 3.0  # renewed every third of it
     waiting: float = 5.0  # the receiver forgets an offer that is no longer repeated
+    silence: float = 10.0  # a one-sided writer that does not answer a Revoke for so long is shut out, where the mover can

@@ -98,6 +98,7 @@ class Met(Message):
     num_blocks: Count = 0
     data_address: Address = ""
     shm_name: Annotated[str, Field(max_length=256)] = ""
+    mover_address: Annotated[bytes, Field(max_length=1 << 16)] = b""  # for other movers, in their own format
     refused: Annotated[str, Field(max_length=4096)] = ""
 
 

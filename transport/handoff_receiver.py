@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from .actions import CloseLease, ExpectAgain, Join, OpenLease, ReceiverAction, Supersede, ToPeer
-from .handoff import ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
+from .handoff import ONE_SIDED_MOVERS, SAME_HOST_MOVERS, HandoffTimes, Key, PeerId, Wait
 from .incoming import Incoming
 from .messages import (
     Ack,
@@ -68,6 +68,7 @@ class Ended:
     writer: PeerId
     blocks: list[int]
     asked: float = -1e9  # when the writer was last asked to let go
+    since: float = 0.0  # when it was first asked
 
 
 class HandoffReceiver:
@@ -214,6 +215,17 @@ class HandoffReceiver:
         self._num_movers.pop(peer, None)
         self._pids.pop(peer, None)
 
+    def silent_writers(self, now: float) -> set[PeerId]:
+        """Those that have not answered for long when asked to let go: the shell may shut them out, and say so by ``writer_shut_out``."""
+        return {e.writer for e in self._quarantine.values() if e.since and now - e.since >= self._times.silence}
+
+    def writer_shut_out(self, peer: PeerId) -> None:
+        """This peer, dead or not, can write nothing any more by the mover that it was met with: its leases end, what they held is free."""
+        for incoming in [i for i in self._granted.values() if i.peer == peer]:
+            self._end(incoming, "the decode worker has shut its writer out, which did not answer")
+        for lease in [lease for lease, ended in self._quarantine.items() if ended.writer == peer]:
+            self._free_quarantine(lease)
+
     def tick(self, now: float) -> None:
         """Ends expired leases, forgets silent offers, grants what now has room."""
         for incoming in [i for i in self._waiting.values() if now - i.heard > self._times.waiting]:
@@ -222,6 +234,7 @@ class HandoffReceiver:
             self._end(incoming, "the lease ran out: no renewal from the prefill worker")
         for lease, ended in self._quarantine.items():
             if now - ended.asked >= self._times.resend:
+                ended.since = ended.since or now
                 ended.asked = now
                 self._revoke(ended.key, lease, ended.writer, "the lease has ended")
         self.grant_waiting(now)
@@ -242,10 +255,10 @@ class HandoffReceiver:
         refused = _difference(self._identity, meet.model)
         ours = self._endpoints
         same_host = meet.host == ours.host
-        common = [m for m in meet.movers if m in ours.movers and (same_host or m != "shm")]
+        common = [m for m in meet.movers if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
         if not refused and not common:
             refused = f"no mover in common: prefill has {', '.join(meet.movers)}; decode has {', '.join(ours.movers)}" + (
-                "" if same_host else " (shm needs the same host)"
+                "" if same_host else f" ({' and '.join(sorted(SAME_HOST_MOVERS))}: on the same host only)"
             )
         if refused:
             return Met(worker_id=worker_id, incarnation=incarnation, refused=refused)

@@ -19,7 +19,7 @@ from .errors import TransportError
 from .handoff import FALLBACK_MOVER, PeerId
 from .handoff_sender import HandoffSender
 from .keys import ClusterKey
-from .messages import FROM_DECODE, Handoff, Placed, u64
+from .messages import FROM_DECODE, Handoff, Message, Placed, Release, u64
 from .movers.checksum import RunningChecksums
 from .movers.interface import Pool, PutSource
 from .movers.opening import open_source
@@ -62,6 +62,7 @@ class SendingEnd:
         self._channels: dict[PeerId, DealerChannel] = {}
         self._movers: dict[PeerId, PutSource] = {}
         self._checksums = RunningChecksums(source.pool)
+        self._held_back: dict[PeerId, list[tuple[int, Callable[[], None]]]] = {}
         self.transfers = TransferClock()
 
     @property
@@ -83,18 +84,19 @@ class SendingEnd:
         for peer, mover in list(self._movers.items()):
             self._with_mover(peer, mover.poll)
             self._time(peer, mover)
+            self._say_held_back(peer)
 
     def carry_out(self, action: SenderAction) -> None:
         """One action of the sender's. Delivered and Undelivered are its owner's."""
         if isinstance(action, ToPeer):
-            if action.peer in self._channels:
-                self._channels[action.peer].send(action.message)
+            lease = action.message.lease if isinstance(action.message, Release) else 0
+            self._when_written(action.peer, lease, lambda: self._send(action.peer, action.message))
         elif isinstance(action, Put):
             self._put(action)
         elif isinstance(action, SendPlaced):
-            self._send_placed(action)
+            self._when_written(action.peer, action.lease, lambda: self._send_placed(action))
         elif isinstance(action, SendHandoff):
-            self._send_handoff(action)
+            self._when_written(action.peer, action.lease, lambda: self._send_handoff(action))
         elif isinstance(action, CancelPuts):
             if action.peer in self._movers:
                 self._movers[action.peer].cancel(action.lease)
@@ -145,16 +147,36 @@ class SendingEnd:
         if not mover.pending() and (burst := self.transfers.settled(peer, time.monotonic())) is not None:
             self._sender.moved(peer, *burst)
 
+    def _send(self, peer: PeerId, message: Message) -> None:
+        if peer in self._channels:
+            self._channels[peer].send(message)
+
+    def _when_written(self, peer: PeerId, lease: int, say: Callable[[], None]) -> None:
+        """``say`` tells the peer that blocks of this lease can be read, or given to others: not while a put may still be writing."""
+        mover = self._movers.get(peer)
+        if lease and mover is not None and mover.writing(lease):
+            self._held_back.setdefault(peer, []).append((lease, say))
+        else:
+            say()
+
+    def _say_held_back(self, peer: PeerId) -> None:
+        mover, held_back = self._movers.get(peer), self._held_back.pop(peer, [])
+        for lease, say in held_back:
+            if mover is not None and mover.writing(lease):
+                self._held_back.setdefault(peer, []).append((lease, say))
+            else:
+                say()
+
     def _send_placed(self, action: SendPlaced) -> None:
         if action.peer in self._channels:
             sums = u64(self._checksums.of(action.source_blocks))
-            self._channels[action.peer].send(Placed(lease=action.lease, first=action.first, checksums=sums))
+            self._send(action.peer, Placed(lease=action.lease, first=action.first, checksums=sums))
 
     def _send_handoff(self, action: SendHandoff) -> None:
         if action.peer in self._channels:
             sums = u64(self._checksums.of(action.source_blocks))
             handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
-            self._channels[action.peer].send(handoff)
+            self._send(action.peer, handoff)
 
     def _with_mover(self, peer: PeerId, use: Callable[[], object]) -> None:
         """A mover that fails ends the handoffs to that peer; the coordinator tries them again. The channel stays: what is leased to us
@@ -172,6 +194,7 @@ class SendingEnd:
         if (mover := self._movers.pop(peer, None)) is not None:
             mover.close()
             self.transfers.forget(peer)
+        self._held_back.pop(peer, None)  # Handoff is of no use any more, and Release is said again where it is asked for
 
     def _forget(self, peer: PeerId) -> None:
         self._close_mover(peer)

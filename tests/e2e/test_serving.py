@@ -16,6 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from splitserve.transport.movers import nixl
+from splitserve.transport.movers.opening import IN_THE_CLEAR
+
 Tiny = tuple[Path, PreTrainedModel]
 
 
@@ -182,10 +185,13 @@ def _answers(url: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("mover", ["zmq", "shm"])
+@pytest.mark.parametrize("mover", ["zmq", "shm", "nixl"])
 def test_either_mover(tiny: Tiny, tmp_path: Path, mover: str) -> None:
+    if mover == "nixl" and not nixl.is_installed():
+        pytest.skip("NIXL is not installed: pip install 'splitserve[nixl]'")
     prompt = [5 + (i * 3) % 100 for i in range(700)]
-    with running(tiny[0], tmp_path, "--mover", mover, "--kv-cache-gib", "0.1") as cluster:
+    plain = ["--plaintext-kv"] if mover in IN_THE_CLEAR else []
+    with running(tiny[0], tmp_path, "--mover", mover, "--kv-cache-gib", "0.1", *plain) as cluster:
         expected = reference(cluster, tiny, prompt, 12)
         assert cluster.complete(prompt, 12, extra_body={"min_tokens": 12}) == expected
         assert f"by {mover}" in cluster.log.read_text()

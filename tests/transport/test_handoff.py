@@ -70,7 +70,7 @@ class Pair:
         self.room = (8, 0)
         meet = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=model, movers=movers)
         self.sender = HandoffSender(meet, TIMES, slicing)
-        endpoints = MoverEndpoints(("shm", "zmq"), "h")
+        endpoints = MoverEndpoints(("shm", "nixl", "zmq"), "h")
         self.receiver = HandoffReceiver(DECODE, MODEL, self.pool, endpoints, lambda: self.room, lambda: b"s" * 16, TIMES)
         self.to_receiver: list[Message] = []
         self.to_sender: list[Message] = []
@@ -383,6 +383,37 @@ def test_a_silent_writers_blocks_are_quarantined_if_it_writes_by_itself(mover: s
     assert pair.pool.num_used == held
     pair.receiver.writer_gone(PREFILL)
     assert pair.pool.num_used == 0
+
+
+def test_a_writer_of_another_host_that_stays_silent_is_shut_out_and_its_blocks_are_free() -> None:
+    pair = Pair(movers=("nixl", "zmq"))
+    for i in (1, 2):
+        pair.offer(spec(i))
+    pair.deliver()
+    held = pair.pool.num_used
+    pair.now = TIMES.lease
+    pair.receiver.tick(pair.now)  # it is frozen: its leases end, and it does not answer
+    pair.collect()
+    pair.to_sender.clear()
+    assert pair.receiver.silent_writers(pair.now + TIMES.silence - 0.1) == set()
+    pair.now += TIMES.silence
+    assert pair.receiver.silent_writers(pair.now) == {PREFILL}
+    assert pair.pool.num_used == held
+    pair.receiver.writer_shut_out(PREFILL)
+    assert pair.pool.num_used == 0
+    assert pair.sender.mover_failed(DECODE, "shut out"), "thawed, it finds out by its next put, and goes on by zmq"
+    whole(pair, spec(3))
+    assert [join.spec.dispatch for join in pair.joined] == [3]
+
+
+def test_shutting_a_writer_out_ends_its_running_leases_too() -> None:
+    pair = Pair(movers=("nixl",))
+    pair.offer(spec())
+    pair.deliver()
+    pair.receiver.writer_shut_out(PREFILL)
+    assert pair.pool.num_used == 0
+    pair.deliver()
+    assert isinstance(pair.ended[0], act.Undelivered)
 
 
 def test_a_thawed_writer_lets_go_when_asked() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MoverError
+from ..handoff import PeerId
 
 Pool: TypeAlias = NDArray[np.uint8]
 Item: TypeAlias = tuple[int, int, int]
@@ -30,6 +31,13 @@ class PutTarget(Protocol):
     @property
     def fd(self) -> int | None:
         """Readable when ``poll`` has something to say; None for a one-sided mover."""
+
+    def address(self, peer: PeerId) -> bytes | None:
+        """What the source of this peer needs beyond the other fields of ``Met``; None: not ready, the peer will ask again."""
+
+    def shut_out(self, peer: PeerId) -> bool:
+        """Ends what this peer may still be writing, if that can be done from here: once it is True, nothing of it is written any more, and
+        its next put fails."""
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
         """From now on accept each layer of each position in ``targets`` once, into the own block that the position maps to."""
@@ -61,6 +69,10 @@ class PutSource(Protocol):
 
     def pending(self) -> int:
         """Blocks of puts that have not left yet. Call ``poll`` soon while there are any."""
+
+    def writing(self, lease: int) -> bool:
+        """Whether puts of this lease may still be writing the peer's memory by themselves (one-sided movers that copy in the background).
+        No word that lets the peer read or reuse those blocks may be said before that has ended."""
 
     def cancel(self, lease: int) -> None:
         """Forgets this lease: what has not left does not leave, or leaves with whatever its block then holds."""

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..errors import MoverError
+from ..handoff import PeerId
 from .interface import Arrival, Item, Pool, layer_slice
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -63,6 +64,13 @@ class ShmTarget:
 
     def __init__(self, pool: SharedPool):
         self.shm_name = pool.name
+
+    def address(self, peer: PeerId) -> bytes:
+        return b""
+
+    def shut_out(self, peer: PeerId) -> bool:
+        """A process that has mapped the pool can write as long as it lives."""
+        return False
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
         """Nothing to prepare: the grant itself tells the writer where to write."""
@@ -116,6 +124,9 @@ class ShmSource:
 
     def pending(self) -> int:
         return 0
+
+    def writing(self, lease: int) -> bool:
+        return False
 
     def cancel(self, lease: int) -> None:
         """Nothing is ever under way."""

@@ -82,6 +82,9 @@ class TcpSource:
         with self._changed:
             return sum(len(parcel.positions) for parcel in (*self._waiting, *self._leaving))
 
+    def writing(self, lease: int) -> bool:
+        return False  # the peer writes, and only what its leases allow
+
     def cancel(self, lease: int) -> None:
         with self._changed:
             self._waiting = deque(parcel for parcel in self._waiting if parcel.lease != lease)

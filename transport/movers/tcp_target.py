@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from ..errors import AddressError
+from ..handoff import PeerId
 from ..wakeup import Wakeup
 from .data_address import SECRET_BYTES, DataAddress, endpoint
 from .inbound import BadPeer, Desk, Inbound
@@ -64,6 +65,13 @@ class TcpTarget:
         """What a peer that reaches us as ``host`` needs to connect. Confidential."""
         port: int = self._listener.getsockname()[1]
         return str(DataAddress(host, port, self._secret, self._takes_plain))
+
+    def address(self, peer: PeerId) -> bytes:
+        return b""
+
+    def shut_out(self, peer: PeerId) -> bool:
+        """Nobody but us writes: what a closed lease brings is dropped."""
+        return True
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
         with self._lock:

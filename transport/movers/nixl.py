@@ -1,0 +1,242 @@
+"""The ``nixl`` mover (optional extra ``splitserve[nixl]``): one-sided writes into the decode worker's pool, over RDMA where there is any.
+
+NIXL's UCX backend does the moving; the writer asks for completion by polling, and an answer that does not come in time is an
+error. Bytes travel in the clear, and whoever reaches a UCX port is not asked who he is: for networks that are trusted (``--plaintext-kv``).
+
+**Dead writers.** A writer on another host that has gone silent may still have writes under way. So every peer gets an agent of its own
+at the decode worker: with it go the connection (TCP, where this process itself writes what comes in) and the registration of the
+memory (RDMA, where the adapter then refuses). ``shut_out`` ends a peer's agent, and its blocks are free afterwards. That does not hold
+for UCX's shared-memory transports, where the writer's own process copies: they are left out unless UCX_TLS in the environment names them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ..errors import MoverError
+from ..handoff import PeerId
+from .interface import Arrival, Item, Pool, layer_slice
+
+PUT_S, SLOWEST_BYTES_PER_S = 10.0, 50e6  # a put may take that long, and as long as its bytes at that rate
+Run: TypeAlias = tuple[int, int, int]
+"""(address, bytes, device 0)"""
+_BASE = struct.Struct("<Q")  # the pool's address in its process
+_log = logging.getLogger(__name__)
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("nixl") is not None
+
+
+class NixlTarget:
+    """The receiving side: an agent for each peer met, and one spare for the next, made in the background (it takes half a second, or as
+    long as registering the pool with an adapter takes)."""
+
+    one_sided = True
+    fd = None
+
+    def __init__(self, pool: Pool) -> None:
+        """Raises MoverError where NIXL cannot work here."""
+        self._pool = pool
+        self._agents: dict[PeerId, _Agent] = {}
+        self._spare: _Agent | None = _Agent(pool)
+        self._making: threading.Thread | None = None
+        self._ending: dict[PeerId, threading.Thread] = {}
+
+    def address(self, peer: PeerId) -> bytes | None:
+        if peer not in self._agents:
+            if self._spare is None:
+                self._make_spare()
+                return None
+            self._agents[peer], self._spare = self._spare, None
+            self._make_spare()
+        return self._agents[peer].address
+
+    def shut_out(self, peer: PeerId) -> bool:
+        """Takes a few tenths of a second, in the background: ask again."""
+        if (agent := self._agents.pop(peer, None)) is not None:
+            self._ending[peer] = threading.Thread(target=agent.close, name="nixl-agent-end", daemon=True)
+            self._ending[peer].start()
+        ended = peer not in self._ending or not self._ending[peer].is_alive()
+        if ended:
+            self._ending.pop(peer, None)
+        return ended
+
+    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
+        """Nothing to prepare: the grant itself tells the writer where to write."""
+
+    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
+        """Nothing to prepare."""
+
+    def close(self, lease: int) -> None:
+        """Cannot stop the writer; see ``shut_out``."""
+
+    def poll(self, limit: int) -> list[Arrival]:
+        return []
+
+    def close_all(self) -> None:
+        for thread in (*self._ending.values(), *([self._making] if self._making is not None else [])):
+            thread.join()
+        for agent in (*self._agents.values(), *([self._spare] if self._spare is not None else [])):
+            agent.close()
+        self._agents.clear()
+        self._spare = None
+
+    def _make_spare(self) -> None:
+        if self._making is None or not self._making.is_alive():
+            self._making = threading.Thread(target=self._make, name="nixl-agent", daemon=True)
+            self._making.start()
+
+    def _make(self) -> None:
+        try:
+            self._spare = _Agent(self._pool)
+        except MoverError as error:
+            _log.warning("%s", error)  # the next peer's meeting tries again
+
+
+@dataclass(slots=True)
+class _Write:
+    """A put under way."""
+
+    lease: int
+    positions: list[int]
+    handle: Any
+    deadline: float
+
+
+class NixlSource:
+    """The sending side: an agent for one peer."""
+
+    def __init__(self, address: bytes, num_blocks: int, pool: Pool) -> None:
+        """Raises MoverError where NIXL cannot work here, or not with that peer."""
+        if len(address) <= _BASE.size:
+            raise MoverError("the decode worker gave no NIXL address")
+        self._pool, self._num_blocks = pool, num_blocks
+        (self._peer_base,) = _BASE.unpack_from(address)
+        self._writes: list[_Write] = []
+        self._agent = _Agent(pool)
+        self._peer = self._agent.meet(address[_BASE.size :])
+        if not self._peer:
+            self._agent.close()
+            raise MoverError("NIXL does not understand the decode worker's address: are the packages of one version?")
+
+    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
+        layers = layer_slice(self._pool, first_layer, num_layers)
+        for _, source, target in items:
+            if not (0 <= source < len(self._pool) and 0 <= target < self._num_blocks):
+                raise MoverError(f"put of block {source} into block {target}: pools of {len(self._pool)} and {self._num_blocks} blocks")
+        own, peers = self._runs(items, layers)
+        handle = self._agent.start(own, peers, self._peer)
+        if isinstance(handle, str):
+            raise MoverError(f"NIXL cannot write to the decode worker: {handle}")
+        deadline = time.monotonic() + PUT_S + sum(length for _, length, _ in own) / SLOWEST_BYTES_PER_S
+        self._writes.append(_Write(lease, [position for position, _, _ in items], handle, deadline))
+
+    def poll(self) -> list[Arrival]:
+        left: list[Arrival] = []
+        for write in list(self._writes):
+            status = self._agent.status(write.handle)
+            if status == "DONE":
+                self._writes.remove(write)
+                self._agent.release(write.handle)
+                left += [(write.lease, position) for position in write.positions]
+            elif status != "PROC" or time.monotonic() > write.deadline:
+                raise MoverError("a write by NIXL " + (f"failed: {status}" if status != "PROC" else "was not complete in time"))
+        return left
+
+    def pending(self) -> int:
+        return sum(len(write.positions) for write in self._writes)
+
+    def writing(self, lease: int) -> bool:
+        return any(write.lease == lease for write in self._writes)
+
+    def cancel(self, lease: int) -> None:
+        """What is under way cannot be called back: see ``writing``."""
+
+    def close(self) -> None:
+        """With the agent its connections end: what is under way is written no more."""
+        while self._writes:
+            self._agent.release(self._writes.pop().handle)
+        self._agent.close()
+
+    def _runs(self, items: Sequence[Item], layers: slice) -> tuple[list[Run], list[Run]]:
+        """What is read and where it goes; blocks side by side in both pools are one run."""
+        block_bytes, layer_bytes = self._pool[0].nbytes, self._pool.shape[2]
+        offset, length = layers.start * layer_bytes, (layers.stop - layers.start) * layer_bytes
+        base = self._pool.ctypes.data
+        own: list[Run] = []
+        peers: list[Run] = []
+        for _, source, target in items:
+            start, goal = base + source * block_bytes + offset, self._peer_base + target * block_bytes + offset
+            if own and own[-1][0] + own[-1][1] == start and peers[-1][0] + peers[-1][1] == goal:
+                own[-1] = (own[-1][0], own[-1][1] + length, 0)
+                peers[-1] = (peers[-1][0], peers[-1][1] + length, 0)
+            else:
+                own.append((start, length, 0))
+                peers.append((goal, length, 0))
+        return own, peers
+
+
+class _Agent:
+    """A NIXL agent with the pool registered. Not used by two threads at once. It ends with the last reference to it, so NIXL's errors,
+    whose tracebacks hold some, become words here."""
+
+    def __init__(self, pool: Pool) -> None:
+        """Raises MoverError."""
+        os.environ.setdefault("UCX_TLS", "^sm")  # see the module's docstring
+        try:
+            api = importlib.import_module("nixl._api")
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+            self._nixl = api.nixl_agent(f"splitserve-{uuid.uuid4()}", api.nixl_agent_config(backends=["UCX"]))
+            self._registered = self._nixl.register_memory([(pool.ctypes.data, pool.nbytes, 0, "")], "DRAM")
+        except ImportError as error:
+            raise MoverError(f"the mover nixl needs the package of that name: pip install 'splitserve[nixl]' ({error})") from None
+        except Exception as error:  # NIXL's errors have no common type
+            raise MoverError(f"NIXL does not work here: {error}; `ucx_info -d` shows what UCX finds, UCX_LOG_LEVEL=info why") from None
+        self.address: bytes = _BASE.pack(pool.ctypes.data) + self._nixl.get_agent_metadata()
+
+    def meet(self, metadata: bytes) -> Any:
+        """The peer's name; None where ``metadata`` is no agent's."""
+        try:
+            return self._nixl.add_remote_agent(metadata)
+        except Exception as error:
+            _log.warning("NIXL refuses a peer's metadata: %s", error)
+            return None
+
+    def start(self, own: list[Run], peers: list[Run], peer: Any) -> Any:
+        """A handle of the write under way; a string: what is wrong."""
+        nixl = self._nixl
+        try:
+            handle = nixl.initialize_xfer("WRITE", nixl.get_xfer_descs(own, "DRAM"), nixl.get_xfer_descs(peers, "DRAM"), peer)
+            return handle if nixl.transfer(handle) != "ERR" else "refused"
+        except Exception as error:
+            return str(error)
+
+    def status(self, handle: Any) -> str:
+        """PROC, DONE, or what is wrong."""
+        try:
+            status: str = self._nixl.check_xfer_state(handle)
+        except Exception as error:
+            return str(error)
+        return status
+
+    def release(self, handle: Any) -> None:
+        """Also of a write under way, which then ends with the agent at the latest."""
+        with contextlib.suppress(Exception):
+            handle.release()
+
+    def close(self) -> None:
+        """When this returns nobody writes the pool by this agent any more."""
+        self._nixl.deregister_memory(self._registered)
+        del self._nixl

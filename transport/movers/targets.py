@@ -1,0 +1,98 @@
+"""All the ways in which a decode worker takes KV blocks in, as one: leases are opened and closed on every one of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from ..errors import MoverError
+from ..handoff import PeerId
+from ..handoff_receiver import MoverEndpoints
+from ..host import host_identity
+from ..messages import Met
+from .interface import Arrival, Pool, PutTarget
+from .nixl import NixlTarget
+from .shm import SharedPool, ShmTarget
+from .tcp_target import TcpTarget
+
+_log = logging.getLogger(__name__)
+
+
+class MoverTargets:
+    """``endpoints`` is what the receiving core tells of them."""
+
+    def __init__(self, offered: Sequence[str], pool: Pool, shared: SharedPool | None, data_listen: str, host: str, plaintext: bool) -> None:
+        """Of the movers ``offered`` those that work here: ``shared`` is the pool's memory for shm; zmq listens on ``data_listen``, is
+        reached as ``host``. Raises AddressError, or MoverError where the only one does not work."""
+        self._targets: dict[str, PutTarget] = {}
+        self._met_by: dict[PeerId, set[str]] = {}
+        self.leaving: set[PeerId] = set()  # of whom ``shut_out`` has to be asked again
+        shm_name = data_address = ""
+        if "shm" in offered and shared is not None:
+            self._targets["shm"] = shm = ShmTarget(shared)
+            shm_name = shm.shm_name
+        if "nixl" in offered:
+            self._open_nixl(pool, forced=len(offered) == 1)
+        if "zmq" in offered:
+            self._targets["zmq"] = tcp = TcpTarget(data_listen, pool, plaintext)
+            data_address = tcp.data_address(host)
+        self.endpoints = MoverEndpoints(tuple(self._targets), host_identity(), shm_name, data_address)
+
+    def _open_nixl(self, pool: Pool, forced: bool) -> None:
+        try:
+            self._targets["nixl"] = NixlTarget(pool)
+        except MoverError as error:
+            if forced:
+                raise
+            _log.warning("goes on without the mover nixl: %s", error)
+
+    @property
+    def fds(self) -> list[int]:
+        """To be polled for reading."""
+        return [target.fd for target in self._targets.values() if target.fd is not None]
+
+    def complete(self, met: Met, peer: PeerId) -> Met | None:
+        """``met`` with what this peer's mover needs. None: not ready, the peer will ask again."""
+        if met.refused:
+            return met
+        address = self._targets[met.mover].address(peer)
+        if address is None:
+            return None
+        self._met_by.setdefault(peer, set()).add(met.mover)
+        return met.model_copy(update={"mover_address": address})
+
+    def shut_out(self, peer: PeerId) -> bool:
+        """Whether this peer can write nothing any more by any mover that it was met with."""
+        still = [mover for mover in self._met_by.get(peer, ()) if not self._targets[mover].shut_out(peer)]
+        if not still:
+            self._met_by.pop(peer, None)
+            self.leaving.discard(peer)
+        else:
+            self.leaving.add(peer)
+        return not still
+
+    def earlier(self, peer: PeerId) -> list[PeerId]:
+        """Earlier incarnations of this worker that were met and may be writing."""
+        others = [other for other in self._met_by if other[0] == peer[0] and other[1] < peer[1]]
+        return [other for other in others if any(self._targets[mover].one_sided for mover in self._met_by[other])]
+
+    def open(self, lease: int, secret: bytes, positions: Mapping[int, int]) -> None:
+        for target in self._targets.values():
+            target.open(lease, secret, positions)
+
+    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
+        for target in self._targets.values():
+            target.expect_again(lease, positions)
+
+    def close(self, lease: int) -> None:
+        for target in self._targets.values():
+            target.close(lease)
+
+    def poll(self, ready: AbstractSet[object], limit: int) -> list[Arrival]:
+        """What has arrived by movers whose descriptor is among ``ready``, up to ``limit`` blocks each."""
+        return [arrival for target in self._targets.values() if target.fd in ready for arrival in target.poll(limit)]
+
+    def close_all(self) -> None:
+        for target in self._targets.values():
+            target.close_all()
