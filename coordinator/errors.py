@@ -10,6 +10,7 @@
     ├── BodyTooLarge             413
     ├── UnsupportedMediaType     415
     ├── Overloaded               429, Retry-After
+    ├── RateLimited              429, Retry-After, x-ratelimit-*
     ├── Unavailable              503, Retry-After
     ├── DeadlineExceeded         504
     └── InternalError            500
@@ -37,7 +38,7 @@ class ApiError(Exception):
     """An answer that is not 200. ``param`` is the path of the field that is at fault."""
 
     status: ClassVar[int] = 500
-    kind: ClassVar[str] = "server_error"
+    kind: str = "server_error"
     code: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None) -> None:
@@ -125,6 +126,22 @@ class Overloaded(ApiError):
     status = 429
     kind = "rate_limit_error"
     code = "overloaded"
+
+
+class RateLimited(ApiError):
+    """A limit of the client's key or tenant is reached. ``what``: which; ``more``: headers that say what is left."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, code: str, what: str, more: list[tuple[bytes, bytes]], retry_after_s: float | None) -> None:
+        super().__init__(message, code=code, retry_after_s=retry_after_s)
+        self.what, self._more = what, more
+        if code == "insufficient_quota":
+            self.kind = "insufficient_quota"
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [*super().headers(), *self._more]
 
 
 class Unavailable(ApiError):

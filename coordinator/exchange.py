@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from .metrics import Metrics
 from .prompts import Prompt
 from .request import Dispatcher, Ended, GenerationRequest
 from .request_record import RequestRecord
+from .tenants.limiter import Admission
 from .time_ledger import NAMES, TimeLedger, server_timing
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class ExchangeOptions(NamedTuple):
     endpoint: str
     arrival: float  # monotonic seconds
     include_usage: bool
+    done: Callable[[HttpExchange], None] | None = None
+    """Called once, when the response is over and nothing runs for it any more."""
 
 
 class HttpExchange:
@@ -50,6 +53,10 @@ class HttpExchange:
         self._loop = asyncio.get_running_loop()
         self._begun = False
         self._num_open = 0  # choices that have not ended
+        self._num_running = 0  # of these, with the dispatcher
+        self._done = options.done
+        self.more_headers: Headers = []
+        self.admission: Admission | None = None
         self._over = False  # the response is complete, or nobody waits for it
         self._status = ""  # as it is counted
         self._last: Ended | None = None  # of the choice that ended last
@@ -67,7 +74,9 @@ class HttpExchange:
         """One request a choice. A refusal of one ends the exchange."""
         for request in requests:
             if not self._over:
+                self._num_running += 1
                 self._dispatcher.submit(request)
+        self._look_if_done()
 
     def begin(self) -> None:
         if not self._begun:
@@ -84,11 +93,17 @@ class HttpExchange:
         num_prompt, num_output = sum(prompts.values()), sum(choice.num_tokens for choice in self.choices)
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
+    def num_used_tokens(self) -> int:
+        """Prompts and answers, for limits; 0 where the server gave nothing for the prompt."""
+        used = self.usage_so_far()
+        return used["total_tokens"] if used["completion_tokens"] or self._status in ("200", "cancelled", "too_slow") else 0
+
     def stop_met(self, choice: Choice) -> None:
         self._loop.call_soon(self._dispatcher.cancel, choice.request_id)  # not from within the dispatcher's own call
 
     def choice_ended(self, choice: Choice, ended: Ended) -> None:
         self._num_open -= 1
+        self._num_running -= 1
         now, self._last = monotonic(), ended
         if ended.ledger is not None:
             self._ledger = ended.ledger
@@ -96,6 +111,7 @@ class HttpExchange:
         num_prompt = len(choice.prompt.token_ids)
         self._metrics.sequence_ended(ended, num_prompt, choice.num_tokens, self._options.arrival, choice.first_token_at, now)
         if self._over:
+            self._look_if_done()
             return
         if ended.error is not None:
             self.fail(from_ended(ended))
@@ -166,9 +182,15 @@ class HttpExchange:
         self._over = True
         self._status = status
         self._metrics.request_ended(self._options.endpoint, status)
+        self._look_if_done()
+
+    def _look_if_done(self) -> None:
+        if self._over and not self._num_running and self._done is not None:
+            done, self._done = self._done, None
+            done(self)
 
     def _id_header(self) -> Headers:
-        return [(b"x-request-id", self._options.id.encode())]
+        return [(b"x-request-id", self._options.id.encode()), *self.more_headers]
 
     def _usage(self) -> dict[str, Any]:
         """Tokens, and under ``splitserve`` where the time of the slowest choice went."""

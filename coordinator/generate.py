@@ -29,8 +29,11 @@ from .prompts import Prompt, is_long, prompts_of
 from .request import Dispatcher, GenerationRequest
 from .sampling_params import GenerateRequest, for_choice, num_logprobs, sampling_of
 from .served_model import ServedModel
-from .tenants.directory import Directory, Everyone
+from .tenants.buckets import Shortage
+from .tenants.limiter import Admission, estimated_tokens
 from .tenants.limits import Account
+from .tenants.rate_limit_headers import headers_of, refusal_of
+from .tenants.tenancy import Tenancy
 from .timeouts import timeout_of
 from .unknown_fields import UnknownFields
 
@@ -48,10 +51,10 @@ class GenerationApi:
     """Parses, validates, tokenizes, submits: a ``CallHandler``."""
 
     def __init__(
-        self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, metrics: Metrics, directory: Directory | None = None
+        self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, metrics: Metrics, tenancy: Tenancy | None = None
     ) -> None:
         self.limits = limits
-        self._directory = directory if directory is not None else Everyone()
+        self._tenancy = tenancy or Tenancy()
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None
         """Set while no new request is taken."""
@@ -67,7 +70,7 @@ class GenerationApi:
         self._metrics.num_open += 1
 
     def account_of(self, call: Call) -> Account:
-        return self._directory.account(call.headers.get(b"authorization", b""))
+        return self._tenancy.directory.account(call.headers.get(b"authorization", b""))
 
     def handle(self, call: Call) -> None:
         arrival = monotonic()
@@ -119,8 +122,27 @@ class GenerationApi:
 
     def _submit(self, call: Call, request: GenerateRequest, inputs: _Inputs, arrival: float) -> None:
         requests, exchange = self._exchange(call, request, inputs, arrival)
-        call.responder = self.open[call] = exchange
-        exchange.submit(requests)
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in inputs.prompts)
+        tokens = estimated_tokens(num_prompt_tokens, max(r.sampling.max_tokens for r in requests), len(requests))
+        self._tenancy.limiter.admit(call.account, tokens, lambda answer: self._answered(call, exchange, requests, answer))
+
+    def _answered(self, call: Call, exchange: HttpExchange, requests: list[GenerationRequest], answer: Admission | Shortage) -> None:
+        """The limits have been asked: at once, or while the client waited."""
+        if isinstance(answer, Shortage):
+            exchange.choices.clear()
+            self.refuse(call, refusal_of(answer))
+        elif call.gone:
+            exchange.choices.clear()
+            self._tenancy.limiter.settle(answer, 0)
+        else:
+            exchange.admission, exchange.more_headers = answer, headers_of(answer.room)
+            call.responder = self.open[call] = exchange
+            exchange.submit(requests)
+
+    def _done(self, exchange: HttpExchange) -> None:
+        """Nothing of it runs any more: what was taken by estimate is set right."""
+        if exchange.admission is not None:
+            self._tenancy.limiter.settle(exchange.admission, exchange.num_used_tokens())
 
     def _parse(self, call: Call) -> GenerateRequest:
         if call.method != "POST":
@@ -148,7 +170,7 @@ class GenerationApi:
             raise InvalidRequest(message, param="n")
         samplings = [sampling_of(request, self._model, len(prompt.token_ids), inputs.grammar) for prompt in prompts]
         id = self._new_id("chatcmpl" if call.endpoint == "/v1/chat/completions" else "cmpl")
-        options = ExchangeOptions(id, call.endpoint, arrival, request.include_usage)
+        options = ExchangeOptions(id, call.endpoint, arrival, request.include_usage, self._done)
         choice_options = self._choice_options(request, self._format(call.endpoint, id, request.include_usage))
         exchange = HttpExchange(call, self._dispatcher, self._metrics, options, choice_options)
         deadline = arrival + timeout_of(request.timeout, call.headers, self.limits.request_timeout_s)

@@ -24,6 +24,9 @@ from .server import HttpServer, create_app
 from .settings import CoordinatorSettings, is_loopback
 from .tenants.admin_api import tenant_routes
 from .tenants.directory import KeyDirectory, directory_of
+from .tenants.limiter import Limiter, NoLimits
+from .tenants.shared_limiter import SharedLimiter
+from .tenants.tenancy import Tenancy
 
 PROBE_TOKENS = 4
 GC_THRESHOLD = 10_000  # objects: a burst of 64 requests makes so many, and none of them is part of a cycle when it ends
@@ -45,12 +48,14 @@ async def serve(settings: CoordinatorSettings) -> None:
     directory = directory_of(settings.tenants_file)
     admin = AdminRoutes(dispatcher, admin_key(settings.admin_key_file))
     more_admin = None if settings.admin_port is None else tenant_routes(settings.tenants_file, admin.operators)
-    app = create_app(dispatcher, model, limits, dispatcher.system, admin, directory, more_admin)
+    limiter = limiter_of(settings)
+    app = create_app(dispatcher, model, limits, dispatcher.system, admin, Tenancy(directory, limiter), more_admin)
     server = HttpServer(app, host=settings.listen_host, port=settings.port)
     say_who_may(settings)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    await limiter.start()
     dispatcher.start()
     await server.start()
     admin_port = None if settings.admin_port is None else admin_server(app.admin, settings.admin_host, settings.admin_port)
@@ -73,7 +78,19 @@ async def serve(settings: CoordinatorSettings) -> None:
     if admin_port is not None:
         await admin_port.stop()
     dispatcher.stop()
+    await limiter.stop()
     directory.close()
+
+
+def limiter_of(settings: CoordinatorSettings) -> Limiter:
+    """As configured. Raises TenantsFileError."""
+    if settings.tenants_file is None:
+        return NoLimits()
+    if settings.redis_url is not None:
+        from .tenants.redis_limiter import RedisLimiter
+
+        return RedisLimiter(settings.redis_url)
+    return SharedLimiter(settings.tenants_file.with_name(settings.tenants_file.name + "-limits"))
 
 
 def say_who_may(settings: CoordinatorSettings) -> None:

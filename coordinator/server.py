@@ -23,8 +23,8 @@ from .metrics import Metrics, SystemSnapshot
 from .request import Dispatcher
 from .routes import OrdinaryRoutes
 from .served_model import ServedModel
-from .tenants.directory import Directory, Everyone
 from .tenants.gate import Gate, OperatorsOnly
+from .tenants.tenancy import Tenancy
 
 BACKLOG = 4096
 KEEP_ALIVE_S = 75
@@ -41,21 +41,19 @@ class HttpApp:
         limits: HttpLimits,
         system: Callable[[], SystemSnapshot],
         admin: AdminRoutes | None = None,
-        directory: Directory | None = None,
+        tenancy: Tenancy | None = None,
         more_admin: Sequence[Route] | None = None,
     ) -> None:
         """``more_admin``: the admin API has a port of its own, and these routes beside its usual ones."""
         self.metrics = Metrics(model.name, system)
-        self.generation = GenerationApi(dispatcher, model, limits, self.metrics, directory)
+        self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy)
         admin = admin or AdminRoutes(dispatcher, None)
         admin_routes = [*admin.routes(), *(more_admin or ())]
 
         def pages(more: Sequence[Route]) -> Starlette:
             return OrdinaryRoutes(dispatcher, model, limits, self.metrics, more).application()
 
-        self._pages = Gate(
-            pages(admin_routes if more_admin is None else ()), directory if directory is not None else Everyone(), admin.operators
-        )
+        self._pages = Gate(pages(admin_routes if more_admin is None else ()), (tenancy or Tenancy()).directory, admin.operators)
         self.admin = OperatorsOnly(pages(admin_routes), admin.operators)
         """All pages and the admin API, for a port of their own."""
 
@@ -79,12 +77,12 @@ def create_app(
     limits: HttpLimits | None = None,
     system: Callable[[], SystemSnapshot] = SystemSnapshot,
     admin: AdminRoutes | None = None,
-    directory: Directory | None = None,
+    tenancy: Tenancy | None = None,
     more_admin: Sequence[Route] | None = None,
 ) -> HttpApp:
     """The application. ``system`` is asked at each scrape of /metrics; ``admin``: default: for this host only, without a key;
-    ``directory``: whose keys are asked for; default: nobody's; ``more_admin``: see ``HttpApp``."""
-    return HttpApp(dispatcher, model, limits or HttpLimits(), system, admin, directory, more_admin)
+    ``tenancy``: keys and limits; default: none; ``more_admin``: see ``HttpApp``."""
+    return HttpApp(dispatcher, model, limits or HttpLimits(), system, admin, tenancy, more_admin)
 
 
 class HttpServer:

@@ -90,6 +90,12 @@ class CoordinatorSettings(BaseModel):
         description="Tenants and API keys, made by `splitserve keys`. Default: no keys are asked for, and the HTTP server listens "
         "on this host's loopback only.",
     )
+    redis_url: str | None = Field(
+        default=None,
+        pattern=r"^rediss?://\S+$|^unix://\S+$",
+        description="Redis that keeps what keys and tenants have left of their limits, for coordinators on several hosts: "
+        "redis://HOST:6379/0 (needs `pip install splitserve[redis]`). Default: a file beside the tenants file, for one host.",
+    )
     open_access: bool = Field(default=False, description="Without API keys, listen on --host all the same: whoever reaches it may use it.")
     max_body_mib: float = Field(default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413.")
     log_level: LogLevel = Field(default="info", description="Least level that is logged.")

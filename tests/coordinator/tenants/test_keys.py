@@ -21,6 +21,7 @@ from splitserve.coordinator.tenants.admin_api import tenant_routes
 from splitserve.coordinator.tenants.directory import KeyDirectory, directory_of
 from splitserve.coordinator.tenants.errors import TenantsFileError, Unknown
 from splitserve.coordinator.tenants.store import TenantStore
+from splitserve.coordinator.tenants.tenancy import Tenancy
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
@@ -132,7 +133,7 @@ async def test_the_server_asks_for_keys(
 ) -> None:
     key = store.create_key("acme").key
     caplog.set_level(logging.DEBUG)
-    server = HttpServer(create_app(dispatcher, model, directory=KeyDirectory(path)))
+    server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
     await server.start()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False) as http:
         for method, url in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/v1/completions")):
@@ -153,7 +154,7 @@ async def test_the_server_asks_for_keys(
 async def test_a_wrong_key_is_refused_before_its_body_is_sent(
     store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
-    server = HttpServer(create_app(dispatcher, model, directory=KeyDirectory(path)))
+    server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
     await server.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n{")
@@ -164,7 +165,7 @@ async def test_a_wrong_key_is_refused_before_its_body_is_sent(
 
 async def test_tenants_by_http(store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel) -> None:
     admin = AdminRoutes(dispatcher, "0123456789abcdef")
-    app = create_app(dispatcher, model, admin=admin, directory=KeyDirectory(path), more_admin=tenant_routes(path, admin.operators))
+    app = create_app(dispatcher, model, admin=admin, tenancy=Tenancy(KeyDirectory(path)), more_admin=tenant_routes(path, admin.operators))
     headers = bearer("0123456789abcdef")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app.admin), base_url="http://x") as http:
         assert (await http.get("/admin/keys")).status_code == 401
@@ -195,7 +196,7 @@ async def test_operators_pages_want_this_host_or_the_admin_key(
     store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel
 ) -> None:
     admin = AdminRoutes(dispatcher, "0123456789abcdef")
-    app = create_app(dispatcher, model, admin=admin, directory=KeyDirectory(path))
+    app = create_app(dispatcher, model, admin=admin, tenancy=Tenancy(KeyDirectory(path)))
     for client, headers, status in (
         ("10.1.2.3", {}, 401),
         ("10.1.2.3", bearer("0123456789abcdef"), 200),

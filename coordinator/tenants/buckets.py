@@ -1,0 +1,155 @@
+"""How much of its limits a key or a tenant has left: two token buckets and two quotas over seven numbers. Pure.
+
+The numbers may lie in a list, in memory that processes share, or in Redis (``redis_limiter.py`` has the same rules in Lua, and a test
+holds the two to each other). A bucket holds a minute's worth and fills evenly: a burst of a minute's worth passes, and the mean rate is
+kept. Tokens are taken by estimate when a request comes in and set right when it ends; a bucket in debt lets nobody in until
+it is paid. Times are unix seconds, so that hosts agree; days and months are UTC's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal, NamedTuple, Protocol
+
+from .limits import Limits
+
+REQUESTS, TOKENS, FILLED_AT, DAY, DAY_TOKENS, MONTH, MONTH_TOKENS = range(7)
+NUM_FIELDS = 7
+FULL = 1e300  # of a bucket without a limit: it is full should it get one
+DAY_S = 86_400
+STREAM_WAIT_S = 1.0  # nobody knows when a stream ends
+What = Literal["requests", "tokens", "streams", "day", "month"]
+
+
+class State(Protocol):
+    """The numbers, by the names above."""
+
+    def __getitem__(self, index: int, /) -> float: ...
+    def __setitem__(self, index: int, value: float, /) -> None: ...
+
+
+class Holder(NamedTuple):
+    """A key or a tenant, its limits and what it holds. ``num_streams``: requests of it that are open."""
+
+    state: State
+    limits: Limits
+    num_streams: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Why a request is not let in. ``wait_s``: until it could be; infinite where it is larger than the limit itself."""
+
+    what: What
+    limit: int
+    asked: int
+    wait_s: float
+    room: Room
+
+
+class Room(NamedTuple):
+    """What is left, of the holder who has less; None: no limit. Resets: seconds until all is there again."""
+
+    limit_requests: int | None = None
+    remaining_requests: int = 0
+    reset_requests_s: float = 0.0
+    limit_tokens: int | None = None
+    remaining_tokens: int = 0
+    reset_tokens_s: float = 0.0
+
+
+def admit(holders: Sequence[Holder], tokens: int, now: float) -> Shortage | Room:
+    """Takes one request and so many tokens from each holder, or nothing from any."""
+    for holder in holders:
+        fill(holder, now)
+    if (shortage := shortage_of(holders, tokens, now)) is not None:
+        return shortage
+    for state, limits, _ in holders:
+        state[REQUESTS] -= limits.requests_per_minute is not None
+        take(state, limits, tokens)
+    return room(holders)
+
+
+def shortage_of(holders: Sequence[Holder], tokens: int, now: float) -> Shortage | None:
+    """What keeps one request of so many tokens out the longest; the holders' buckets are filled up to ``now``."""
+    short = [found for holder in holders for found in _shortages(holder, tokens, now)]
+    if not short:
+        return None
+    what, limit, asked, wait_s = max(short, key=lambda s: s[3])
+    return Shortage(what, limit, asked, wait_s, room(holders))
+
+
+def settle(holders: Sequence[Holder], estimated: int, used: int, now: float) -> None:
+    """The request has ended and used so many tokens."""
+    for holder in holders:
+        fill(holder, now)
+        take(holder.state, holder.limits, used - estimated)
+
+
+def take(state: State, limits: Limits, tokens: int) -> None:
+    """Negative: gives back."""
+    if (per_minute := limits.tokens_per_minute) is not None:
+        state[TOKENS] = min(per_minute, state[TOKENS] - tokens)
+    state[DAY_TOKENS] = max(0.0, state[DAY_TOKENS] + tokens)
+    state[MONTH_TOKENS] = max(0.0, state[MONTH_TOKENS] + tokens)
+
+
+def fill(holder: Holder, now: float) -> None:
+    """Brings a holder's buckets and calendar up to ``now``. A clock that went back fills nothing."""
+    state, limits = holder.state, holder.limits
+    new = state[FILLED_AT] == 0
+    elapsed = max(0.0, now - state[FILLED_AT])
+    for field, limit in ((REQUESTS, limits.requests_per_minute), (TOKENS, limits.tokens_per_minute)):
+        state[field] = FULL if limit is None else limit if new else min(limit, state[field] + elapsed * limit / 60)
+    state[FILLED_AT] = max(now, state[FILLED_AT])
+    day = now // DAY_S
+    if day > state[DAY]:
+        state[DAY], state[DAY_TOKENS] = day, 0.0
+        month = month_of(now)
+        if month > state[MONTH]:
+            state[MONTH], state[MONTH_TOKENS] = month, 0.0
+
+
+def room(holders: Sequence[Holder]) -> Room:
+    """For the headers."""
+    requests = min(((s[REQUESTS], limit) for s, li, _ in holders if (limit := li.requests_per_minute) is not None), default=None)
+    tokens = min(((s[TOKENS], limit) for s, li, _ in holders if (limit := li.tokens_per_minute) is not None), default=None)
+    return Room(*_left(requests), *_left(tokens))
+
+
+def month_of(now: float) -> int:
+    """Months since year 0."""
+    date = datetime.fromtimestamp(now, UTC)
+    return date.year * 12 + date.month - 1
+
+
+def month_end(now: float) -> float:
+    """When the calendar month ends, in unix seconds."""
+    year, month = divmod(month_of(now) + 1, 12)
+    return datetime(year, month + 1, 1, tzinfo=UTC).timestamp()
+
+
+def _left(bucket: tuple[float, int] | None) -> tuple[int | None, int, float]:
+    if bucket is None:
+        return None, 0, 0.0
+    level, limit = bucket
+    return limit, max(0, math.floor(level)), (limit - level) * 60 / limit
+
+
+def _shortages(holder: Holder, tokens: int, now: float) -> list[tuple[What, int, int, float]]:
+    state, limits, num_streams = holder
+    found: list[tuple[What, int, int, float]] = []
+    if (limit := limits.requests_per_minute) is not None and state[REQUESTS] < 1:
+        found.append(("requests", limit, 1, (1 - state[REQUESTS]) * 60 / limit))
+    if (limit := limits.tokens_per_minute) is not None and state[TOKENS] < tokens:
+        found.append(("tokens", limit, tokens, (tokens - state[TOKENS]) * 60 / limit if tokens <= limit else math.inf))
+    if (limit := limits.max_streams) is not None and num_streams >= limit:
+        found.append(("streams", limit, 1, STREAM_WAIT_S))
+    if (limit := limits.tokens_per_day) is not None and state[DAY_TOKENS] + tokens > limit:
+        found.append(("day", limit, tokens, (now // DAY_S + 1) * DAY_S - now))
+    if (limit := limits.tokens_per_month) is not None and state[MONTH_TOKENS] + tokens > limit:
+        found.append(("month", limit, tokens, month_end(now) - now))
+    return found

@@ -1,0 +1,202 @@
+"""Limits that coordinators on any number of hosts hold to together: the buckets lie in Redis (any server that speaks its protocol and Lua).
+
+The script has the rules of ``buckets.py``: fill, look, take; it runs as one, so that two hosts cannot take the same tokens. Time is the
+server's. Open streams are counted for each process, under a sign of life that ends by itself: what a killed process held is free seconds
+later. A server that does not answer lets everybody in, which the log says: a limit is no reason to stop serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from .buckets import NUM_FIELDS, Holder, Room, Shortage, month_of, room, shortage_of
+from .errors import TenantsFileError
+from .limiter import Admission, Answer
+from .limits import LIMIT_NAMES, Account, Limits
+
+PREFIX = "splitserve:limits:"
+ALIVE_S = 10
+RENEW_S = 3.0
+TIMEOUT_S = 1.0
+LOG_EVERY_S = 5.0
+SCRIPT = """
+-- KEYS: one hash a holder. ARGV: change in tokens, change in streams, process, prefix of signs of life, month, now or '',
+-- then five limits a holder, 0 for none. Returns whether it was taken, and each holder's numbers and open streams.
+local tokens, streams, process, alive = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local month, now = tonumber(ARGV[5]), tonumber(ARGV[6])
+if not now then
+  local time = redis.call('TIME')
+  now = tonumber(time[1]) + tonumber(time[2]) / 1e6
+end
+local day = math.floor(now / 86400)
+local holders, short = {}, false
+for i, key in ipairs(KEYS) do
+  local limits, state = {}, {}
+  for j = 1, 5 do limits[j] = tonumber(ARGV[6 + (i - 1) * 5 + j]) end
+  local stored = redis.call('HMGET', key, '0', '1', '2', '3', '4', '5', '6')
+  for j = 1, 7 do state[j] = tonumber(stored[j] or '0') end
+  local new, elapsed = state[3] == 0, math.max(0, now - state[3])
+  for j = 1, 2 do
+    local limit = limits[j]
+    if limit == 0 then state[j] = 1e300
+    elseif new then state[j] = limit
+    else state[j] = math.min(limit, state[j] + elapsed * limit / 60) end
+  end
+  state[3] = math.max(now, state[3])
+  if day > state[4] then
+    state[4], state[5] = day, 0
+    if month > state[6] then state[6], state[7] = month, 0 end
+  end
+  local open = 0
+  if limits[3] > 0 then
+    local counts = redis.call('HGETALL', key .. ':streams')
+    for j = 1, #counts, 2 do
+      if redis.call('EXISTS', alive .. counts[j]) == 1 then open = open + tonumber(counts[j + 1])
+      else redis.call('HDEL', key .. ':streams', counts[j]) end
+    end
+  end
+  if streams > 0 then
+    short = short or state[1] < 1 or state[2] < tokens or (limits[3] > 0 and open >= limits[3])
+      or (limits[4] > 0 and state[5] + tokens > limits[4]) or (limits[5] > 0 and state[7] + tokens > limits[5])
+  end
+  holders[i] = {limits, state, open}
+end
+local result = {short and 0 or 1}
+for i, key in ipairs(KEYS) do
+  local limits, state, open = unpack(holders[i])
+  if not short then
+    if streams > 0 and limits[1] > 0 then state[1] = state[1] - 1 end
+    if limits[2] > 0 then state[2] = math.min(limits[2], state[2] - tokens) end
+    state[5], state[7] = math.max(0, state[5] + tokens), math.max(0, state[7] + tokens)
+    if limits[3] > 0 and streams ~= 0 and redis.call('HINCRBY', key .. ':streams', process, streams) < 1 then
+      redis.call('HDEL', key .. ':streams', process)
+    end
+  end
+  local stored = {}
+  for j = 1, 7 do
+    local number = string.format('%.17g', state[j])
+    stored[#stored + 1], stored[#stored + 2] = tostring(j - 1), number
+    result[#result + 1] = number
+  end
+  redis.call('HSET', key, unpack(stored))
+  redis.call('EXPIRE', key, 3000000)
+  result[#result + 1] = tostring(open)
+end
+return result
+"""
+_log = logging.getLogger(__name__)
+
+
+class RedisLimiter:
+    """A ``Limiter``."""
+
+    def __init__(self, url: str, prefix: str = PREFIX) -> None:
+        """Connects when it is first asked. Raises TenantsFileError for a malformed URL."""
+        try:
+            self._redis: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
+                url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, decode_responses=True
+            )
+        except ValueError as error:
+            raise TenantsFileError(f"--redis-url: {error}") from None
+        self._prefix = prefix
+        self._script = self._redis.register_script(SCRIPT)
+        self._process = secrets.token_hex(8)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._complained = float("-inf")
+
+    async def start(self) -> None:
+        """Gives its first sign of life, and more from then on."""
+        await self._say_alive()
+        self._spawn(self._stay_alive(), "alive")
+
+    def admit(self, account: Account, tokens: int, answer: Answer) -> None:
+        holders = self._holders(account)
+        if not holders:
+            answer(Admission(account, tokens, Room()))
+        else:
+            self._spawn(self._admit(account, holders, tokens, answer))
+
+    def settle(self, admission: Admission, tokens: int) -> None:
+        if holders := self._holders(admission.account):
+            self._spawn(self._settle(holders, tokens - admission.tokens))
+
+    async def stop(self) -> None:
+        """Says what is still to be said, and goes."""
+        pending = [task for task in self._tasks if task.get_name() != "alive"]
+        if pending:
+            await asyncio.wait(pending, timeout=TIMEOUT_S)
+        for task in self._tasks:
+            task.cancel()
+        with contextlib.suppress(RedisError, OSError):
+            await self._redis.delete(f"{self._prefix}alive:{self._process}")
+        await self._redis.aclose()
+
+    async def take(
+        self, holders: Sequence[tuple[str, Limits]], tokens: int, streams: int, now: float | None = None
+    ) -> tuple[bool, list[Holder]]:
+        """Runs the script: whether it was taken, and what the holders then have. Raises RedisError or OSError. ``now``: for tests."""
+        alive, month = f"{self._prefix}alive:", month_of(time.time() if now is None else now)
+        head: list[Any] = [tokens, streams, self._process, alive, month, "" if now is None else now]
+        bounds = [getattr(limits, name) or 0 for _, limits in holders for name in LIMIT_NAMES]
+        result: list[Any] = await self._script(keys=[self._prefix + key for key, _ in holders], args=[*head, *bounds])
+        numbers, width = [float(value) for value in result[1:]], NUM_FIELDS + 1
+        return bool(int(result[0])), [
+            Holder(numbers[i * width : i * width + NUM_FIELDS], limits, int(numbers[i * width + NUM_FIELDS]))
+            for i, (_, limits) in enumerate(holders)
+        ]
+
+    async def _admit(self, account: Account, holders: Sequence[tuple[str, Limits]], tokens: int, answer: Answer) -> None:
+        try:
+            taken, after = await self.take(holders, tokens, 1)
+        except (RedisError, OSError) as error:
+            self._complain(error)
+            answer(Admission(account, tokens, Room()))
+            return
+        answer(Admission(account, tokens, room(after)) if taken else _shortage(after, tokens))
+
+    async def _settle(self, holders: Sequence[tuple[str, Limits]], change: int) -> None:
+        try:
+            await self.take(holders, change, -1)
+        except (RedisError, OSError) as error:
+            self._complain(error)
+
+    async def _stay_alive(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await self._say_alive()
+
+    async def _say_alive(self) -> None:
+        try:
+            await self._redis.set(f"{self._prefix}alive:{self._process}", 1, ex=ALIVE_S)
+        except (RedisError, OSError) as error:
+            self._complain(error)
+
+    def _holders(self, account: Account) -> list[tuple[str, Limits]]:
+        both = ((f"tenant:{account.tenant_id}", account.tenant_limits), (account.key, account.key_limits))
+        return [(key, limits) for key, limits in both if limits.bounded]
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str | None = None) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _complain(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now - self._complained >= LOG_EVERY_S:
+            self._complained = now
+            _log.error("Redis does not answer, requests pass without a look at their limits: %s", error)
+
+
+def _shortage(holders: Sequence[Holder], tokens: int) -> Shortage:
+    found = shortage_of(holders, tokens, max(holder.state[2] for holder in holders))
+    assert found is not None, "the script refused what its own numbers allow"
+    return found

@@ -1,0 +1,153 @@
+"""Limits that all coordinator processes of a host hold to together: the buckets lie in a file that they map into memory.
+
+One row of doubles for each key and each tenant: the numbers of ``buckets.py``, then one column for each process with its open streams.
+An admission is a lock on the file, a few lines of arithmetic, an unlock: 10 us, and no process that could be down. What the file says
+outlives the processes. A process owns a column as long as it lives, by a lock that the kernel takes back: the streams of a killed one are
+dropped by who takes its column, or misses them first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .buckets import NUM_FIELDS, Holder, Room, Shortage, admit, settle
+from .errors import TenantsFileError
+from .limiter import Admission, Answer
+from .limits import Account, Limits
+
+FIRST_COLUMN = 8
+MAX_PROCESSES = 56
+ROW_DOUBLES = FIRST_COLUMN + MAX_PROCESSES
+ROW_BYTES = 8 * ROW_DOUBLES
+GROW_ROWS = 1024
+LOCK_TRIES = 50
+LOCK_WAIT_S = 1e-4
+LOCK = "hhqqi4x"  # struct flock
+COLUMN_LOCKS_AT = 1 << 40  # byte offsets far beyond the file's end: locks need no bytes
+
+
+class SharedLimiter:
+    """A ``Limiter``. Owns the file's mapping and one column of it."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """Raises TenantsFileError."""
+        self._clock = clock
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TenantsFileError(f"cannot use the limits file {path}: {error.strerror}") from None
+        self._column = self._claim_column(path)
+        self._map: mmap.mmap | None = None
+        self._view: memoryview[float] = memoryview(bytearray(8)).cast("d")
+        self._num_rows = 0
+        with self._locked():
+            self._reach(0)
+            for row in range(self._num_rows):
+                self._view[row * ROW_DOUBLES + self._column] = 0.0
+
+    def admit(self, account: Account, tokens: int, answer: Answer) -> None:
+        rows = self._rows(account)
+        if not rows:
+            answer(Admission(account, tokens, Room()))
+            return
+        with self._locked():
+            result = admit([self._holder(row, limits) for row, limits in rows], tokens, self._clock())
+            if isinstance(result, Shortage) and result.what == "streams" and self._bury_dead(rows):
+                result = admit([self._holder(row, limits) for row, limits in rows], tokens, self._clock())
+            if isinstance(result, Room):
+                self._count_stream(rows, 1.0)
+        answer(Admission(account, tokens, result) if isinstance(result, Room) else result)
+
+    def settle(self, admission: Admission, tokens: int) -> None:
+        rows = self._rows(admission.account)
+        if rows:
+            with self._locked():
+                settle([self._holder(row, limits) for row, limits in rows], admission.tokens, tokens, self._clock())
+                self._count_stream(rows, -1.0)
+
+    async def start(self) -> None:
+        """It is ready as it is."""
+
+    async def stop(self) -> None:
+        self._view.release()
+        if self._map is not None:
+            self._map.close()
+        os.close(self._fd)
+
+    def _rows(self, account: Account) -> list[tuple[int, Limits]]:
+        """Rows and limits, of the tenant and of the key, as far as there are limits."""
+        rows = ((2 * account.tenant_id, account.tenant_limits), (2 * account.key_id + 1, account.key_limits))
+        return [(row, limits) for row, limits in rows if limits.bounded]
+
+    def _holder(self, row: int, limits: Limits) -> Holder:
+        self._reach(row)
+        at = row * ROW_DOUBLES
+        num_streams = round(sum(self._view[at + FIRST_COLUMN : at + ROW_DOUBLES])) if limits.max_streams is not None else 0
+        return Holder(self._view[at : at + NUM_FIELDS], limits, num_streams)
+
+    def _count_stream(self, rows: list[tuple[int, Limits]], change: float) -> None:
+        for row, _ in rows:
+            at = row * ROW_DOUBLES + self._column
+            self._view[at] = max(0.0, self._view[at] + change)
+
+    def _reach(self, row: int) -> None:
+        """Maps as many rows as there are, and makes more where this one is not among them."""
+        if row < self._num_rows:
+            return
+        num_rows = max(os.fstat(self._fd).st_size // ROW_BYTES, (row // GROW_ROWS + 1) * GROW_ROWS)
+        if os.fstat(self._fd).st_size < num_rows * ROW_BYTES:
+            os.ftruncate(self._fd, num_rows * ROW_BYTES)
+        self._map = mmap.mmap(self._fd, num_rows * ROW_BYTES)  # the old one goes when nothing refers to it
+        self._view = memoryview(self._map).cast("d")
+        self._num_rows = num_rows
+
+    def _bury_dead(self, rows: list[tuple[int, Limits]]) -> bool:
+        """Drops what processes that have ended still hold of these rows; whether there was anything."""
+        found = False
+        for row, _ in rows:
+            for column in range(FIRST_COLUMN, ROW_DOUBLES):
+                at = row * ROW_DOUBLES + column
+                if self._view[at] > 0 and column != self._column and not self._is_owned(column):
+                    self._view[at], found = 0.0, True
+        return found
+
+    def _is_owned(self, column: int) -> bool:
+        lock = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _column_lock(column))
+        return bool(struct.unpack(LOCK, lock)[0] != fcntl.F_UNLCK)
+
+    def _claim_column(self, path: Path) -> int:
+        for column in range(FIRST_COLUMN, ROW_DOUBLES):
+            try:
+                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _column_lock(column))
+            except BlockingIOError:
+                continue
+            return column
+        os.close(self._fd)
+        raise TenantsFileError(f"{path}: {MAX_PROCESSES} coordinator processes hold to its limits already; no more can")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Others wait for microseconds. One that was stopped while it held the lock must not stop everybody: after some milliseconds we go
+        on without it, and a limit may be off by a request."""
+        for _ in range(LOCK_TRIES):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(LOCK_WAIT_S)
+            else:
+                break
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+def _column_lock(column: int) -> bytes:
+    return struct.pack(LOCK, fcntl.F_WRLCK, os.SEEK_SET, COLUMN_LOCKS_AT + column, 1, 0)

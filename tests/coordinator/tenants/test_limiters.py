@@ -1,0 +1,164 @@
+"""Limits hold across processes by a file, and across hosts by Redis, whatever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from splitserve.coordinator.tenants.buckets import NUM_FIELDS, Holder, Room, Shortage, admit, settle
+from splitserve.coordinator.tenants.limiter import Admission, Limiter
+from splitserve.coordinator.tenants.limits import Account, Limits
+from splitserve.coordinator.tenants.redis_limiter import RedisLimiter
+from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
+
+ACCOUNT = Account(
+    tenant="t", tenant_id=3, key_id=7, tenant_limits=Limits(requests_per_minute=5, max_streams=4), key_limits=Limits(tokens_per_minute=1000)
+)
+
+
+def ask(limiter: Limiter, account: Account = ACCOUNT, tokens: int = 10) -> Admission | Shortage:
+    """Of one that answers at once."""
+    answers: list[Admission | Shortage] = []
+    limiter.admit(account, tokens, answers.append)
+    return answers[0]
+
+
+async def asked(limiter: Limiter, account: Account = ACCOUNT, tokens: int = 10) -> Admission | Shortage:
+    answer: asyncio.Future[Admission | Shortage] = asyncio.get_running_loop().create_future()
+    limiter.admit(account, tokens, answer.set_result)
+    return await asyncio.wait_for(answer, 5)
+
+
+async def test_two_processes_share_one_bucket(tmp_path: Path) -> None:
+    one, two = (SharedLimiter(tmp_path / "limits", clock=lambda: 1e9) for _ in range(2))
+    answers = [ask(limiter) for _ in range(2) for limiter in (one, two)]
+    assert all(isinstance(answer, Admission) for answer in answers)
+    assert [answer.room.remaining_requests for answer in answers] == [4, 3, 2, 1]
+    full = ask(one)
+    assert isinstance(full, Shortage)
+    assert (full.what, full.limit) == ("streams", 4)
+    assert isinstance(answers[1], Admission)
+    two.settle(answers[1], 10)
+    assert isinstance(ask(one), Admission)
+    spent = ask(two)
+    assert isinstance(spent, Shortage)
+    assert spent.what == "requests"
+    await one.stop()
+    await two.stop()
+
+
+async def test_what_was_used_outlives_the_process_and_its_streams_do_not(tmp_path: Path) -> None:
+    """Killed with kill -9, while another process goes on."""
+    script = (
+        "import sys, time; from pathlib import Path; from splitserve.coordinator.tenants.shared_limiter import SharedLimiter\n"
+        "from splitserve.coordinator.tenants.limits import Account, Limits\n"
+        "limiter = SharedLimiter(Path(sys.argv[1]))\n"
+        "account = Account(tenant_id=3, tenant_limits=Limits(max_streams=2, tokens_per_month=100))\n"
+        "[limiter.admit(account, 30, lambda answer: print(type(answer).__name__, flush=True)) for _ in range(2)]\n"
+        "time.sleep(60)"
+    )
+    survivor = SharedLimiter(tmp_path / "limits")
+    child = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "limits")], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert [child.stdout.readline().strip() for _ in range(2)] == ["Admission", "Admission"]
+    account = Account(tenant_id=3, tenant_limits=Limits(max_streams=2, tokens_per_month=100))
+    held = ask(survivor, account)
+    assert isinstance(held, Shortage)
+    assert held.what == "streams"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert isinstance(ask(survivor, account, 40), Admission)
+    spent = ask(survivor, account, 1)
+    assert isinstance(spent, Shortage)
+    assert spent.what == "month"
+    await survivor.stop()
+
+
+async def test_an_account_without_limits_costs_nothing(tmp_path: Path) -> None:
+    limiter = SharedLimiter(tmp_path / "limits")
+    admission = ask(limiter, Account(tenant_id=10**9), 10**12)
+    assert isinstance(admission, Admission)
+    assert admission.room == Room()
+    limiter.settle(admission, 1)
+    assert (tmp_path / "limits").stat().st_size < 1 << 20
+    await limiter.stop()
+
+
+# --- Redis ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def redis_url(tmp_path: Path) -> AsyncIterator[str]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("there is no redis-server; Debian's package is redis-server")
+    socket = tmp_path / "redis.sock"
+    command = ["redis-server", "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(tmp_path)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    async with asyncio.timeout(10):
+        while not socket.exists():
+            await asyncio.sleep(0.01)
+    yield f"unix://{socket}"
+    server.terminate()
+    server.wait()
+
+
+async def test_two_hosts_share_one_bucket(redis_url: str) -> None:
+    one, two = RedisLimiter(redis_url), RedisLimiter(redis_url)
+    await one.start()
+    await two.start()
+    answers = await asyncio.gather(*(asked(limiter) for _ in range(6) for limiter in (one, two)))
+    taken = [answer for answer in answers if isinstance(answer, Admission)]
+    assert len(taken) == 4
+    assert {answer.what for answer in answers if isinstance(answer, Shortage)} == {"streams"}
+    await one.stop()  # its streams are over with it
+    again = await asked(two)
+    assert isinstance(again, Admission)
+    spent = await asked(two)
+    assert isinstance(spent, Shortage)
+    await two.stop()
+
+
+async def test_redis_has_the_rules_of_the_pure_core(redis_url: str) -> None:
+    """A thousand steps of both, with the same clock: the same answers, the same numbers."""
+    rng, now = random.Random(5), 1.7e9
+    limiter = RedisLimiter(redis_url)
+    limits = [
+        Limits(requests_per_minute=2, tokens_per_minute=3000, tokens_per_day=6_000),
+        Limits(tokens_per_minute=2000, tokens_per_month=30_000),
+    ]
+    holders = [Holder([0.0] * NUM_FIELDS, bounds) for bounds in limits]
+    names = [("a", limits[0]), ("b", limits[1])]
+    outcomes = set()
+    for _ in range(1000):
+        now += rng.expovariate(1 / rng.choice((0.1, 5, 2_500)))
+        tokens = rng.choice((rng.randrange(200), rng.randrange(2500)))
+        if rng.random() < 0.7:
+            here = admit(holders, tokens, now)
+            outcomes.add(here.what if isinstance(here, Shortage) else "room")
+            taken, after = await limiter.take(names, tokens, 1, now)
+            assert taken == isinstance(here, Room)
+        else:
+            settle(holders, 1000, tokens, now)
+            _, after = await limiter.take(names, tokens - 1000, -1, now)
+        for a, b in zip(holders, after, strict=True):
+            assert list(b.state) == pytest.approx(list(a.state))
+    assert outcomes >= {"room", "requests", "tokens", "day", "month"}
+    await limiter.stop()
+
+
+async def test_a_redis_that_is_gone_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    limiter = RedisLimiter(f"unix://{tmp_path}/nobody")
+    admission = await asked(limiter)
+    assert isinstance(admission, Admission)
+    limiter.settle(admission, 3)
+    await limiter.stop()
+    assert "Redis does not answer" in caplog.text
