@@ -37,9 +37,10 @@ def reuse_blocks_that_a_stalled_writer_may_still_write(patch: Patch) -> None:
     end = HandoffReceiver._end
 
     def broken(self: Any, incoming: Any, *args: Any) -> None:
-        one_sided, self._one_sided[incoming.peer] = self._one_sided[incoming.peer], False
+        how = self._writers.one_sided
+        one_sided, how[incoming.peer] = how[incoming.peer], False
         end(self, incoming, *args)
-        self._one_sided[incoming.peer] = one_sided
+        how[incoming.peer] = one_sided
 
     patch.setattr(HandoffReceiver, "_end", broken)
 
@@ -48,7 +49,7 @@ def let_the_quarantine_end_with_time(patch: Patch) -> None:
     tick = HandoffReceiver.tick
 
     def broken(self: Any, now: float) -> None:
-        for lease, ended in list(self._quarantine.items()):
+        for lease, ended in list(self._quarantine.leases.items()):
             if ended.asked > 0 and now - ended.asked > 0.1:
                 self._free_quarantine(lease)
         tick(self, now)

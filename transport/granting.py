@@ -1,0 +1,116 @@
+"""Which offered prompts get blocks, and when: in order of arrival, once there is room. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from .handoff import Key, PeerId
+from .incoming import Incoming
+from .messages import Grant, Offer, from_hashes, u32
+
+MEMORY_OF_PAST = 8192
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class BlockPool(Protocol):
+    """What the receiver needs of a block manager."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_available(self) -> int: ...
+    def match_prefix(self, hashes: Sequence[bytes]) -> int: ...
+    def num_idle_among(self, hashes: Sequence[bytes]) -> int: ...
+    def acquire_prefix(self, hashes: Sequence[bytes]) -> list[int]: ...
+    def allocate(self, count: int) -> list[int] | None: ...
+    def commit(self, block: int, block_hash: bytes, parent: bytes | None) -> None: ...
+    def release(self, blocks: Sequence[int]) -> None: ...
+
+
+class Granting:
+    """The offers that wait, and what a grant is made of.
+
+    ``room`` answers (sequence slots free, blocks to leave for running sequences); ``secret`` draws a grant's secret.
+    """
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, room: Callable[[], tuple[int, int]], secret: Callable[[], bytes], lease_s: float
+    ) -> None:
+        self._pool, self._block_size, self._room, self._secret, self._lease_s = pool, block_size, room, secret, lease_s
+        self.waiting: OrderedDict[Key, Incoming] = OrderedDict()
+        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._next_lease = 1
+
+    def is_newest(self, offer: Offer) -> bool:
+        """Whether no newer attempt at its request has been offered."""
+        return offer.epoch >= self._epochs.get(offer.request_id, -1)
+
+    def obstacle(self, offer: Offer, worker_id: str) -> tuple[str, bool] | None:
+        """Why this offer gets no grant, and whether it never will."""
+        needed = self._num_blocks(offer.num_tokens)
+        if needed >= self._pool.num_blocks:
+            reason = f"the prompt needs {needed} KV blocks and room to grow; {worker_id} has {self._pool.num_blocks} in all"
+            return reason, True
+        if len(from_hashes(offer.block_hashes)) != offer.num_tokens // self._block_size:
+            return "hashes do not match the token count", False
+        return None
+
+    def join(self, peer: PeerId, offer: Offer, now: float) -> None:
+        """One more waits for room."""
+        remember(self._epochs, offer.request_id, offer.epoch)
+        key = (offer.coordinator, offer.dispatch)
+        hashes = from_hashes(offer.block_hashes)
+        self.waiting[key] = Incoming(key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now)
+
+    def forget_silent(self, silent_s: float, now: float) -> None:
+        """Whoever has not repeated an offer for so long does not want it any more."""
+        for incoming in [i for i in self.waiting.values() if now - i.heard > silent_s]:
+            del self.waiting[incoming.key]
+
+    def grant_next(self, incarnation: int, now: float) -> Incoming | None:
+        """The first in the line gets its blocks under a new lease, which names this worker's incarnation. None: no room for it."""
+        incoming = next(iter(self.waiting.values()), None)
+        if incoming is None or not self._has_room_for(incoming):
+            return None
+        del self.waiting[incoming.key]
+        cached = self._pool.acquire_prefix(incoming.hashes)
+        fresh = self._pool.allocate(self._num_blocks(incoming.num_tokens) - len(cached))
+        assert fresh is not None, "room was checked"
+        incoming.blocks, incoming.num_cached = cached + fresh, len(cached)
+        incoming.lease, self._next_lease = (incarnation & 0x3FFFFFFF) << 32 | self._next_lease, self._next_lease + 1
+        incoming.expires = now + self._lease_s
+        incoming.grant = self._grant(incoming)
+        return incoming
+
+    def _grant(self, incoming: Incoming) -> Grant:
+        coordinator, dispatch = incoming.key
+        return Grant(
+            coordinator=coordinator,
+            dispatch=dispatch,
+            lease=incoming.lease,
+            secret=self._secret(),
+            blocks=u32(incoming.blocks),
+            num_cached_blocks=incoming.num_cached,
+            lease_s=self._lease_s,
+        )
+
+    def _has_room_for(self, incoming: Incoming) -> bool:
+        slots, headroom = self._room()
+        hits = self._pool.match_prefix(incoming.hashes)
+        idle = self._pool.num_idle_among(incoming.hashes[:hits])
+        needed = self._num_blocks(incoming.num_tokens) - hits + headroom
+        return slots >= 1 and needed <= self._pool.num_available - idle
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+
+def remember(past: OrderedDict[_K, _V], key: _K, value: _V) -> None:
+    """Books the newest; forgets the oldest where there are too many."""
+    past[key] = value
+    past.move_to_end(key)
+    if len(past) > MEMORY_OF_PAST:
+        past.popitem(last=False)

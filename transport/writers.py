@@ -1,0 +1,88 @@
+"""The prefill workers that a decode worker has met: who they are, and how each of them writes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .handoff import ONE_SIDED_MOVERS, SAME_HOST_MOVERS, PeerId
+from .messages import Meet, Met, ModelIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class MoverEndpoints:
+    """What this decode worker can be written through, best first, and where."""
+
+    movers: tuple[str, ...]
+    host: str
+    shm_name: str = ""
+    data_address: str = ""
+
+
+class Writers:
+    """Agrees with each prefill worker on a mover. ``num_blocks``: of this worker's pool."""
+
+    def __init__(self, identity: ModelIdentity, endpoints: MoverEndpoints, num_blocks: int) -> None:
+        self._identity, self._endpoints, self._num_blocks = identity, endpoints, num_blocks
+        self.one_sided: dict[PeerId, bool] = {}
+        """By writer, whether it writes this worker's memory by itself."""
+        self.pids: dict[PeerId, int] = {}
+        self._num_movers: dict[PeerId, int] = {}  # that a writer has named: they only become fewer
+
+    def __contains__(self, peer: PeerId) -> bool:
+        """Whether a mover was agreed on."""
+        return peer in self.one_sided
+
+    def meet(self, peer: PeerId, meet: Meet, worker: PeerId) -> Met:
+        """The answer to Meet. ``worker``: this decode worker as it is called now."""
+        worker_id, incarnation = worker
+        self.pids[peer] = meet.pid
+        ours = self._endpoints
+        same_host = meet.host == ours.host
+        common = [m for m in meet.movers if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
+        if refused := _difference(self._identity, meet.model) or self._nothing_common(meet, common, same_host):
+            return Met(worker_id=worker_id, incarnation=incarnation, refused=refused)
+        if not self._is_echo(peer, meet, incarnation):
+            self._num_movers[peer] = len(meet.movers)
+            self.one_sided[peer] = common[0] in ONE_SIDED_MOVERS
+        return Met(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            mover=common[0],
+            num_blocks=self._num_blocks,
+            data_address=ours.data_address,
+            shm_name=ours.shm_name,
+        )
+
+    def earlier_runs(self, peer: PeerId, meet: Meet) -> list[PeerId]:
+        """What the same process was called before: it has no put under way that it began under those names."""
+        return [e for e, pid in self.pids.items() if e[0] == peer[0] and e[1] < peer[1] and pid == meet.pid]
+
+    def forget_choices(self) -> None:
+        """What failed with this worker's earlier incarnation may be tried again."""
+        self._num_movers.clear()
+
+    def forget(self, peer: PeerId) -> None:
+        """Its process has ended."""
+        self.one_sided.pop(peer, None)
+        self._num_movers.pop(peer, None)
+        self.pids.pop(peer, None)
+
+    def _is_echo(self, peer: PeerId, meet: Meet, incarnation: int) -> bool:
+        """Said to an earlier incarnation of ours, or before a mover failed: the mover in use is another."""
+        return meet.addressee not in (0, incarnation) or len(meet.movers) > self._num_movers.get(peer, len(meet.movers))
+
+    def _nothing_common(self, meet: Meet, common: list[str], same_host: bool) -> str:
+        if common:
+            return ""
+        needs = "" if same_host else f" ({' and '.join(sorted(SAME_HOST_MOVERS))}: on the same host only)"
+        ours = ", ".join(self._endpoints.movers)
+        return f"no mover in common: prefill has {', '.join(meet.movers)}; decode has {ours}{needs}"
+
+
+def _difference(ours: ModelIdentity, theirs: ModelIdentity) -> str:
+    """A sentence naming the first field that differs; empty where none does."""
+    for name in ModelIdentity.model_fields:
+        a, b = getattr(ours, name), getattr(theirs, name)
+        if a != b:
+            return f"the workers' {name.replace('_', ' ')} differs: decode has {a!r}, prefill has {b!r}"
+    return ""
