@@ -1,0 +1,92 @@
+"""Ends of the zmq mover's data connections, well-behaved ones and others."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack, suppress
+
+import pytest
+from support.kv_pools import (
+    BLOCK_BYTES,
+    DEADLINE_S,
+    SECRET,
+    empty_pool,
+)
+
+from splitserve.transport.movers.data_address import DataAddress
+from splitserve.transport.movers.interface import Pool
+from splitserve.transport.movers.parcel import (
+    RECORD_BYTES,
+    SIZE,
+    ParcelHeader,
+    pack_header,
+)
+from splitserve.transport.movers.session import ANSWER_BYTES, NONCE_BYTES, PLAIN, SEALED, TAG_BYTES, Hello, Seal, Transcript
+from splitserve.transport.movers.tcp_source import TcpSource
+from splitserve.transport.movers.tcp_target import TcpTarget
+
+MODES = pytest.mark.parametrize("mode", [PLAIN, SEALED], ids=["plain", "sealed"])
+
+
+def new_target(stack: ExitStack, takes_plain: bool = True) -> tuple[TcpTarget, Pool]:
+    pool = empty_pool()
+    target = TcpTarget("tcp://127.0.0.1:*", pool, takes_plain)
+    stack.callback(target.close_all)
+    return target, pool
+
+
+def new_source(stack: ExitStack, target: TcpTarget, pool: Pool, mode: int = SEALED) -> TcpSource:
+    source = TcpSource(target.data_address("127.0.0.1"), pool, mode == PLAIN)
+    stack.callback(source.close)
+    return source
+
+
+class RawPeer:
+    """One that says whatever it likes, by default after a handshake as it should be."""
+
+    def __init__(self, stack: ExitStack, target: TcpTarget, mode: int = PLAIN, secret: bytes | None = None) -> None:
+        address = DataAddress.parse(target.data_address("127.0.0.1"))
+        self.stream = stack.enter_context(socket.create_connection((address.host, address.port), DEADLINE_S))
+        hello = Hello(mode, bytes(NONCE_BYTES))
+        self.stream.sendall(hello.pack())
+        answer = receive(self.stream, ANSWER_BYTES)
+        transcript = Transcript(secret or address.secret, hello, answer[:NONCE_BYTES])
+        self.seal = transcript.seal()
+        self.stream.sendall(transcript.client_proof)
+
+    def send(self, header: bytes, body: bytes) -> None:
+        with suppress(ConnectionError):  # the target may have hung up on us
+            self.stream.sendall(frame(header, body, self.seal))
+
+    def ended(self) -> bool:
+        """Whether the target hangs up; with a deadline."""
+        try:
+            return self.stream.recv(1) == b""
+        except ConnectionError:
+            return True
+
+
+def receive(stream: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes, or fewer where the stream ends before."""
+    data = b""
+    while len(data) < num_bytes and (part := stream.recv(num_bytes - len(data))):
+        data += part
+    return data
+
+
+def frame(header: bytes, body: bytes, seal: Seal | None) -> bytes:
+    if seal is None:
+        return SIZE.pack(len(header)) + header + body
+    parts = [header, *(body[at : at + RECORD_BYTES] for at in range(0, len(body), RECORD_BYTES))]
+    sealed = [bytearray(len(part) + TAG_BYTES) for part in parts]
+    for part, into in zip(parts, sealed, strict=True):
+        seal.close_into(part, memoryview(into))
+    return SIZE.pack(len(sealed[0])) + b"".join(sealed)
+
+
+def header(lease: int = 9, secret: bytes = SECRET, offset: int = 0, length: int = BLOCK_BYTES, positions: tuple[int, ...] = (0,)) -> bytes:
+    return pack_header(ParcelHeader(lease, secret, offset, length, positions))
+
+
+def body(num_blocks: int = 1) -> bytes:
+    return bytes([7]) * BLOCK_BYTES * num_blocks

@@ -1,0 +1,195 @@
+"""Lost messages, silent writers and failing movers: every handoff ends, and no block stays."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.handoff_pair import BLOCK, DECODE, MODEL, PREFILL, TIMES, Pair, spec, whole
+
+from splitserve.transport import actions as act
+from splitserve.transport.messages import (
+    Ack,
+    Grant,
+    Handoff,
+    Meet,
+    Message,
+    Met,
+    Nack,
+    Offer,
+    Refuse,
+    Release,
+    Revoke,
+    from_u32,
+)
+
+
+def test_a_lease_revoked_under_a_new_incarnation_is_not_written_any_more() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver()
+    (lease,) = pair.receiver.leases()
+    revoke = Revoke(coordinator=7, dispatch=1, lease=lease, reason="fenced")
+    pair.sender.receive(("d", 3), revoke, pair.now)
+    pair.compute(spec())
+    pair.deliver()
+    assert pair.puts == []
+    assert isinstance(pair.ended[0], act.Undelivered)
+
+
+@pytest.mark.parametrize(("mover", "held"), [("shm", 3), ("zmq", 0)])
+def test_a_silent_writers_blocks_are_quarantined_if_it_writes_by_itself(mover: str, held: int) -> None:
+    pair = Pair(movers=(mover,))
+    pair.offer(spec())
+    pair.deliver()
+    pair.now = 10.0
+    pair.receiver.tick(pair.now)  # the sender is frozen: no renewal, no answer
+    assert pair.pool.num_used == held
+    pair.receiver.writer_gone(PREFILL)
+    assert pair.pool.num_used == 0
+
+
+def test_a_writer_of_another_host_that_stays_silent_is_shut_out_and_its_blocks_are_free() -> None:
+    pair = Pair(movers=("nixl", "zmq"))
+    for i in (1, 2):
+        pair.offer(spec(i))
+    pair.deliver()
+    held = pair.pool.num_used
+    pair.now = TIMES.lease
+    pair.receiver.tick(pair.now)  # it is frozen: its leases end, and it does not answer
+    pair.collect()
+    pair.to_sender.clear()
+    assert pair.receiver.silent_writers(pair.now + TIMES.silence - 0.1) == set()
+    pair.now += TIMES.silence
+    assert pair.receiver.silent_writers(pair.now) == {PREFILL}
+    assert pair.pool.num_used == held
+    pair.receiver.writer_shut_out(PREFILL)
+    assert pair.pool.num_used == 0
+    assert pair.sender.mover_failed(DECODE, "shut out"), "thawed, it finds out by its next put, and goes on by zmq"
+    whole(pair, spec(3))
+    assert [join.spec.dispatch for join in pair.joined] == [3]
+
+
+def test_shutting_a_writer_out_ends_its_running_leases_too() -> None:
+    pair = Pair(movers=("nixl",))
+    pair.offer(spec())
+    pair.deliver()
+    pair.receiver.writer_shut_out(PREFILL)
+    assert pair.pool.num_used == 0
+    pair.deliver()
+    assert isinstance(pair.ended[0], act.Undelivered)
+
+
+def test_a_thawed_writer_lets_go_when_asked() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver()
+    pair.now = 10.0
+    pair.receiver.tick(pair.now)
+    pair.deliver()
+    assert pair.pool.num_used == 0
+    assert isinstance(pair.ended[0], act.Undelivered)
+
+
+def test_meeting_a_newer_incarnation_of_the_same_process_ends_the_quarantine() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver()
+    pair.now = 10.0
+    pair.receiver.tick(pair.now)
+    meet = Meet(worker_id="p", incarnation=9, host="h", pid=5, model=MODEL, movers=("shm",))
+    pair.receiver.receive(("p", 9), meet.model_copy(update={"pid": 6}), pair.now)  # another process: proves nothing
+    assert pair.pool.num_used == 3
+    pair.receiver.receive(("p", 10), meet.model_copy(update={"incarnation": 10}), pair.now)
+    assert pair.pool.num_used == 0
+
+
+def test_renewal_keeps_a_slow_prompts_lease() -> None:
+    pair = Pair()
+    pair.offer(spec())
+    pair.deliver()
+    for _ in range(40):
+        pair.tick(0.5)
+        pair.deliver()
+    pair.compute(spec())
+    pair.deliver()
+    assert len(pair.joined) == 1
+
+
+KINDS: list[type[Message]] = [Meet, Met, Offer, Grant, Handoff, Ack, Nack, Release, Revoke, Refuse]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lost=st.dictionaries(st.sampled_from(KINDS), st.integers(1, 2), max_size=6),
+    mover=st.sampled_from(["shm", "zmq"]),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    cancelled=st.sets(st.integers(0, 4)),
+    corrupt=st.sets(st.integers(0, 7), max_size=2),
+)
+def test_whatever_is_lost_every_handoff_ends_and_no_block_stays(
+    lost: dict[type[Message], int], mover: str, lengths: list[int], cancelled: set[int], corrupt: set[int]
+) -> None:
+    pair = Pair(movers=(mover,))
+    left = dict(lost)
+
+    def drop(message: Message) -> bool:
+        if left.get(type(message), 0) > 0:
+            left[type(message)] -= 1
+            return True
+        return False
+
+    specs = [spec(i, length, f"r{i}") for i, length in enumerate(lengths)]
+    for what in specs:
+        pair.offer(what)
+        pair.deliver(drop)
+        pair.corrupt = [corrupt]
+        pair.compute(what)
+        pair.deliver(drop)
+        if what.dispatch in cancelled:
+            pair.sender.abandon((7, what.dispatch))
+            pair.receiver.cancel((7, what.dispatch))
+            pair.deliver(drop)
+    released: set[tuple[int, int]] = set()
+    for _ in range(200):
+        pair.tick(0.25)
+        pair.deliver(drop)
+        for join in pair.joined:
+            if join.key not in released:
+                released.add(join.key)
+                pair.pool.release(join.blocks)  # the sequence has ended
+    assert len(pair.sender) == 0
+    assert pair.receiver.num_granted == pair.receiver.num_waiting == 0
+    assert pair.pool.num_used == 0
+    ended = {e.key for e in pair.ended}
+    assert ended | {(7, i) for i in cancelled} >= {(7, what.dispatch) for what in specs}
+    for join in pair.joined:
+        assert len(join.blocks) == -(-len(from_u32(join.spec.token_ids)) // BLOCK)
+
+
+def test_a_mover_that_fails_is_replaced_by_zmq() -> None:
+    """What was under way ends and frees its blocks; the peer is met anew, and the next handoff is not by shared memory."""
+    pair = Pair(movers=("shm", "zmq"))
+    pair.offer(spec(1))
+    pair.deliver()
+    assert pair.sender.mover_failed(DECODE, "the memory is gone")
+    assert pair.sender.num_fallbacks == 1
+    pair.deliver()
+    assert [type(end) for end in pair.ended] == [act.Undelivered]
+    assert pair.pool.num_used == 0
+    pair.sender.receive(DECODE, Met(worker_id="d", incarnation=2, mover="shm", num_blocks=16), pair.now)  # an echo of the first meeting
+    whole(pair, spec(2, epoch=1))
+    assert [join.spec.dispatch for join in pair.joined] == [2]
+    assert not pair.sender.mover_failed(DECODE, "the network is gone"), "there is nothing else to fall back to"
+    assert pair.sender.num_fallbacks == 1
+
+
+def test_a_forced_mover_that_fails_is_not_replaced() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec(1))
+    pair.deliver()
+    assert not pair.sender.mover_failed(DECODE, "the memory is gone")
+    pair.deliver()
+    pair.offer(spec(2, epoch=1))
+    messages = [action.message for action in pair.sender.take() if isinstance(action, act.ToPeer)]
+    assert [message.movers for message in messages if isinstance(message, Meet)] == [("shm",)]
