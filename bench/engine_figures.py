@@ -159,7 +159,7 @@ class RandomEngine:
         def step() -> None:
             made = self._batch(batch, context - 1, 1)
             with torch.inference_mode():
-                self._graphs.logits(made).argmax(dim=-1).cpu()
+                self._graphs.logits(made)[0].argmax(dim=-1).cpu()
 
         step()
         started = time.perf_counter()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..engine.batch import SamplingParams, SamplingState
 from ..engine.device_sampler import DeviceSampler
+from ..engine.sampled_rows import SampledRows
 from ..engine.sampler import Sampler
 from ..kernels.gpu.attention_tiles import TileShape
 from ..kernels.gpu.block_checksum import block_checksums
@@ -265,5 +266,5 @@ def _sampling(vocab_size: int, device: str) -> float:
         for i, params in enumerate(own * 4)
     ]
     logits = randn(len(states), vocab_size, device=device) * 3
-    expected, _ = Sampler(REFERENCE, (3,)).sample(logits.cpu().clone(), states)
-    return float(DeviceSampler((3,)).sample(logits, states)[0].tolist() != expected.tolist())
+    expected, _ = Sampler(REFERENCE, (3,)).sample(logits.cpu().clone(), SampledRows.booked(states))
+    return float(DeviceSampler((3,)).sample(logits, SampledRows.booked(states, device))[0].tolist() != expected.tolist())

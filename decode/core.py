@@ -34,7 +34,8 @@ from ..transport.messages import (
 )
 from ..transport.reports import CacheReporter, logprobs_message
 from .moving import Moving
-from .scheduler import DecodeResult, DecodeScheduler, DecodeStep
+from .rows import DecodeStep
+from .scheduler import DecodeResult, DecodeScheduler
 
 DecodeAction = ToCoordinator | ReceiverAction | SenderAction | CompileGrammar
 
@@ -115,7 +116,7 @@ class DecodeCore:
         return self._leave_by is not None and not self._held()
 
     def schedule(self, now: float) -> DecodeStep | None:
-        """The next step; sequences that found no block are given back to the coordinator."""
+        """The next step, made ahead if one is in flight; sequences that found no block are given back to the coordinator."""
         self._settle(now)
         step = self.scheduler.schedule()
         if self.scheduler.preempted:
@@ -125,7 +126,7 @@ class DecodeCore:
         return step
 
     def complete(self, step: DecodeStep, output: StepOutput, now: float) -> None:
-        """A step has run: all its tokens go to the coordinator in one message."""
+        """The oldest step in flight has run: all its tokens go to the coordinator in one message."""
         self.num_steps += 1
         result = self.scheduler.complete(step, output)
         self._report(result)
@@ -145,6 +146,10 @@ class DecodeCore:
         alone = sum(not s.doomed for s in step.sequences) == 1
         for sequence in self.scheduler.shrink(step):
             self._say_failed(sequence.key, "internal" if alone else "preempted", "the decode worker ran out of memory in a step")
+
+    def skip_step(self, step: DecodeStep) -> None:
+        """The step before this one failed, so this one was not run."""
+        self.scheduler.skip(step)
 
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines and leases."""
@@ -269,7 +274,8 @@ class DecodeCore:
         sequences, columns = step.sequences, [step.dispatches, step.indices, output.token_ids.astype(np.uint32)]
         logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
         if result.dropped:
-            rows = [row for row, sequence in enumerate(sequences) if not sequence.doomed]
+            dropped = set(result.dropped)
+            rows = [row for row in range(len(sequences)) if row not in dropped]
             place = {row: i for i, row in enumerate(rows)}
             sequences, columns = [sequences[row] for row in rows], [column[rows] for column in columns]
             finished = {place[row]: reason for row, reason in finished.items()}

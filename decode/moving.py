@@ -15,7 +15,8 @@ from ..transport.block_hash import chain, root_hash
 from ..transport.handoff import HandoffTimes, Key, PeerId
 from ..transport.handoff_sender import HandoffSender
 from ..transport.messages import Meet, Message, Move, RequestFailed, u32
-from .scheduler import DecodeScheduler, DecodeSequence
+from .rows import DecodeSequence
+from .scheduler import DecodeScheduler
 
 TIMES = HandoffTimes(resend=0.25, grant=2.0, ack=5.0)
 """A stream stands still meanwhile: better it goes on here soon."""

@@ -3,7 +3,7 @@
 wait for sockets, the step thread or the clock
 receive   what coordinator and prefill workers said, KV blocks that arrived   -> core
 collect   the step that has run                                               -> core
-launch    the core's next step                                                -> step thread
+launch    the core's next step, before the one that runs has ended            -> step thread
 carry out what the core wants done: messages, leases
 check     some of the blocks that have arrived
 report    heartbeat and cache events
@@ -25,7 +25,7 @@ import zmq
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar
 from ..engine.grammar_thread import GrammarThread
-from ..engine.step_thread import StepThread
+from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import CloseLease, ExpectAgain, Join, OpenLease, Supersede, ToCoordinator, ToPeer, Verify
 from ..transport.channels import RouterChannel
@@ -43,7 +43,8 @@ from ..transport.movers.targets import MoverTargets
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
 from .core import DecodeAction, DecodeCore
-from .scheduler import DecodeScheduler, DecodeStep
+from .rows import DecodeStep
+from .scheduler import DecodeScheduler
 from .settings import DecodeSettings
 
 TICK_S = 0.05
@@ -85,7 +86,7 @@ class DecodeWorker:
         )
         meet = self._meet(self._movers.endpoints.movers)
         self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint, meet, settings.drain_timeout_s)
-        self._steps: StepThread[DecodeStep] = StepThread(model.runner, self._wakeup.set)
+        self._steps: StepThread[DecodeStep] = StepThread(model.runner, self._wakeup.set, ahead_at_layer=model.ahead_at_layer)
         self._grammars = GrammarThread(model.grammars, self._wakeup.set)
         self._poller = self._make_poller()
         assert self._core.moving is not None, "it has said how it meets others"
@@ -167,11 +168,14 @@ class DecodeWorker:
                 self._shut_out(earlier)
 
     def _collect(self, now: float) -> None:
-        finished = self._steps.collect()
-        if finished is None:
-            return
+        while (finished := self._steps.collect()) is not None:
+            self._book(finished, now)
+
+    def _book(self, finished: Finished[DecodeStep], now: float) -> None:
         if finished.output is not None:
             self._core.complete(finished.step, finished.output, now)
+        elif finished.error is None:
+            self._core.skip_step(finished.step)
         elif finished.out_of_memory:
             _log.warning(
                 "a decode step of %d sequences ran out of memory, half of them leave: %s", finished.step.batch.num_seqs, finished.error
@@ -182,7 +186,7 @@ class DecodeWorker:
             self._core.fail_step(finished.step, f"decode failed: {finished.error}")
 
     def _launch(self, now: float) -> None:
-        if not self._steps.busy and (step := self._core.schedule(now)) is not None:
+        while self._steps.wants_next and (step := self._core.schedule(now)) is not None:
             self._steps.submit(step)
 
     def _carry_out(self, now: float) -> None:

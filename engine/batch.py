@@ -35,12 +35,15 @@ class SamplingParams:
     logprobs: int | None = None
     grammar: bytes = b""  # empty: any token may follow
 
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 @dataclass(slots=True)
 class SamplingState:
-    """One sequence's sampling parameters and the tokens they depend on. The scheduler appends to ``output_token_ids``
-    after every step; the sampler only reads. The position of the token to be sampled is
-    ``len(prompt_token_ids) + len(output_token_ids)``."""
+    """One sequence's sampling parameters and the tokens they depend on. The scheduler appends to ``output_token_ids`` when it books a step,
+    which may be while the next one runs; the sampler only reads, by ``outputs_before``."""
 
     params: SamplingParams
     prompt_token_ids: list[int]
@@ -52,16 +55,8 @@ class SamplingState:
 
     def __post_init__(self) -> None:
         p = self.params
-        self.plain_greedy = (
-            p.temperature == 0
-            and p.repetition_penalty == 1
-            and p.presence_penalty == 0
-            and p.frequency_penalty == 0
-            and not p.logit_bias
-            and p.logprobs is None
-            and p.min_tokens == 0
-            and not p.grammar
-        )
+        edits = p.has_penalties or p.logit_bias or p.min_tokens or p.grammar
+        self.plain_greedy = p.temperature == 0 and not edits and p.logprobs is None
 
     @property
     def lacks_matcher(self) -> bool:
@@ -70,7 +65,16 @@ class SamplingState:
 
     @property
     def position(self) -> int:
+        """Of the token that comes after those that are booked."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def num_outputs_before(self, position: int) -> int:
+        return position - len(self.prompt_token_ids)
+
+    def outputs_before(self, position: int, newest: int) -> list[int]:
+        """The output tokens before ``position``, whether the last of them, ``newest``, is booked yet or not."""
+        count = self.num_outputs_before(position)
+        return [*self.output_token_ids[: count - 1], newest] if count else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class Batch:
     prompt_logprobs one entry a sequence          n: report logprobs (n alternatives) of each of this chunk's *next* prompt tokens
     next_prompt_ids one entry a sequence          for ``prompt_logprobs``: the token that follows each of the chunk's tokens in the
                                                   prompt (one fewer than the chunk's tokens where the chunk ends the prompt)
+    fed_from        int32 [num_seqs] or None      a decode step made while the one before still ran: the row of that one whose sampled
+                                                  token is this sequence's input token; -1: it is in ``token_ids``, as all are for None
     """
 
     token_ids: NDArray[np.int32]
@@ -98,6 +104,7 @@ class Batch:
     sampling: Seq[SamplingState | None]
     prompt_logprobs: Seq[int | None] = ()
     next_prompt_ids: Seq[list[int]] = ()
+    fed_from: NDArray[np.int32] | None = None
 
     @property
     def num_seqs(self) -> int:

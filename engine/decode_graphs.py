@@ -69,8 +69,9 @@ class StepBuffers:
         self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self.fill(None, num_rows)
 
-    def fill(self, batch: Batch | None, num_rows: int) -> None:
-        """The batch's rows, then padding up to ``num_rows``. Block numbers beyond a sequence's last block are never read."""
+    def fill(self, batch: Batch | None, num_rows: int, sampled_last: Tensor | None = None) -> None:
+        """The batch's rows, then padding up to ``num_rows``. Block numbers beyond a sequence's last block are never read. ``sampled_last``:
+        the tokens of the step before, of which the batch may want some (``Batch.fed_from``)."""
         n = 0 if batch is None else batch.num_seqs
         if batch is not None:
             self._put("token_ids", batch.token_ids)
@@ -82,6 +83,9 @@ class StepBuffers:
             self._host[name].numpy()[n:num_rows] = value
         for name, host in self._host.items():
             self._device[name][:num_rows].copy_(host[:num_rows], non_blocking=True)
+        if batch is not None and batch.fed_from is not None and sampled_last is not None and len(sampled_last):
+            token_ids = self._device["token_ids"][:n]
+            token_ids.copy_(feed(token_ids, torch.from_numpy(batch.fed_from).to(token_ids.device), sampled_last))
 
     def inputs(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
         """Token ids and metadata of the first ``num_rows`` rows: views of the fixed memory."""
@@ -120,11 +124,13 @@ class DecodeGraphs:
             and not any(count is not None for count in batch.prompt_logprobs)
         )
 
-    def logits(self, batch: Batch) -> Tensor:
-        """float32 [num_seqs, vocab_size], valid until the next call; the caller may write to it."""
-        size = next(size for size in self._buckets if size >= batch.num_seqs)
-        self._buffers.fill(batch, size)
-        return self._replays[size]()[: batch.num_seqs]
+    def logits(self, batch: Batch, sampled_last: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """float32 [num_seqs, vocab_size], which the caller may write to, and the input tokens int32 [num_seqs]. Both are valid until the
+        next call. ``sampled_last``: see ``StepBuffers.fill``."""
+        n = batch.num_seqs
+        size = next(size for size in self._buckets if size >= n)
+        self._buffers.fill(batch, size, sampled_last)
+        return self._replays[size]()[:n], self._buffers.inputs(n)[0]
 
     def _record(self, compute: Callable[[Tensor, AttentionMetadata], Tensor], size: int, record: Recorder) -> Replay:
         token_ids, metadata = self._buffers.inputs(size)
@@ -134,6 +140,13 @@ class DecodeGraphs:
             raise OutOfMemoryError(
                 f"no memory for the graph of a decode step of {size} sequences; lower --decode-max-num-seqs or --kv-cache-gib"
             ) from error
+
+
+def feed(token_ids: Tensor, fed_from: Tensor, sampled_last: Tensor) -> Tensor:
+    """``token_ids`` int32 [n], but ``sampled_last`` [fed_from] where ``fed_from`` int32 [n] is not negative."""
+    if len(sampled_last) == 0:
+        return token_ids
+    return torch.where(fed_from >= 0, sampled_last[fed_from.clamp(min=0)], token_ids)
 
 
 def buckets_up_to(max_num_seqs: int) -> Sequence[int]:

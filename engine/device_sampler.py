@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..kernels.gpu.sampling import IN_PROMPT, SamplingRows, sample
 from ..kernels.gumbel_noise import hashed_seed
-from .batch import Logprobs, SamplingParams, SamplingState
+from .batch import Logprobs, SamplingState
+from .sampled_rows import SampledRows
 from .token_masks import forbid_tokens
 
 
@@ -24,9 +25,9 @@ class DeviceSampler:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
 
-    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
+    def sample(self, logits: Tensor, sampled: SampledRows) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
         """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids [num_rows] and, by row, the logprobs asked for."""
-        rows = sampling_rows(states, self._eos_token_ids, logits.shape[1], logits.device)
+        states, rows = sampled.states, sampling_rows(sampled, self._eos_token_ids, logits.shape[1])
         reporting = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         raw = logits.clone() if any(states[row].matcher is not None for row in reporting) else logits
         if forbid_tokens(logits, states) and raw is not logits:
@@ -47,12 +48,13 @@ def _report(own: list[float], ids: list[list[int]], values: list[list[float]], c
     return [Logprobs(own[i], tuple(ids[i][:n]), tuple(values[i][:n])) for i, n in enumerate(counts)]
 
 
-def sampling_rows(states: Sequence[SamplingState], eos_token_ids: tuple[int, ...], vocab_size: int, device: torch.device) -> SamplingRows:
-    """What these sequences ask for, on ``device``. Token counts are made for those that have penalties."""
-    params = [state.params for state in states]
-    penalized = [state for state in states if _has_penalties(state.params)]
-    slots = {id(state): slot for slot, state in enumerate(penalized)}
-    edits = [_edits(state, eos_token_ids) for state in states]
+def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_size: int) -> SamplingRows:
+    """What these sequences ask for, on the device of their newest tokens. Token counts are made for those that have penalties."""
+    device = sampled.newest.device
+    params = [state.params for state in sampled.states]
+    penalized = [row for row, p in enumerate(params) if p.has_penalties]
+    slots = {row: slot for slot, row in enumerate(penalized)}
+    edits = [_edits(state, int(at), eos_token_ids) for state, at in zip(sampled.states, sampled.positions, strict=True)]
     flat = [(token, *edit) for row in edits for token, edit in row.items()]
 
     def column(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -60,7 +62,7 @@ def sampling_rows(states: Sequence[SamplingState], eos_token_ids: tuple[int, ...
 
     return SamplingRows(
         hashed_seeds=column([hashed_seed(p.seed) for p in params], torch.int64),
-        positions=column([state.position for state in states], torch.int32),
+        positions=torch.from_numpy(sampled.positions).to(device),
         temperatures=column([p.temperature for p in params], torch.float32),
         top_k=column([p.top_k for p in params], torch.int32),
         top_p=column([p.top_p for p in params], torch.float32),
@@ -68,8 +70,8 @@ def sampling_rows(states: Sequence[SamplingState], eos_token_ids: tuple[int, ...
         repetition=column([p.repetition_penalty for p in params], torch.float32),
         presence=column([p.presence_penalty for p in params], torch.float32),
         frequency=column([p.frequency_penalty for p in params], torch.float32),
-        count_slots=column([slots.get(id(state), -1) for state in states], torch.int32),
-        token_counts=_token_counts(penalized, vocab_size, device),
+        count_slots=column([slots.get(row, -1) for row in range(len(params))], torch.int32),
+        token_counts=_token_counts(sampled, penalized, vocab_size),
         edit_start=column(np.cumsum([0, *(len(row) for row in edits)]).tolist(), torch.int32),
         edit_tokens=column([edit[0] for edit in flat], torch.int32),
         edit_banned_until=column([edit[1] for edit in flat], torch.int32),
@@ -79,27 +81,28 @@ def sampling_rows(states: Sequence[SamplingState], eos_token_ids: tuple[int, ...
     )
 
 
-def _has_penalties(p: SamplingParams) -> bool:
-    return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-
-
-def _edits(state: SamplingState, eos_token_ids: tuple[int, ...]) -> dict[int, tuple[int, float]]:
+def _edits(state: SamplingState, position: int, eos_token_ids: tuple[int, ...]) -> dict[int, tuple[int, float]]:
     """By token: the position until which it is banned, and its bias."""
     edits = {token: (0, bias) for token, bias in state.params.logit_bias.items()}
     until = len(state.prompt_token_ids) + state.params.min_tokens
-    if len(state.output_token_ids) < state.params.min_tokens:
+    if state.num_outputs_before(position) < state.params.min_tokens:
         for token in (*eos_token_ids, *state.params.stop_token_ids):
             edits[token] = (until, edits.get(token, (0, 0.0))[1])
     return edits
 
 
-def _token_counts(states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> Tensor:
-    """int32 [max(1, len(states)), vocab_size], as ``SamplingRows`` has it."""
-    counts = torch.zeros((max(1, len(states)), vocab_size), dtype=torch.int32, device=device)
-    for row, state in zip(counts, states, strict=False):
-        row[torch.tensor(sorted(set(state.prompt_token_ids)), device=device)] = IN_PROMPT
-        generated = Counter(state.output_token_ids)
-        row[torch.tensor(list(generated), dtype=torch.int64, device=device)] += torch.tensor(
+def _token_counts(sampled: SampledRows, penalized: Sequence[int], vocab_size: int) -> Tensor:
+    """int32 [max(1, len(penalized)), vocab_size], as ``SamplingRows`` has it. The newest token is added on the device: the host may not
+    know it yet."""
+    newest, device = sampled.newest, sampled.newest.device
+    counts = torch.zeros((max(1, len(penalized)), vocab_size), dtype=torch.int32, device=device)
+    for slot, row in enumerate(penalized):
+        state, count = sampled.states[row], sampled.states[row].num_outputs_before(int(sampled.positions[row]))
+        counts[slot, torch.tensor(sorted(set(state.prompt_token_ids)), device=device)] = IN_PROMPT
+        generated = Counter(state.output_token_ids[: max(0, count - 1)])
+        counts[slot, torch.tensor(list(generated), dtype=torch.int64, device=device)] += torch.tensor(
             list(generated.values()), dtype=torch.int32, device=device
         )
+        if count:
+            counts[slot].index_add_(0, newest[row : row + 1], torch.ones(1, dtype=torch.int32, device=device))
     return counts

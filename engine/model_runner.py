@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.interface import Kernels
@@ -18,13 +19,14 @@ from ..kernels.select import InexactKernelsError, numerics, select_kernels
 from .attention_metadata import AttentionMetadata
 from .batch import Batch, Logprobs, SamplingParams, SamplingState, StepOutput
 from .config import ModelConfig
-from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder
+from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .device import available_bytes, select_device, select_dtype
 from .errors import ModelConfigError
 from .fingerprint import model_fingerprint
 from .kv_cache import KVCache, KVCacheLayout, PoolAllocator, check_sequence_fits
 from .layers import LayerLoader
 from .models.decoder import DecoderModel
+from .sampled_rows import SampledRows
 from .sampler import Sampler, report_logprobs
 from .start_phases import StartPhases
 from .weights import Checkpoint
@@ -86,6 +88,7 @@ class ModelRunner:
         self.phases.done("KV cache")
         self._max_decode_seqs = engine.max_decode_seqs
         self._graphs: DecodeGraphs | None = None
+        self._sampled_last = torch.empty(0, dtype=torch.int32, device=self.device)  # [num_seqs] of the last step
 
     def capture(self, record: Recorder) -> None:
         """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on. Raises OutOfMemoryError."""
@@ -103,7 +106,8 @@ class ModelRunner:
             torch.cuda.set_device(self.device)
         if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
             with torch.inference_mode():
-                return self._sampled(batch, self._graphs.logits(batch))
+                logits, token_ids = self._graphs.logits(batch, self._sampled_last)
+                return StepOutput(*self._sample(batch, range(batch.num_seqs), logits, token_ids))
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
         rows = [int(batch.query_start_loc[i + 1]) - 1 for i in sampled]
@@ -111,9 +115,11 @@ class ModelRunner:
             first = int(batch.query_start_loc[i])
             rows += range(first, first + len(batch.next_prompt_ids[i]))
         with torch.inference_mode():
-            hidden = self._hidden_states(batch, rows, on_layer)
-            token_ids, logprobs = self._sample(batch, sampled, hidden[: len(sampled)])
-            return StepOutput(token_ids, logprobs, self._prompt_logprobs(batch, reported, hidden[len(sampled) :]))
+            token_ids = self._token_ids(batch)
+            hidden = self._hidden_states(batch, token_ids, rows, on_layer)
+            logits = self._model.logits(hidden[: len(sampled)]) if sampled else hidden[:0]
+            chosen, logprobs = self._sample(batch, sampled, logits, token_ids[rows[: len(sampled)]])
+            return StepOutput(chosen, logprobs, self._prompt_logprobs(batch, reported, hidden[len(sampled) :]))
 
     def warm_up(self) -> None:
         """Runs a prompt and a decode step in the pool's first blocks, so that the first request pays for no first use. The step samples
@@ -144,24 +150,33 @@ class ModelRunner:
     def _decode_logits(self, token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         return self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None))
 
-    def _sampled(self, batch: Batch, logits: Tensor) -> StepOutput:
-        """Of a batch in which every row samples."""
-        return StepOutput(*self._sampler.sample(logits, [state for state in batch.sampling if state is not None]))
-
-    def _hidden_states(self, batch: Batch, rows: list[int], on_layer: Callable[[int], None] | None = None) -> Tensor:
-        metadata = AttentionMetadata.from_batch(batch, self.device)
+    def _token_ids(self, batch: Batch) -> Tensor:
+        """int32 [num_tokens]: the batch's own, and those that the step before has sampled for it."""
         token_ids = torch.from_numpy(batch.token_ids).to(self.device)
+        if batch.fed_from is None:
+            return token_ids
+        return feed(token_ids, torch.from_numpy(batch.fed_from).to(self.device), self._sampled_last)
+
+    def _hidden_states(self, batch: Batch, token_ids: Tensor, rows: list[int], on_layer: Callable[[int], None] | None = None) -> Tensor:
+        metadata = AttentionMetadata.from_batch(batch, self.device)
         every_row = rows == list(range(batch.num_tokens))
         wanted = None if every_row else torch.tensor(rows, dtype=torch.int64, device=self.device)
         return self._model.forward(token_ids, metadata, self.kv_cache.pool, wanted, on_layer)
 
-    def _sample(self, batch: Batch, sampled: Sequence[int], hidden: Tensor) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        token_ids = np.full(batch.num_seqs, -1, np.int32)
+    def _sample(
+        self, batch: Batch, sampled: Sequence[int], logits: Tensor, newest: Tensor
+    ) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
+        """The tokens of all sequences; those in the rows ``sampled`` have logits, and their last input tokens are ``newest``."""
         states = [state for state in batch.sampling if state is not None]
         if not states:
-            return token_ids, {}
-        chosen, logprobs = self._sampler.sample(self._model.logits(hidden), states)
-        token_ids[sampled] = chosen
+            return np.full(batch.num_seqs, -1, np.int32), {}
+        chosen, logprobs = self._sampler.sample(logits, SampledRows(states, batch.seq_lens[sampled], newest))
+        if len(states) == batch.num_seqs:
+            token_ids = chosen
+        else:
+            token_ids = np.full(batch.num_seqs, -1, np.int32)
+            token_ids[sampled] = chosen
+        self._sampled_last = torch.from_numpy(token_ids).to(self.device)
         return token_ids, {sampled[row]: told for row, told in logprobs.items()}
 
     def _prompt_logprobs(self, batch: Batch, reported: Sequence[int], hidden: Tensor) -> dict[int, list[Logprobs]]:

@@ -60,13 +60,14 @@ class PacedRunner:
             done = reached
 
     def _output(self, batch: Batch) -> StepOutput:
-        token_ids = np.array([-1 if state is None else self._token(state) for state in batch.sampling], np.int32)
+        rows = zip(batch.sampling, batch.seq_lens.tolist(), strict=True)
+        token_ids = np.array([-1 if state is None else self._token(state, position) for state, position in rows], np.int32)
         logprobs = {row: Logprobs(0.0) for row, s in enumerate(batch.sampling) if s is not None and s.params.logprobs is not None}
         asked = [row for row, count in enumerate(batch.prompt_logprobs) if count is not None]
         return StepOutput(token_ids, logprobs, {row: [Logprobs(0.0)] * len(batch.next_prompt_ids[row]) for row in asked})
 
-    def _token(self, state: SamplingState) -> int:
-        token = (state.params.seed + 31 * state.position) % self._vocab_size
+    def _token(self, state: SamplingState, position: int) -> int:
+        token = (state.params.seed + 31 * position) % self._vocab_size
         while token in self._eos or token in state.params.stop_token_ids:
             token = (token + 1) % self._vocab_size
         return token

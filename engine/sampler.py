@@ -19,6 +19,7 @@ from torch import Tensor
 from ..kernels.gumbel_noise import noise_key
 from ..kernels.interface import Kernels
 from .batch import Logprobs, SamplingState
+from .sampled_rows import SampledRows
 from .token_filters import FilterParams, keep_likely_tokens
 from .token_masks import forbid_tokens
 
@@ -28,8 +29,9 @@ class Sampler:
         self._kernels = kernels
         self._eos_token_ids = eos_token_ids
 
-    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
+    def sample(self, logits: Tensor, rows: SampledRows) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
         """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids [num_rows] and, by row, the logprobs asked for."""
+        states = rows.states
         if all(state.plain_greedy for state in states):
             return _to_numpy(logits.argmax(dim=-1)), {}
         reporting = [row for row, state in enumerate(states) if state.params.logprobs is not None]
@@ -37,39 +39,40 @@ class Sampler:
         forbid_tokens(logits, states)
         for row, state in enumerate(states):
             if not state.plain_greedy:
-                self._edit(logits[row], state)
+                self._edit(logits[row], state, int(rows.positions[row]), int(rows.newest[row]))
         chosen = logits.argmax(dim=-1)
         random = [row for row, state in enumerate(states) if state.params.temperature > 0]
         if random:
-            chosen[random] = self._draw(logits[random], [states[row] for row in random])
+            chosen[random] = self._draw(logits[random], [states[row] for row in random], rows.positions[random].tolist())
         token_ids = _to_numpy(chosen)
         counts = [states[row].params.logprobs or 0 for row in reporting]
         told = report_logprobs(raw, [int(token_ids[row]) for row in reporting], counts) if reporting else []
         return token_ids, dict(zip(reporting, told, strict=True))
 
-    def _edit(self, row: Tensor, state: SamplingState) -> None:
+    def _edit(self, row: Tensor, state: SamplingState, position: int, newest: int) -> None:
         """Everything that looks at single tokens, in place on one row's logits [vocab_size]."""
         p = state.params
         if p.logit_bias:
             ids = torch.tensor(list(p.logit_bias), device=row.device)
             row[ids] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
-        if len(state.output_token_ids) < p.min_tokens:
+        if state.num_outputs_before(position) < p.min_tokens:
             row[torch.tensor([*self._eos_token_ids, *p.stop_token_ids], dtype=torch.int64, device=row.device)] = -torch.inf
+        output = state.outputs_before(position, newest) if p.has_penalties else []
         if p.repetition_penalty != 1:
-            _penalize_repetition(row, state)
-        if state.output_token_ids and (p.presence_penalty or p.frequency_penalty):
-            counted = Counter(state.output_token_ids)
+            _penalize_repetition(row, state.prompt_token_ids + output, p.repetition_penalty)
+        if output and (p.presence_penalty or p.frequency_penalty):
+            counted = Counter(output)
             ids = torch.tensor(list(counted), device=row.device)
             counts = torch.tensor(list(counted.values()), dtype=row.dtype, device=row.device)
             row[ids] -= p.presence_penalty + p.frequency_penalty * counts
 
-    def _draw(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+    def _draw(self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> Tensor:
         """A sample of each row's softmax(logits / temperature), filtered. logits [n, vocab_size], the caller's to lose."""
         temperatures = torch.tensor([state.params.temperature for state in states], device=logits.device)
         logits /= temperatures.unsqueeze(1)
         for row, state in enumerate(states):
             keep_likely_tokens(logits[row], FilterParams(state.params.top_k, state.params.top_p, state.params.min_p))
-        keys = [noise_key(state.params.seed, state.position) for state in states]
+        keys = [noise_key(state.params.seed, position) for state, position in zip(states, positions, strict=True)]
         return self._kernels.gumbel_argmax(logits, torch.tensor(keys, dtype=torch.int64, device=logits.device))
 
 
@@ -87,10 +90,10 @@ def _report_row(row: Tensor, token: int, count: int) -> Logprobs:
     return Logprobs(own, tuple(top.indices.tolist()), tuple((top.values - norm).tolist()))
 
 
-def _penalize_repetition(row: Tensor, state: SamplingState) -> None:
+def _penalize_repetition(row: Tensor, token_ids: Sequence[int], penalty: float) -> None:
     """Keskar et al., CTRL, 2019: a seen token's logit is divided by the penalty where positive, multiplied where negative."""
-    seen = torch.from_numpy(np.unique(np.array(state.prompt_token_ids + state.output_token_ids, dtype=np.int64))).to(row.device)
-    logits, penalty = row[seen], state.params.repetition_penalty
+    seen = torch.from_numpy(np.unique(np.array(token_ids, dtype=np.int64))).to(row.device)
+    logits = row[seen]
     row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
 
 

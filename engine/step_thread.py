@@ -1,4 +1,8 @@
-"""The thread that computes: one batch at a time, while the worker's loop goes on listening."""
+"""The thread that computes: one batch after the other, while the worker's loop goes on listening.
+
+A step may be submitted while another runs: it begins the moment that one has ended. Should that one fail, it is not run at all, for its
+inputs would be wrong.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ S = TypeVar("S", bound=Step)
 
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[S]):
-    """A step that has run: exactly one of ``output`` and ``error`` is set."""
+    """A step that is over: it has an output, or an error; neither if it was not run, because the step before it failed."""
 
     step: S
     output: StepOutput | None
@@ -40,46 +44,77 @@ class Finished(Generic[S]):
 
 
 class StepThread(Generic[S]):
-    """``submit`` a step when idle; ``wake`` is called, from the thread, when it has run; then ``collect`` it.
+    """``submit`` a step while it ``wants_next``; ``wake`` is called, from the thread, when one has run; then ``collect`` it.
 
     ``on_layer``: called, from the thread, as ``Runner.execute`` says.
+
+    ``ahead_at_layer``: the next step is wanted as soon as the running one has written the keys and values of so many layers (``wake`` says
+    so, too). Late is better, for what arrives until then takes part; but early enough to be made in time. 0: as soon as it is submitted.
     """
 
-    def __init__(self, runner: Runner, wake: Callable[[], None], on_layer: Callable[[int], None] | None = None) -> None:
-        self._runner, self._wake, self._on_layer = runner, wake, on_layer
-        self._inbox: queue.SimpleQueue[S | None] = queue.SimpleQueue()
+    def __init__(
+        self, runner: Runner, wake: Callable[[], None], on_layer: Callable[[int], None] | None = None, ahead_at_layer: int = 0
+    ) -> None:
+        self._runner, self._wake = runner, wake
+        self._ahead_at_layer = ahead_at_layer
+        self._on_layer = self._reached if ahead_at_layer else on_layer
+        self._inbox: queue.SimpleQueue[tuple[S, bool] | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Finished[S]] = queue.SimpleQueue()
-        self.busy = False
+        self._num_in_flight = 0
+        self._num_submitted = self._num_begun = self._num_nearly_done = 0
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
         self._thread.start()
 
+    @property
+    def busy(self) -> bool:
+        """A step has been submitted and not been collected."""
+        return self._num_in_flight > 0
+
+    @property
+    def wants_next(self) -> bool:
+        """There is none, or but one, and that is nearly done."""
+        return not self.busy or (self._num_in_flight == 1 and (not self._ahead_at_layer or self._num_nearly_done == self._num_submitted))
+
     def submit(self, step: S) -> None:
-        """Starts a step. Only when not ``busy``."""
-        assert not self.busy, "one step at a time"
-        self.busy = True
-        self._inbox.put(step)
+        """Starts a step, or has it start after the one that runs."""
+        self._inbox.put((step, self.busy))
+        self._num_in_flight += 1
+        self._num_submitted += 1
 
     def collect(self) -> Finished[S] | None:
-        """The finished step, if it has finished since the last call."""
+        """The oldest step that is over and has not been collected."""
         try:
             finished = self._outbox.get_nowait()
         except queue.Empty:
             return None
-        self.busy = False
+        self._num_in_flight -= 1
         return finished
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Ends the thread after the step that it may be in."""
+        """Ends the thread after the steps that it may have."""
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (step := self._inbox.get()) is not None:
-            try:
-                finished = Finished(step, self._runner.execute(step.batch, self._on_layer), None)
-            except Exception as error:  # reported to the loop, which gives the step's requests back or tries a smaller one
-                if out_of_memory := is_out_of_memory(error):
-                    release_memory_of(error)
-                finished = Finished(step, None, error, out_of_memory)
+        broken = False
+        while (item := self._inbox.get()) is not None:
+            step, follows = item
+            self._num_begun += 1
+            broken = broken and follows
+            finished = Finished(step, None, None) if broken else self._execute(step)
+            broken = broken or finished.error is not None
             self._outbox.put(finished)
+            self._wake()
+
+    def _execute(self, step: S) -> Finished[S]:
+        try:
+            return Finished(step, self._runner.execute(step.batch, self._on_layer), None)
+        except Exception as error:  # reported to the loop, which gives the step's requests back or tries a smaller one
+            if out_of_memory := is_out_of_memory(error):
+                release_memory_of(error)
+            return Finished(step, None, error, out_of_memory)
+
+    def _reached(self, num_layers: int) -> None:
+        if num_layers == self._ahead_at_layer:
+            self._num_nearly_done = self._num_begun
             self._wake()

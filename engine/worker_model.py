@@ -36,6 +36,7 @@ class WorkerModel:
     device: torch.device = CPU
     mirror: HostMirror | None = None  # set where the cache itself lies on a GPU
     grammars: GrammarCompiler | None = None  # None: it serves no structured output
+    ahead_at_layer: int = 0  # see ``StepThread``
 
     @property
     def num_layers(self) -> int:
@@ -100,4 +101,5 @@ class WorkerModel:
             device=runner.device,
             mirror=mirror,
             grammars=GrammarCompiler(settings.model, runner.config.vocab_size, runner.config.eos_token_ids),
+            ahead_at_layer=0 if on_gpu else cache.layout.num_layers,
         )

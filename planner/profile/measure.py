@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...decode.scheduler import DecodeScheduler, DecodeStep
+from ...decode.rows import DecodeStep
+from ...decode.scheduler import DecodeScheduler
 from ...engine.batch import Batch, SamplingParams, SamplingState, StepOutput
 from ...engine.block_manager import BlockManager
 from ...engine.latency_profile import Residuals, StepModel

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from splitserve.decode.scheduler import DecodeScheduler, DecodeStep
+from splitserve.decode.rows import DecodeStep
+from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.batch import SamplingParams, SamplingState, StepOutput
 from splitserve.engine.block_manager import BlockManager
 

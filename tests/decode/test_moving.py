@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.decode.core import DecodeCore
-from splitserve.decode.scheduler import DecodeScheduler, DecodeStep
+from splitserve.decode.rows import DecodeStep
+from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.batch import Logprobs, SamplingParams, SamplingState, StepOutput
 from splitserve.engine.block_manager import BlockManager
 from splitserve.transport import actions as act

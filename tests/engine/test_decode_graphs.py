@@ -6,6 +6,7 @@ The kernels are the GPU's, in Triton's interpreter; what a CUDA graph does is pl
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,25 @@ def test_replayed_steps_are_the_plain_ones(runner: ModelRunner) -> None:
             assert step.logprobs[row].top_ids == told.top_ids
             assert step.logprobs[row].top_logprobs == pytest.approx(told.top_logprobs, abs=1e-4)
     assert torch.equal(runner.kv_cache.pool.isnan(), pool.isnan())  # nothing but the sequences' own slots was written
+
+
+def test_a_replayed_step_takes_its_tokens_from_the_one_before(runner: ModelRunner) -> None:
+    runner.capture(replayed([]))
+    told: list[list[int]] = []
+    for ahead in (False, True):
+        sequences = prompts(9, 3, 18)
+        run(runner, sequences, [9, 3, 18])
+        for rows in ([2, 0], [0]):
+            batch = make_batch([(sequences[i], 1) for i in rows], BLOCK_SIZE)
+            if ahead:
+                fed_from = np.array([2, 0] if len(rows) == 2 else [1], np.int32)
+                batch = replace(batch, token_ids=np.zeros_like(batch.token_ids), fed_from=fed_from)
+            output = runner.execute(batch)
+            for i, token in zip(rows, output.token_ids.tolist(), strict=True):
+                sequences[i].num_computed += 1
+                sequences[i].output.append(token)
+        told.append([token for s in sequences for token in s.output])
+    assert told[0] == told[1]
 
 
 def test_what_is_no_decode_step_runs_plainly(runner: ModelRunner) -> None:

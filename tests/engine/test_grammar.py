@@ -21,6 +21,7 @@ from splitserve.engine.constraint import CompileGrammar, TokenMatcher
 from splitserve.engine.errors import GrammarError
 from splitserve.engine.grammar import GrammarCompiler
 from splitserve.engine.grammar_thread import GrammarThread
+from splitserve.engine.sampled_rows import SampledRows
 from splitserve.engine.sampler import Sampler
 from splitserve.engine.token_masks import forbid_tokens
 from splitserve.kernels.reference import TorchKernels
@@ -121,7 +122,7 @@ def test_only_the_rows_with_a_grammar_are_touched() -> None:
 def test_log_probabilities_are_those_of_the_model() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     expected = logits.log_softmax(-1)
-    tokens, told = Sampler(TorchKernels(), (3,)).sample(logits, [state(OneRow(7, 8), logprobs=2), state(None)])
+    tokens, told = Sampler(TorchKernels(), (3,)).sample(logits, SampledRows.booked([state(OneRow(7, 8), logprobs=2), state(None)]))
     assert tokens[0] == (7 if expected[0, 7] > expected[0, 8] else 8)
     assert tokens[1] == expected[1].argmax()
     assert told[0].logprob == pytest.approx(float(expected[0, tokens[0]]))

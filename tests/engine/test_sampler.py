@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from splitserve.engine.batch import SamplingParams, SamplingState
+from splitserve.engine.batch import Logprobs, SamplingParams, SamplingState
+from splitserve.engine.sampled_rows import SampledRows
 from splitserve.engine.sampler import Sampler
 from splitserve.engine.token_filters import FilterParams, keep_likely_tokens
 from splitserve.kernels.gumbel_noise import gumbel_noise, noise_bits, noise_key
@@ -37,9 +38,13 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
+def sample(sampler: Sampler, logits: Tensor, states: list[SamplingState]) -> tuple[np.ndarray, dict[int, Logprobs]]:
+    return sampler.sample(logits, SampledRows.booked(states))
+
+
 def draw_many(sampler: Sampler, logits: Tensor, count: int, **params: Any) -> np.ndarray:
     """``count`` independent draws from one row of logits: one seed each."""
-    token_ids, _ = sampler.sample(logits.repeat(count, 1), [state(seed=seed, **params) for seed in range(count)])
+    token_ids, _ = sample(sampler, logits.repeat(count, 1), [state(seed=seed, **params) for seed in range(count)])
     return token_ids
 
 
@@ -86,9 +91,9 @@ def test_a_row_does_not_depend_on_its_batch(seeds: list[int], seed: int, data: s
     )
     states = [state(prompt=[5, 6], output=[7, 7], seed=s, **data.draw(options)) for s in seeds]
     logits = logits_of(seed, rows=len(seeds))
-    together, told = sampler.sample(logits.clone(), states)
+    together, told = sample(sampler, logits.clone(), states)
     for row in range(len(seeds)):
-        alone, told_alone = sampler.sample(logits[row : row + 1].clone(), [states[row]])
+        alone, told_alone = sample(sampler, logits[row : row + 1].clone(), [states[row]])
         assert alone[0] == together[row]
         assert told_alone.get(0) == told.get(row)
 
@@ -148,20 +153,20 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(seed: int, vocab: int, top
 
 def test_repetition_penalty_looks_at_prompt_and_output(sampler: Sampler) -> None:
     logits = torch.tensor([[4.0, 3.0, -1.0, 2.5]])
-    token_ids, _ = sampler.sample(logits, [state(prompt=[0, 2], output=[1], temperature=0.0, repetition_penalty=2.0)])
+    token_ids, _ = sample(sampler, logits, [state(prompt=[0, 2], output=[1], temperature=0.0, repetition_penalty=2.0)])
     assert token_ids[0] == 3
     assert logits[0].tolist() == [2.0, 1.5, -2.0, 2.5]
 
 
 def test_presence_and_frequency_penalties_look_at_the_output(sampler: Sampler) -> None:
     logits = torch.tensor([[4.0, 3.0, -1.0, 2.5]])
-    sampler.sample(logits, [state(prompt=[3], output=[0, 0, 1], temperature=0.0, presence_penalty=0.5, frequency_penalty=1.0)])
+    sample(sampler, logits, [state(prompt=[3], output=[0, 0, 1], temperature=0.0, presence_penalty=0.5, frequency_penalty=1.0)])
     assert logits[0].tolist() == [1.5, 1.5, -1.0, 2.5]
 
 
 def test_logit_bias_is_added(sampler: Sampler) -> None:
     logits = logits_of(seed=5)
-    token_ids, _ = sampler.sample(logits, [state(temperature=0.0, logit_bias={11: 100.0})])
+    token_ids, _ = sample(sampler, logits, [state(temperature=0.0, logit_bias={11: 100.0})])
     assert token_ids[0] == 11
 
 
@@ -170,8 +175,8 @@ def test_min_tokens_holds_back_the_ends(sampler: Sampler, stop_ids: tuple[int, .
     logits = logits_of(seed=6)
     logits[0, EOS], logits[0, 9], logits[0, 20] = 50.0, 40.0, 30.0
     params = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": stop_ids}
-    held, _ = sampler.sample(logits.clone(), [state(output=[1], **params)])
-    free, _ = sampler.sample(logits.clone(), [state(output=[1, 1], **params)])
+    held, _ = sample(sampler, logits.clone(), [state(output=[1], **params)])
+    free, _ = sample(sampler, logits.clone(), [state(output=[1, 1], **params)])
     assert [held[0], free[0]] == [20 if stop_ids else 9, EOS]
 
 
@@ -179,7 +184,7 @@ def test_logprobs_are_of_the_model_itself(sampler: Sampler) -> None:
     logits = logits_of(seed=7, rows=3)
     expected = logits.log_softmax(-1)
     states = [state(temperature=0.3, top_k=2, logprobs=2), state(temperature=0.0), state(temperature=0.0, logit_bias={8: 99.0}, logprobs=0)]
-    token_ids, told = sampler.sample(logits.clone(), states)
+    token_ids, told = sample(sampler, logits.clone(), states)
     assert set(told) == {0, 2}
     assert told[0].logprob == pytest.approx(expected[0, token_ids[0]].item(), abs=1e-5)
     assert told[0].top_ids == tuple(expected[0].topk(2).indices.tolist())
@@ -190,5 +195,16 @@ def test_logprobs_are_of_the_model_itself(sampler: Sampler) -> None:
 
 def test_greedy_rows_beside_random_ones(sampler: Sampler) -> None:
     logits = logits_of(seed=8, rows=4)
-    token_ids, _ = sampler.sample(logits.clone(), [state(temperature=t, seed=3) for t in (0.0, 1.0, 0.0, 1.0)])
+    token_ids, _ = sample(sampler, logits.clone(), [state(temperature=t, seed=3) for t in (0.0, 1.0, 0.0, 1.0)])
     assert [token_ids[0], token_ids[2]] == logits[[0, 2]].argmax(-1).tolist()
+
+
+def test_whether_the_newest_token_is_booked_makes_no_difference(sampler: Sampler) -> None:
+    params: dict[str, Any] = {"seed": 5, "min_tokens": 3, "repetition_penalty": 1.4, "presence_penalty": 0.9, "frequency_penalty": 0.4}
+    for output in ([7], [7, 7], [7, 9, 8]):
+        booked = SampledRows.booked([state(prompt=[5, 6], output=output, **params)])
+        behind = SampledRows([state(prompt=[5, 6], output=output[:-1], **params)], booked.positions, booked.newest)
+        logits = logits_of(seed=8)
+        edited, edited_behind = logits.clone(), logits.clone()
+        assert sampler.sample(edited, booked)[0] == sampler.sample(edited_behind, behind)[0]
+        assert torch.equal(edited, edited_behind)

@@ -14,6 +14,7 @@ from splitserve.bench import triton_interpreter
 from splitserve.bench.kernel_inputs import randn
 from splitserve.engine.batch import SamplingParams, SamplingState
 from splitserve.engine.device_sampler import DeviceSampler, sampling_rows
+from splitserve.engine.sampled_rows import SampledRows
 from splitserve.engine.sampler import Sampler
 from splitserve.kernels.gpu.sampling import IN_PROMPT, sample
 from splitserve.kernels.gumbel_noise import hashed_seed, noise_key
@@ -24,7 +25,6 @@ pytestmark = [pytest.mark.usefixtures("guarded_memory"), pytest.mark.filterwarni
 
 EOS = 3
 VOCAB = 300
-CPU = torch.device("cpu")
 TOKENS = st.integers(0, 30)  # few, so that penalties and biases meet
 
 
@@ -58,8 +58,11 @@ def test_the_same_tokens_as_on_a_cpu(rows: list[SamplingState], seed: int, ties:
     logits = randn(len(rows), VOCAB, seed=seed) * 3
     if ties:
         logits = logits.round()
-    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), rows)
-    found, logprobs = DeviceSampler((EOS,)).sample(logits, rows)
+    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))
+    sampled = SampledRows.booked(rows)
+    for state in rows[::2]:
+        del state.output_token_ids[-1:]  # the newest need not be booked
+    found, logprobs = DeviceSampler((EOS,)).sample(logits, sampled)
     assert found.tolist() == expected.tolist()
     assert logprobs.keys() == expected_logprobs.keys()
     for row, told in expected_logprobs.items():
@@ -73,8 +76,8 @@ def test_a_vocabulary_of_several_slices() -> None:
         SamplingState(SamplingParams(max_tokens=9, seed=row, **own), [1], [])
         for row, own in enumerate(({}, {"top_p": 0.7, "top_k": 40}, {"temperature": 0.0, "logprobs": 0}))
     ]
-    expected, _ = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), rows)
-    found, logprobs = DeviceSampler((EOS,)).sample(logits, rows)
+    expected, _ = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))
+    found, logprobs = DeviceSampler((EOS,)).sample(logits, SampledRows.booked(rows))
     assert found.tolist() == expected.tolist()
     assert logprobs[2].logprob == pytest.approx(float(logits[2].log_softmax(0).max()), abs=1e-5)
 
@@ -82,7 +85,7 @@ def test_a_vocabulary_of_several_slices() -> None:
 def test_the_chosen_tokens_are_counted_on_the_device() -> None:
     """So that a next step needs no word from the host."""
     params = SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=1.0)
-    rows = sampling_rows([SamplingState(params, [5], [7, 7])], (EOS,), VOCAB, CPU)
+    rows = sampling_rows(SampledRows.booked([SamplingState(params, [5], [7, 7])]), (EOS,), VOCAB)
     logits = torch.zeros(1, VOCAB)
     logits[0, [7, 9]] = Tensor([4.5, 1.2])
     chosen = [int(sample(logits, rows)[0]) for _ in range(3)]

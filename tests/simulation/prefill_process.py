@@ -71,7 +71,7 @@ class PrefillProcess(WorkerProcess):
                 self.after(duration * (layer + 0.9) / NUM_LAYERS, self._layer_done, step, layer, stride)
 
     def _layer_done(self, step: Any, layer: int, stride: int) -> None:
-        if self.step is not step or self._num_layers != layer or self.hung_until > self.world.queue.now:
+        if self.steps.running is not step or self._num_layers != layer or self.hung_until > self.world.queue.now:
             return  # the step has ended, or does not go on
         self.memory.write_layer(step.batch, layer)
         self._num_layers = layer + 1

@@ -18,6 +18,7 @@ from splitserve.coordinator.flight import Flight
 from splitserve.coordinator.flight_table import FlightTable
 from splitserve.coordinator.lifecycle import Lifecycle
 from splitserve.coordinator.progress import Progress
+from splitserve.decode.rows import DecodeRows
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.block_manager import BlockManager
 from splitserve.prefill.core import PrefillCore
@@ -170,7 +171,7 @@ def free_blocks_in_the_middle_of_a_step(patch: Patch) -> None:
 
     def broken(self: Any, key: Any) -> bool:
         sequence = self._by_key.get(key)
-        if sequence is not None and self._in_step and sequence.row >= 0:
+        if sequence is not None and sequence.in_flight:
             self.blocks.release(sequence.blocks)
             sequence.blocks = []
         return drop(self, key)
@@ -179,26 +180,49 @@ def free_blocks_in_the_middle_of_a_step(patch: Patch) -> None:
 
 
 def move_a_row_without_its_blocks(patch: Patch) -> None:
-    remove = DecodeScheduler._remove
+    leave = DecodeRows.leave
 
     def broken(self: Any, sequence: Any) -> None:
         tables = self._tables.copy()
-        remove(self, sequence)
+        leave(self, sequence)
         self._tables = tables
 
-    patch.setattr(DecodeScheduler, "_remove", broken)
+    patch.setattr(DecodeRows, "leave", broken)
+
+
+def free_blocks_that_the_step_ahead_writes(patch: Patch) -> None:
+    complete = DecodeScheduler.complete
+
+    def broken(self: Any, step: Any, output: Any) -> Any:
+        result = complete(self, step, output)
+        for sequence in [step.sequences[row] for row in result.finished]:
+            self.blocks.release(sequence.blocks)
+            sequence.blocks = []
+        return result
+
+    patch.setattr(DecodeScheduler, "complete", broken)
+
+
+def feed_on_the_token_of_another_row(patch: Patch) -> None:
+    leave = DecodeRows.leave
+
+    def broken(self: Any, sequence: Any) -> None:
+        fed_from = self._fed_from.copy()
+        leave(self, sequence)
+        self._fed_from[:] = fed_from
+
+    patch.setattr(DecodeRows, "leave", broken)
 
 
 def cache_a_block_one_token_early(patch: Patch) -> None:
-    commit_newest = DecodeScheduler._commit_newest
+    commit = DecodeScheduler._commit
 
-    def broken(self: Any, sequence: Any) -> None:
-        slot = sequence.blocks[int(self._positions[sequence.row]) // self.block_size - 1]
-        commit_newest(self, sequence)
-        if self.blocks._references[slot] == 1:
-            self.blocks.release([slot])
+    def broken(self: Any, sequence: Any, block: int) -> None:
+        commit(self, sequence, block)
+        if self.blocks._references[sequence.blocks[block]] == 1:
+            self.blocks.release([sequence.blocks[block]])
 
-    patch.setattr(DecodeScheduler, "_commit_newest", broken)
+    patch.setattr(DecodeScheduler, "_commit", broken)
 
 
 def take_up_cached_blocks_without_a_reference(patch: Patch) -> None:
@@ -250,6 +274,8 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (wait_for_ever_for_a_grant, "calm"),
     (free_blocks_in_the_middle_of_a_step, "memory"),
     (move_a_row_without_its_blocks, "calm"),
+    (free_blocks_that_the_step_ahead_writes, "calm"),
+    (feed_on_the_token_of_another_row, "calm"),
     (cache_a_block_one_token_early, "calm"),
     (take_up_cached_blocks_without_a_reference, "calm"),
     (evict_blocks_and_keep_their_names, "memory"),

@@ -18,12 +18,12 @@ class WatchedBlocks(BlockManager):
         super().__init__(num_blocks)
         self._process = process
         self.times_given = [0] * num_blocks
-        self.in_step: set[int] = set()  # read or written by the step that runs
+        self._in_flight: dict[int, set[int]] = {}  # by step, the blocks that it reads or writes
 
     def allocate(self, count: int) -> list[int] | None:
         blocks = super().allocate(count)
         for block in blocks or ():
-            if block in self.in_step:
+            if any(block in blocks for blocks in self._in_flight.values()):
                 self._violated(f"block {block} is given out while a step uses it")
             self.times_given[block] += 1
             for writer, writing in self._process.writers.items():
@@ -44,15 +44,18 @@ class WatchedBlocks(BlockManager):
             if not self._references[block]:
                 self._violated(f"block {block} is sent, but nothing here holds it")
 
-    def begin_step(self, tables: Sequence[Sequence[int]], written: Iterable[int]) -> None:
-        """A step is about to run: what it writes is one sequence's alone."""
-        for table in tables:
-            self.in_step.update(table)
+    def begin_step(self, step: object, tables: Sequence[Sequence[int]], written: Iterable[int]) -> None:
+        """A step is going to run: what it writes is one sequence's alone."""
+        self._in_flight[id(step)] = {block for table in tables for block in table}
         for block in written:
             if self._references[block] != 1:
                 self._violated(f"block {block} is written with {self._references[block]} references")
             if self._hash[block] is not None:
                 self._violated(f"block {block} is written though others may find it by its hash")
+
+    def end_step(self, step: object) -> None:
+        """It reads and writes no more."""
+        del self._in_flight[id(step)]
 
     def audit(self, owners: Iterable[Sequence[int]]) -> None:
         """Each block's references are those of its owners, it is in exactly one state, and what is stored is what its hash stands for."""

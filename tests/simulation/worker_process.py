@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from simulation.memory import Memory
 from simulation.model import VOCABULARY
 from simulation.process import Process
+from simulation.steps import FAILED, SKIPPED, Steps
 from simulation.watched_blocks import WatchedBlocks
 
 from splitserve.transport.actions import ToCoordinator
@@ -41,7 +42,7 @@ class WorkerProcess(Process):
         self.memory = Memory(num_blocks, BLOCK_SIZE)
         self.blocks = WatchedBlocks(num_blocks, self)
         self.writers: dict[Process, Counter[int]] = {}  # processes in the middle of copying into these blocks of ours
-        self.step: Any = None
+        self.steps = Steps(self, self.role == "decode")
         self.told_to_leave = False  # it was told to end in good order
         self.hung_until = self.slow_until = 0.0
         self._welcome, self._heard, self._said_hello, self._reported, self._num_ticks = False, 0.0, -1e9, -1e9, 0
@@ -102,6 +103,7 @@ class WorkerProcess(Process):
 
     def turn(self) -> None:
         """One turn of the loop."""
+        self._collect()
         self._launch()
         if self.carry_out_all():
             self._launch()  # what was just verified joins at once
@@ -119,41 +121,25 @@ class WorkerProcess(Process):
                 self.run(self._carry_out, action, self.id)
         return busy
 
+    def _collect(self) -> None:
+        for step, outcome in self.steps.collect():
+            if outcome is FAILED:
+                self.core.fail_step(step, "the adversary says so")
+            elif outcome is SKIPPED:
+                self.core.skip_step(step)
+            else:
+                self.core.complete(step, outcome, self.now)
+
     def _launch(self) -> None:
-        if self.step is None and not self.frozen and (step := self.core.schedule(self.now)) is not None:
-            self.step = step
-            batch = step.batch
-            tables = [row[: -(-n // BLOCK_SIZE)] for row, n in zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True)]
-            self.blocks.begin_step(tables, {slot // BLOCK_SIZE for slot in batch.slot_mapping.tolist()})
-            duration = self.base_step_s + 0.00005 * batch.num_tokens
-            if self.world.queue.now < self.slow_until:
-                duration *= 20
-            # A step reads and writes at any time between its begin and its end: now and then at once, else as late as may be.
-            output = self.memory.execute(batch) if self.world.random.random() < 0.3 else None
-            self.after(duration, self._step_done, step, output)
-            if output is None:
-                self.begin(step, duration)
+        while self.steps.wants_next and not self.frozen and (step := self.core.schedule(self.now)) is not None:
+            self.steps.submit(step)
 
     def begin(self, step: Any, duration: float) -> None:
         """A step is under way."""
 
     def finish(self, step: Any) -> Any:
         """What is left of a step; its output."""
-        return self.memory.execute(step.batch)
-
-    def _step_done(self, step: Any, output: Any) -> None:
-        if (left := self.hung_until - self.world.queue.now) > 0:
-            self.after(left, self._step_done, step, output)
-            return
-        self.step = None
-        if output is None:
-            output = self.finish(step)
-        self.blocks.in_step.clear()
-        if self.world.strikes(self.world.scenario.faults.step_error, "steps failed"):
-            self.core.fail_step(step, "the adversary says so")
-        else:
-            self.core.complete(step, output, self.now)
-        self.turn()
+        return self.memory.execute(self.steps.fed(step.batch))
 
     def _carry_out(self, action: Any, me: PeerId) -> None:
         if isinstance(action, ToCoordinator):

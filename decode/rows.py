@@ -1,0 +1,151 @@
+"""The dense rows of a decode batch: one sequence a row of a few arrays, so that a step's inputs are slices of them. Pure.
+
+The rows are those of the next step. It may be built while the one before still runs, whose tokens nobody knows yet: ``fed_from`` then
+says from which row of that step a sequence's input token comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engine.batch import Batch, SamplingState
+from ..transport.handoff import Key
+from ..transport.messages import TokenLogprobs
+
+KNOWN = -1
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSequence:
+    """A sequence that generates. ``blocks`` hold the KV of all its tokens but the newest."""
+
+    key: Key
+    request_id: str
+    state: SamplingState
+    blocks: list[int]
+    last_hash: bytes  # of its newest full block, or the root
+    stops: frozenset[int]
+    last_index: int
+    deadline: float
+    row: int = -1  # in the next step
+    in_flight: int = 0  # steps under way that it is in: they read and write its blocks
+    doomed: bool = False  # it is over here; its blocks are free when nothing in flight has them
+    paused: bool = False  # it keeps its blocks and is in no further step
+    last_logprobs: TokenLogprobs | None = None  # of its newest token, where they are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    sequences: list[DecodeSequence]
+    batch: Batch
+    dispatches: NDArray[np.uint32]
+    indices: NDArray[np.uint32]  # output index of the token that each row will yield
+
+
+class DecodeRows:
+    """Up to ``max_num_seqs`` sequences of up to ``max_blocks`` blocks."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self.sequences: list[DecodeSequence] = []
+        self._tokens = np.zeros(max_num_seqs, np.int32)
+        self._fed_from = np.full(max_num_seqs, KNOWN, np.int32)
+        self._positions = np.zeros(max_num_seqs, np.int32)
+        self._slots = np.zeros(max_num_seqs, np.int64)  # where each row's token goes, once its block is there
+        self._indices = np.zeros(max_num_seqs, np.uint32)
+        self._last_indices = np.zeros(max_num_seqs, np.int64)
+        self._dispatches = np.zeros(max_num_seqs, np.uint32)
+        self._columns = (
+            self._tokens, self._fed_from, self._positions, self._slots, self._indices, self._last_indices, self._dispatches
+        )  # fmt: skip
+        self.beginning: set[DecodeSequence] = set()  # their next token begins a block that they have not got yet
+        self.num_constrained = 0  # rows that follow a grammar
+        self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._arange = np.arange(max_num_seqs + 1, dtype=np.int32)
+
+    def enter(self, sequence: DecodeSequence) -> None:
+        """It takes part in the next step. Nothing in flight has it: its newest token is known."""
+        row = sequence.row = len(self.sequences)
+        self.sequences.append(sequence)
+        self._last_indices[row] = sequence.last_index
+        self._dispatches[row] = sequence.key[1]
+        self._tables[row, : len(sequence.blocks)] = sequence.blocks
+        self.num_constrained += sequence.state.matcher is not None
+        self._read_state(sequence)
+
+    def leave(self, sequence: DecodeSequence) -> None:
+        """Frees the row: the last row moves into it."""
+        row, last = sequence.row, len(self.sequences) - 1
+        if row != last:
+            moved = self.sequences[last]
+            self.sequences[row], moved.row = moved, row
+            for column in self._columns:
+                column[row] = column[last]
+            self._tables[row] = self._tables[last]
+        self.sequences.pop()
+        self.beginning.discard(sequence)
+        self.num_constrained -= sequence.state.matcher is not None
+        sequence.row = -1
+
+    def add_block(self, sequence: DecodeSequence, block: int) -> None:
+        """One more at the end of its table, for its next token."""
+        self._tables[sequence.row, len(sequence.blocks)] = block
+        self._slots[sequence.row] = block * self._block_size
+        sequence.blocks.append(block)
+        self.beginning.discard(sequence)
+
+    def finished(self) -> list[DecodeSequence]:
+        """Those that the step in flight gives their last token."""
+        n = len(self.sequences)
+        return [self.sequences[row] for row in (self._indices[:n] > self._last_indices[:n]).nonzero()[0].tolist()]
+
+    def build(self) -> DecodeStep:
+        """The step of all rows; the rows are then those of the step after it."""
+        n = len(self.sequences)
+        positions = self._positions[:n].copy()
+        width = int(np.maximum.reduce(positions)) // self._block_size + 1
+        batch = Batch(
+            token_ids=self._tokens[:n].copy(),
+            positions=positions,
+            query_start_loc=self._arange[: n + 1],
+            seq_lens=positions + 1,
+            block_tables=self._tables[:n, :width].copy(),
+            slot_mapping=self._slots[:n].copy(),
+            sampling=[sequence.state for sequence in self.sequences],
+            fed_from=self._fed_from[:n].copy(),
+        )
+        step = DecodeStep(self.sequences.copy(), batch, self._dispatches[:n].copy(), self._indices[:n].copy())
+        self._fed_from[:n] = self._arange[:n]
+        self._positions[:n] += 1
+        self._slots[:n] += 1
+        self._indices[:n] += 1
+        for row in (self._positions[:n] % self._block_size == 0).nonzero()[0].tolist():
+            self.beginning.add(self.sequences[row])
+        return step
+
+    def settle(self, token_ids: NDArray[np.int32]) -> None:
+        """The step built last has run, and these are its tokens."""
+        n = len(self.sequences)
+        fed = (self._fed_from[:n] != KNOWN).nonzero()[0]
+        self._tokens[fed] = token_ids[self._fed_from[fed]]
+        self._fed_from[fed] = KNOWN
+
+    def recover(self) -> None:
+        """What was built last has not run: every row is as its sequence's tokens say."""
+        for sequence in self.sequences:
+            self._read_state(sequence)
+
+    def _read_state(self, sequence: DecodeSequence) -> None:
+        row, state = sequence.row, sequence.state
+        self._tokens[row], self._fed_from[row] = state.output_token_ids[-1], KNOWN
+        self._positions[row] = position = state.position - 1
+        self._indices[row] = len(state.output_token_ids)
+        at_block, offset = divmod(position, self._block_size)
+        if at_block < len(sequence.blocks):
+            self._slots[row] = sequence.blocks[at_block] * self._block_size + offset
+            self.beginning.discard(sequence)
+        else:
+            self.beginning.add(sequence)

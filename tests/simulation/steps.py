@@ -1,0 +1,99 @@
+"""The thread that computes, of a worker process: one step after the other, also while the loop is late to hear of the one before.
+
+A decode worker's next step is made before the one that runs has ended, and begins when that one ends; it takes its tokens from it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from simulation.worker_process import WorkerProcess
+
+FAILED, SKIPPED = "failed", "skipped"
+
+
+class Steps:
+    """``submit`` while it ``wants_next``; ``collect`` gives what has ended, oldest first."""
+
+    def __init__(self, process: WorkerProcess, ahead: bool) -> None:
+        self._process, self._world, self._ahead = process, process.world, ahead
+        self._steps: deque[Any] = deque()  # submitted and not collected
+        self._outcomes: deque[Any] = deque()  # of the first of these: an output, FAILED or SKIPPED
+        self._nearly_done = False  # of the one that runs
+        self._sampled_last = np.empty(0, np.int32)
+
+    @property
+    def running(self) -> Any:
+        """The step that runs now, if one does."""
+        return self._steps[len(self._outcomes)] if len(self._outcomes) < len(self._steps) else None
+
+    @property
+    def wants_next(self) -> bool:
+        return not self._steps or (len(self._steps) == 1 and not self._outcomes and self._nearly_done)
+
+    def submit(self, step: Any) -> None:
+        batch, size = step.batch, self._process.memory.block_size
+        tables = [row[: -(-n // size)] for row, n in zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True)]
+        self._process.blocks.begin_step(step, tables, {slot // size for slot in batch.slot_mapping.tolist()})
+        self._steps.append(step)
+        if self.running is step:
+            self._begin()
+
+    def collect(self) -> list[tuple[Any, Any]]:
+        """(step, outcome)."""
+        ended = [(self._steps.popleft(), self._outcomes.popleft()) for _ in range(len(self._outcomes))]
+        self._world.counts["steps made ahead"] += bool(ended and self._steps)
+        return ended
+
+    def _begin(self) -> None:
+        process, world, step = self._process, self._world, self.running
+        self._nearly_done = False
+        duration = process.base_step_s + 0.00005 * step.batch.num_tokens
+        if world.queue.now < process.slow_until:
+            duration *= 20
+        # A step reads and writes at any time between its begin and its end: now and then at once, else as late as may be.
+        output = process.memory.execute(self.fed(step.batch)) if world.random.random() < 0.3 else None
+        process.after(duration, self._end, step, output)
+        if output is None:
+            process.begin(step, duration)
+        if self._ahead:
+            process.after(duration * world.random.random(), self._make_next, step)
+
+    def _make_next(self, step: Any) -> None:
+        if self.running is step:
+            self._nearly_done = True
+            self._process.turn()
+
+    def _end(self, step: Any, output: Any) -> None:
+        process, world = self._process, self._world
+        if (left := process.hung_until - world.queue.now) > 0:
+            process.after(left, self._end, step, output)
+            return
+        if output is None:
+            output = process.finish(step)
+        process.blocks.end_step(step)
+        if world.strikes(world.scenario.faults.step_error, "steps failed"):
+            self._outcomes.append(FAILED)
+            while (behind := self.running) is not None:
+                world.counts["steps skipped"] += 1
+                process.blocks.end_step(behind)
+                self._outcomes.append(SKIPPED)
+        else:
+            self._sampled_last = output.token_ids
+            self._outcomes.append(output)
+        if self.running is not None:
+            self._begin()
+            if world.random.random() < 0.2:
+                return  # the loop has other things to do, and hears of it later
+        process.turn()
+
+    def fed(self, batch: Any) -> Any:
+        """The batch with the tokens that the step before has sampled for it."""
+        if batch.fed_from is None or not (batch.fed_from >= 0).any():
+            return batch
+        return replace(batch, token_ids=np.where(batch.fed_from >= 0, self._sampled_last[batch.fed_from], batch.token_ids))
