@@ -127,6 +127,12 @@ def run_profile(settings: Any) -> int:
     return profile(settings)
 
 
+def run_simulate(settings: Any) -> int:
+    from ..planner.simulate_command import simulate
+
+    return simulate(settings)
+
+
 def run_trace_stats(settings: Any, files: Sequence[Path]) -> int:
     from ..planner.trace_commands import stats
 
@@ -271,6 +277,7 @@ for command in (
     settings_command("bench", "Send load to an OpenAI-compatible server and measure latency, throughput and goodput.", run_bench),
     keys_group(),
     trace_group(),
+    settings_command("simulate", "Run a trace through a cluster of any size under virtual time.", run_simulate),
     settings_command("profile", "Measure how long a worker's steps take, for the simulator, the planner and paced runners.", run_profile),
     version,
 ):

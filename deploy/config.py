@@ -25,7 +25,14 @@ from pydantic import BaseModel, ValidationError
 from ..bench.settings import LoadSettings
 from ..coordinator.settings import CoordinatorSettings
 from ..decode.settings import DecodeSettings
-from ..planner.settings import ProfileSettings, TraceConvertSettings, TraceFitSettings, TraceMakeSettings, TraceStatsSettings
+from ..planner.settings import (
+    ProfileSettings,
+    SimulateSettings,
+    TraceConvertSettings,
+    TraceFitSettings,
+    TraceMakeSettings,
+    TraceStatsSettings,
+)
 from ..prefill.settings import PrefillSettings
 from .key_settings import (
     KeysCreateSettings,
@@ -52,6 +59,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "keys_tenant": KeysTenantSettings,
     "keys_tier": KeysTierSettings,
     "profile": ProfileSettings,
+    "simulate": SimulateSettings,
     "trace_stats": TraceStatsSettings,
     "trace_convert": TraceConvertSettings,
     "trace_make": TraceMakeSettings,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..coordinator.routing import Policy as Routing
+from .slo import NOTATION
 from .workload.notation import LENGTHS
 
 DRAWN = {"rate", "output", "requests", "duration_s", "seed", "workload"}  # what may be given beside a workload file
@@ -158,4 +161,43 @@ class ProfileSettings(BaseModel):
     def _one_source(self) -> Self:
         if (self.model is None) == (self.published is None):
             raise ValueError("give --model to measure, or --published to import")
+        return self
+
+
+class SimulateSettings(BaseModel):
+    """Runs a trace through a cluster under virtual time: the real schedulers and protocols, with profiled times in place of a model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trace: Path = Field(description="The requests: any trace that `splitserve trace` reads.")
+    rate: float | None = Field(
+        default=None, gt=0, le=1_000_000, description="Scale the trace's time to this mean rate, requests per second."
+    )
+    duration_s: float | None = Field(default=None, gt=0, le=1e9, description="Only the trace's first so many seconds, before scaling.")
+    cluster: Path | None = Field(default=None, description="YAML file that describes the cluster (docs/planning.md). This or --profile.")
+    profile: Path | None = Field(default=None, description="Profile of the workers, as written by `splitserve profile`.")
+    decode_profile: Path | None = Field(default=None, description="Profile of the decode workers, where they are other hardware.")
+    prefill: int = Field(default=0, ge=0, le=100_000, description="Prefill workers.")
+    decode: int = Field(default=0, ge=0, le=100_000, description="Decode workers.")
+    colocated: int = Field(default=0, ge=0, le=100_000, description="Workers that compute prompts and generate in the same steps.")
+    max_batch_tokens: int = Field(default=512, ge=1, le=1 << 20, description="As the prefill workers' option.")
+    max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="As the decode workers' option.")
+    routing: Routing = Field(default="hybrid", description="As the coordinator's option.")
+    max_queue: int = Field(default=1024, ge=0, le=1_000_000, description="As the coordinator's option.")
+    mean_seconds_between_failures: float = Field(
+        default=inf, gt=0, description="Of each worker; it starts again after the profile's start time. inf: none fails."
+    )
+    slo: str = Field(
+        default="", pattern=NOTATION, description="Bounds in seconds that make a request good: ttft=0.5,tpot=0.05; e2e is known as well."
+    )
+    seed: int = Field(default=0, ge=0, le=4_294_967_295, description="The same cluster, trace and seed give the same results.")
+    records: Path | None = Field(default=None, description="Write one row for each request to this CSV file; gzip'ed if it ends in .gz.")
+    json_file: Path | None = Field(default=None, description="Write the results to this JSON file.")
+    plot_file: Path | None = Field(default=None, description="Draw the timeline into this PNG file.")
+    html_file: Path | None = Field(default=None, description="Write a page to scrub through: every worker's KV cache and queue over time.")
+
+    @model_validator(mode="after")
+    def _one_cluster(self) -> Self:
+        if (self.cluster is None) == (self.profile is None):
+            raise ValueError("give --cluster, or --profile with numbers of workers")
         return self

@@ -1,0 +1,99 @@
+"""``splitserve simulate``: a cluster of any size under a trace, in virtual time."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+
+from ..engine.latency_profile import Profile
+from .errors import SimulationError
+from .settings import SimulateSettings
+from .simulator.cluster import Cluster, Pool, PoolRole, read_cluster
+from .simulator.record_file import record_file
+from .simulator.report import print_report, summary
+from .simulator.simulation import Simulation
+from .slo import parse_slo
+from .trace.operators import cut, mean_rate, scaled
+from .trace.readers import open_trace
+from .trace.request import Trace
+
+SAMPLE_S = 0.5
+
+
+def simulate(settings: SimulateSettings) -> int:
+    """The command. Returns its exit status; raises PlannerError and EngineError."""
+    trace = the_trace(settings.trace, settings.duration_s, settings.rate)
+    console = Console()
+    wants_timeline = settings.plot_file is not None or settings.html_file is not None
+    with record_file(settings.records) as on_record:
+        simulation = Simulation(
+            the_cluster(settings),
+            settings.seed,
+            parse_slo(settings.slo).bounds,
+            on_record,
+            SAMPLE_S if wants_timeline else None,
+        )
+        began = time.process_time()
+        simulation.run(trace)
+        took = time.process_time() - began
+    print_report(simulation, console)
+    console.print(f"{simulation.num_ended / took:,.0f} simulated requests a second of processor time")
+    if settings.json_file is not None:
+        _write(settings.json_file, orjson.dumps(summary(simulation), option=orjson.OPT_INDENT_2))
+    if settings.plot_file is not None:
+        from .simulator.plots import draw_timeline
+
+        draw_timeline(settings.plot_file, simulation.timeline)
+    if settings.html_file is not None:
+        from .simulator.html_view import write_view
+
+        write_view(settings.html_file, simulation.timeline)
+    return 0
+
+
+def the_trace(path: Path, duration_s: float | None, rate: float | None) -> Trace:
+    """The trace of this file, its first ``duration_s`` seconds, compressed to ``rate`` requests a second."""
+    trace = open_trace(path)
+    if duration_s is not None:
+        first = next(iter(trace)).arrival_s
+        trace = cut(trace, first, first + duration_s, None)
+    return scaled(trace, rate / mean_rate(trace)) if rate is not None else trace
+
+
+def the_cluster(settings: SimulateSettings) -> Cluster:
+    """Of the file, or of the numbers of workers."""
+    if settings.cluster is not None:
+        return read_cluster(settings.cluster)
+    assert settings.profile is not None, "one of the two is given"
+    profile = Profile.read(settings.profile)
+    decode = Profile.read(settings.decode_profile) if settings.decode_profile else profile
+    counts: tuple[tuple[PoolRole, int, Profile], ...] = (
+        ("prefill", settings.prefill, profile),
+        ("decode", settings.decode, decode),
+        ("colocated", settings.colocated, profile),
+    )
+    pools = tuple(
+        Pool(role=role, count=count, profile=of, max_batch_tokens=settings.max_batch_tokens, max_num_seqs=settings.max_num_seqs)
+        for role, count, of in counts
+        if count
+    )
+    if not pools or (not settings.colocated and not (settings.prefill and settings.decode)):
+        raise SimulationError("a cluster needs --prefill and --decode workers, or --colocated ones")
+    mean_s = settings.mean_seconds_between_failures
+    return Cluster(
+        pools=pools,
+        routing=settings.routing,
+        max_queue=settings.max_queue,
+        mean_seconds_between_failures=None if math.isinf(mean_s) else mean_s,
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content + b"\n")
+    except OSError as error:
+        raise SimulationError(f"cannot write {path}: {error.strerror or error}") from None

@@ -1,0 +1,96 @@
+"""What is simulated: pools of workers, the links between them, the coordinator's options, failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ...coordinator.routing import Policy
+from ...engine.latency_profile import Profile
+from ..errors import SimulationError
+
+PoolRole = Literal["prefill", "decode", "colocated"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Pool(_Part):
+    """``count`` equal workers. A colocated one computes prompts and generates on one device, both in one step (chunked prefill); its
+    KV cache is divided between the two."""
+
+    role: PoolRole
+    count: Annotated[int, Field(ge=1, le=100_000)]
+    profile: Profile
+    max_batch_tokens: Annotated[int, Field(ge=1)] = 512  # of prompts in a step
+    max_num_seqs: Annotated[int, Field(ge=1, le=65_536)] = 64  # in a decode batch
+    num_blocks: Annotated[int, Field(ge=2)] | None = None  # None: as profiled
+    link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None  # None: as the profile's mover; else the slower of both
+    link_latency_s: Annotated[float, Field(ge=0)] = 0.0  # added to each message
+    prefill_share: Annotated[float, Field(gt=0, lt=1)] = 0.25  # colocated: of the KV cache, for prompts being computed
+
+    @property
+    def blocks(self) -> int:
+        return self.num_blocks or self.profile.memory.num_blocks
+
+    @property
+    def bytes_per_s(self) -> float:
+        profiled = self.profile.handoff.bytes_per_s
+        return min(profiled, self.link_bytes_per_s) if self.link_bytes_per_s else profiled
+
+    @property
+    def message_s(self) -> float:
+        return self.profile.handoff.message_s + self.link_latency_s
+
+
+class Failure(_Part):
+    """The worker with this name dies at ``at_s`` (seconds of the trace) and is started again."""
+
+    worker: str
+    at_s: Annotated[float, Field(ge=0)]
+
+
+class Cluster(_Part):
+    """All that a simulation needs beside the trace."""
+
+    pools: Annotated[tuple[Pool, ...], Field(min_length=1)]
+    routing: Policy = "hybrid"
+    max_queue: Annotated[int, Field(ge=0)] = 1024
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    coordinator_s: Annotated[float, Field(ge=0)] = 1e-3  # a request spends so long in HTTP, chat template and tokenizer
+    failures: tuple[Failure, ...] = ()
+    mean_seconds_between_failures: Annotated[float, Field(gt=0)] | None = None  # of one worker; None: none but ``failures``
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        roles = {pool.role for pool in self.pools}
+        if "colocated" not in roles and roles != {"prefill", "decode"}:
+            raise ValueError("a cluster needs prefill and decode workers, or colocated ones")
+        sizes = {pool.profile.memory.block_size for pool in self.pools}
+        if len(sizes) > 1:
+            raise ValueError(f"all profiles of a cluster need one block size, not {sorted(sizes)} tokens")
+        return self
+
+    @property
+    def num_workers(self) -> int:
+        """Devices: a colocated worker is one."""
+        return sum(pool.count for pool in self.pools)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """From a YAML file, in which ``profile`` is the path of a profile's file, relative to the YAML file. Raises SimulationError."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        pools = [{**pool, "profile": Profile.read(path.parent / pool["profile"])} for pool in content["pools"]]
+        return Cluster.model_validate({**content, "pools": pools})
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise SimulationError(
+            f"cannot read the cluster {path}: {error!r}; it needs a list `pools` with role, count and profile each"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SimulationError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -1,0 +1,68 @@
+"""The simulated coordinator: the real lifecycle; what it says to clients goes to the records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...coordinator.flight import Action, End, Push, Send
+from ...coordinator.lifecycle import Lifecycle
+from ...coordinator.lifecycle_limits import LifecycleLimits
+from ...coordinator.request import GenerationRequest
+from ...transport.handoff import PeerId
+from ...transport.messages import Message
+from .records import RequestRecord
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+
+TICK_S = 0.05  # as the live coordinator
+
+
+class CoordinatorShell:
+    """Carries out what the lifecycle wants, and sees when each request gets its tokens."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        cluster = simulation.cluster
+        limits = LifecycleLimits(max_queue=cluster.max_queue)
+        self.core = Lifecycle(simulation.next_number(), cluster.routing, limits)
+        self._simulation, self._queue = simulation, simulation.queue
+        self.open: dict[str, RequestRecord] = {}
+        self._tick()
+
+    def submit(self, request: GenerationRequest, record: RequestRecord) -> None:
+        self.open[request.request_id] = record
+        self._carry_out(self.core.submit(request, self._queue.now))
+
+    def hear(self, worker: PeerId, message: Message) -> None:
+        self._carry_out(self.core.receive(worker, message, self._queue.now))
+
+    def worker_ended(self, worker: PeerId) -> None:
+        """Its process is seen to have ended."""
+        self._carry_out(self.core.worker_ended(worker, self._queue.now))
+
+    def _tick(self) -> None:
+        self._queue.after(TICK_S, self._tick)
+        self._carry_out(self.core.tick(self._queue.now))
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        now, opened = self._queue.now, self.open
+        for action in actions:
+            if type(action) is Push:
+                record = opened[action.request.request_id]
+                if record.num_received:
+                    self._simulation.tallies.gap(now - record.token_at)
+                else:
+                    record.first_at = now
+                record.num_received += 1
+                record.token_at = now
+            elif type(action) is Send:
+                self._send(action)
+            elif type(action) is End:
+                record = opened.pop(action.request.request_id)
+                record.close(action.ended, now)
+                self._simulation.ended(record)
+
+    def _send(self, send: Send) -> None:
+        worker = self._simulation.workers.get(send.worker[0])
+        if worker is not None:
+            self._queue.after(worker.pool.message_s, worker.hear, send.worker, send.message)

@@ -1,0 +1,95 @@
+"""A simulated decode worker: the real core, a device in place of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...decode.core import DecodeCore
+from ...decode.scheduler import DecodeScheduler, DecodeStep
+from ...engine.batch import StepOutput
+from ...engine.block_manager import BlockManager
+from ...transport import actions as act
+from ...transport.handoff import PeerId
+from ...transport.handoff_receiver import HandoffReceiver, MoverEndpoints
+from ...transport.handoff_sender import HandoffSender
+from ...transport.messages import SECRET_BYTES, Message
+from .worker_shell import HOST, LEASE, MOVERS, WorkerShell
+
+
+class DecodeShell(WorkerShell):
+    """Blocks that have arrived are checked one lease after the other, at the profiled speed."""
+
+    role = "decode"
+    core: DecodeCore
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        pool, memory = self.pool, self.pool.profile.memory
+        blocks = BlockManager(self.num_blocks)
+        scheduler = DecodeScheduler(blocks, memory.block_size, pool.max_num_seqs, memory.max_model_len, frozenset())
+        endpoints = MoverEndpoints(MOVERS, HOST, shm_name=self.name)
+        receiver = HandoffReceiver(self.id, self.model, blocks, endpoints, self._room, lambda: bytes(SECRET_BYTES), LEASE)
+        self.core = DecodeCore(self.id, scheduler, receiver, self.model.fingerprint, self.meet())
+        self.device.decode = self
+        self._peers: dict[PeerId, WorkerShell] = {}  # who can be answered
+        self._check_free_at = 0.0
+        self._checks: dict[int, list[int]] = {}  # by lease: positions that are being checked
+
+    @property
+    def sender(self) -> HandoffSender:
+        assert self.core.moving is not None, "it has said how it meets others"
+        return self.core.moving.sender
+
+    def _room(self) -> tuple[int, int]:
+        return self.core.room()
+
+    def from_coordinator(self, message: Message) -> None:
+        self.core.from_coordinator(message)
+
+    def take(self) -> list[Any]:
+        return self.core.take(self.queue.now)
+
+    def schedule(self, now: float) -> DecodeStep | None:
+        return self.core.schedule(now)
+
+    def complete(self, step: DecodeStep, output: StepOutput) -> None:
+        if self.alive:
+            self.core.complete(step, output, self.queue.now)
+
+    def hear_peer(self, addressee: PeerId, peer: WorkerShell, peer_id: PeerId, message: Message) -> None:
+        """Of a worker that hands over to this one."""
+        if self.alive and addressee == self.id:
+            self._peers[peer_id] = peer
+            self.core.from_peer(peer_id, message, self.queue.now)
+            self.turn()
+
+    def peer_died(self, peer: PeerId) -> None:
+        """Its process has ended, and that is known here."""
+        if self._peers.pop(peer, None) is not None:
+            self.core.receiver.writer_gone(peer)
+
+    def do(self, action: Any) -> None:
+        kind = type(action)
+        if kind is act.ToPeer:
+            if (peer := self._peers.get(action.peer)) is not None:
+                self.queue.after(self.pool.message_s, peer.hear_answer, action.peer, self.id, action.message)
+        elif kind is act.Verify:
+            self._check(action.lease, action.positions)
+        elif kind not in (act.OpenLease, act.ExpectAgain, act.CloseLease, act.Join, act.Supersede):
+            raise TypeError(f"the simulator does not know the action {action}")
+
+    def _check(self, lease: int, positions: list[int]) -> None:
+        handoff, block_bytes = self.pool.profile.handoff, self.pool.profile.memory.block_bytes
+        begin = max(self.queue.now, self._check_free_at)
+        self._check_free_at = begin + len(positions) * block_bytes / handoff.check_bytes_per_s
+        if lease in self._checks:
+            self._checks[lease] += positions  # known with those before
+        else:
+            self._checks[lease] = list(positions)
+            self.queue.at(self._check_free_at + handoff.join_s, self._verified, lease)
+
+    def _verified(self, lease: int) -> None:
+        positions = self._checks.pop(lease)
+        if self.alive:
+            self.core.receiver.verified(lease, positions, [], self.queue.now)
+            self.turn()

@@ -1,0 +1,34 @@
+"""Virtual time: events in their order."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+Event = Callable[..., None]
+
+
+class EventQueue:
+    """What happens next. ``now`` is in seconds; two events of one instant run in the order in which they were put in."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        self._heap: list[tuple[float, int, Event, tuple[Any, ...]]] = []
+
+    def at(self, time: float, event: Event, *args: Any) -> None:
+        """At ``time``, or now if that has passed."""
+        self.num_events += 1
+        heapq.heappush(self._heap, (time if time > self.now else self.now, self.num_events, event, args))
+
+    def after(self, delay: float, event: Event, *args: Any) -> None:
+        self.num_events += 1
+        heapq.heappush(self._heap, (self.now + delay, self.num_events, event, args))
+
+    def run_while(self, going_on: Callable[[], bool]) -> None:
+        """Until ``going_on`` says no (asked after every event), or nothing is left."""
+        heap, pop = self._heap, heapq.heappop
+        while heap and going_on():
+            self.now, _, event, args = pop(heap)
+            event(*args)

@@ -1,0 +1,65 @@
+"""A simulated prefill worker: the real core, a device in place of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine.batch import StepOutput
+from ...engine.block_manager import BlockManager
+from ...prefill.core import PrefillCore
+from ...prefill.scheduler import PrefillScheduler, PrefillStep
+from ...transport.handoff_sender import HandoffSender
+from ...transport.layer_slicing import LayerSlicing
+from ...transport.messages import Message
+from .worker_shell import WorkerShell
+
+
+class PrefillShell(WorkerShell):
+    """While a step runs, its layers become final one after the other and leave as the core wants them."""
+
+    role = "prefill"
+    core: PrefillCore
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        pool, memory = self.pool, self.pool.profile.memory
+        blocks = BlockManager(self.num_blocks)
+        scheduler = PrefillScheduler(blocks, memory.block_size, self.model.fingerprint, pool.max_batch_tokens, pool.max_num_seqs)
+        slicing = LayerSlicing(memory.num_layers, memory.block_bytes)
+        self.core = PrefillCore(self.meet(), scheduler, frozenset(), memory.max_model_len, slicing=slicing)
+        self.device.prefill = self
+        self._running: PrefillStep | None = None
+
+    @property
+    def sender(self) -> HandoffSender:
+        return self.core.sender
+
+    def from_coordinator(self, message: Message) -> None:
+        self.core.from_coordinator(message, self.queue.now)
+
+    def take(self) -> list[Any]:
+        return self.core.take()
+
+    def do(self, action: Any) -> None:
+        raise TypeError(f"the simulator does not know the action {action}")
+
+    def schedule(self, now: float) -> PrefillStep | None:
+        return self.core.schedule(now)
+
+    def begin(self, step: PrefillStep, loop_s: float, seconds: float) -> None:
+        """The device runs this step from ``loop_s`` from now on, for ``seconds``."""
+        self._running = step
+        if stride := self.core.layer_stride(step):
+            num_layers = self.pool.profile.memory.num_layers
+            for layers in range(stride, num_layers, stride):
+                self.queue.after(loop_s + seconds * layers / num_layers, self._layers_done, step, layers)
+
+    def complete(self, step: PrefillStep, output: StepOutput) -> None:
+        self._running = None
+        if self.alive:
+            self.core.complete(step, output, self.queue.now)
+
+    def _layers_done(self, step: PrefillStep, num_layers: int) -> None:
+        if self.alive and self._running is step:
+            self.core.layers_done(step, num_layers)
+            self.carry_out_all()

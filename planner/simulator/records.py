@@ -1,0 +1,78 @@
+"""One simulated request, from arrival to end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...coordinator.request import Ended
+from ...coordinator.time_ledger import Stages
+
+COLUMNS = (
+    "number", "arrival_s", "num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "outcome", "ttft_s", "tpot_s", "e2e_s",
+    "queue_s", "prefill_s", "handoff_s", "decode_s", "prefill_worker", "decode_worker", "num_dispatches",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """``*_at``: seconds of the virtual clock."""
+
+    number: int
+    arrival_s: float  # in the trace
+    arrived_at: float
+    num_prompt_tokens: int
+    num_asked_tokens: int
+    num_received: int = 0
+    first_at: float = 0.0
+    token_at: float = 0.0
+    ended_at: float = 0.0
+    num_cached_tokens: int = 0
+    num_dispatches: int = 0
+    outcome: str = ""  # finished, or the kind of error
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    stages: Stages | None = None
+
+    def close(self, ended: Ended, now: float) -> None:
+        """The one terminal event."""
+        self.ended_at, self.outcome = now, ended.error or "finished"
+        self.num_cached_tokens, self.num_dispatches = ended.num_cached_tokens, ended.num_dispatches
+        self.prefill_worker, self.decode_worker = ended.prefill_worker, ended.decode_worker
+        self.stages = ended.stages
+
+    @property
+    def finished(self) -> bool:
+        return self.outcome == "finished"
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_at - self.arrived_at
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per output token after the first; None where there is no other."""
+        return (self.token_at - self.first_at) / (self.num_received - 1) if self.num_received > 1 else None
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_at - self.arrived_at
+
+    def row(self) -> tuple[object, ...]:
+        """As ``COLUMNS`` names it."""
+        stages = self.stages or Stages()
+        times = (stages.queue, stages.prefill, stages.handoff, stages.decode)
+        known = (self.ttft_s, self.tpot_s) if self.finished else (None, None)
+        return (
+            self.number,
+            self.arrival_s,
+            self.num_prompt_tokens,
+            self.num_received,
+            self.num_cached_tokens,
+            self.outcome,
+            *known,
+            self.e2e_s,
+            *times,
+            self.prefill_worker,
+            self.decode_worker,
+            self.num_dispatches,
+        )

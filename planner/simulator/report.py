@@ -1,0 +1,121 @@
+"""What a simulation says at its end: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .simulation import Simulation
+from .tallies import Slo, Tallies
+
+EXPLAINED = {
+    "ttft": "time to the first token",
+    "tpot": "per token after the first: (last - first) / (tokens - 1)",
+    "tpot_all": "the same over all tokens: (end - first) / tokens",
+    "gap": "between two tokens of a request, each gap",
+    "e2e": "arrival to end",
+    "queue": "stage: waiting for a worker and on it",
+    "prefill": "stage",
+    "handoff": "stage: exposed",
+    "decode": "stage",
+}
+
+
+def summary(simulation: Simulation) -> dict[str, Any]:
+    """JSON-ready; times in seconds."""
+    tallies, elapsed = simulation.tallies, simulation.elapsed_s
+    return {
+        "requests": dict(sorted(tallies.outcomes.items())),
+        "simulated_s": elapsed,
+        "requests_per_s": tallies.outcomes["finished"] / elapsed if elapsed else 0.0,
+        "output_tokens_per_s": tallies.num_output_tokens / elapsed if elapsed else 0.0,
+        "cached_share": tallies.num_cached_tokens / max(1, tallies.num_prompt_tokens),
+        "slo": slo_words(tallies.slo),
+        "attainment": tallies.attainment,
+        "goodput_per_s": tallies.num_good / elapsed if elapsed else 0.0,
+        "latency_s": tallies.percentiles(),
+        "pools": pools(simulation),
+        "redispatched": simulation.coordinator.core.num_redispatched,
+        "killed": simulation.num_killed,
+        "steps_outside_the_profile": outside(simulation),
+    }
+
+
+def pools(simulation: Simulation) -> list[dict[str, Any]]:
+    """How busy each pool was."""
+    rows = []
+    for pool, machines in ((p, [m for m in simulation.machines if m.pool is p]) for p in simulation.cluster.pools):
+        elapsed = max(simulation.elapsed_s, 1e-9) * len(machines)
+        rows.append(
+            {
+                "role": pool.role,
+                "count": pool.count,
+                "profile": pool.profile.name,
+                "busy": sum(m.device.busy_s for m in machines) / elapsed,
+                "busy_prefill": sum(m.device.prefill_s for m in machines) / elapsed,
+                "busy_decode": sum(m.device.decode_s for m in machines) / elapsed,
+                "steps_per_s": sum(m.device.num_steps for m in machines) / elapsed,
+                "link_bytes_per_s": sum(s.num_bytes_out for m in machines for s in m.shells) / elapsed,
+                "energy_wh": energy_wh(simulation, pool),
+            }
+        )
+    return rows
+
+
+def energy_wh(simulation: Simulation, pool: Any) -> float | None:
+    """Of all workers of a pool; None where the profile knows no power."""
+    power = pool.profile.power
+    if power is None:
+        return None
+    machines = [m for m in simulation.machines if m.pool is pool]
+    prefill, decode = sum(m.device.prefill_s for m in machines), sum(m.device.decode_s for m in machines)
+    idle = max(0.0, simulation.elapsed_s * len(machines) - prefill - decode)
+    return float(prefill * power.prefill_w + decode * power.decode_w + idle * power.idle_w) / 3600
+
+
+def outside(simulation: Simulation) -> dict[str, float]:
+    """Shares of a profile's steps that were extrapolated, by quantity."""
+    return {
+        f"{clock.profile.name}: {what}": number / clock.num_steps
+        for clock in simulation.clocks
+        for what, number in sorted(clock.num_outside.items())
+    }
+
+
+def slo_words(slo: Slo) -> str:
+    """``ttft <= 0.5 s, tpot <= 0.05 s``; empty where nothing is asked for."""
+    bounds = {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "e2e": slo.e2e_s}
+    return ", ".join(f"{name} <= {bound:g} s" for name, bound in bounds.items() if bound is not None)
+
+
+def print_report(simulation: Simulation, console: Console) -> None:
+    tallies = simulation.tallies
+    console.print(_latencies(tallies))
+    table = Table("pool", "workers", "busy", "with prompts", "decode only", "steps/s each", "link")
+    for row in pools(simulation):
+        table.add_row(
+            f"{row['role']} ({row['profile']})",
+            str(row["count"]),
+            f"{row['busy']:.0%}",
+            f"{row['busy_prefill']:.0%}",
+            f"{row['busy_decode']:.0%}",
+            f"{row['steps_per_s']:.1f}",
+            f"{row['link_bytes_per_s'] / 1e9:.2f} GB/s",
+        )
+    console.print(table)
+    said = summary(simulation)
+    ended = ", ".join(f"{count:,} {outcome}" for outcome, count in said["requests"].items())
+    console.print(f"{ended} in {said['simulated_s']:.1f} s; {said['cached_share']:.1%} of the prompt tokens came from a prefix cache")
+    if said["slo"]:
+        console.print(f"{said['slo']}: met by {said['attainment']:.2%} of the requests, {said['goodput_per_s']:.2f} good requests/s")
+    for what, share in said["steps_outside_the_profile"].items():
+        console.print(f"[yellow]extrapolated: {what} in {share:.2%} of the steps[/yellow]")
+
+
+def _latencies(tallies: Tallies) -> Table:
+    table = Table("ms", "mean", "p50", "p90", "p99", "max", "what")
+    for name, values in tallies.percentiles().items():
+        table.add_row(name, *(f"{1e3 * v:,.1f}" for v in values.values()), EXPLAINED[name])
+    return table

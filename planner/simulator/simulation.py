@@ -1,0 +1,229 @@
+"""A cluster under virtual time: the real cores of all roles, with the latency model in place of the model runner.
+
+To be read in this order: events.py, cluster.py (what is simulated), device.py (steps take their time), worker_shell.py with
+prefill_shell.py and decode_shell.py, coordinator_shell.py, then records.py and tallies.py (what comes out). No core is written
+again here. The same cluster, trace and seed give the same results bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from ...engine.latency_profile import StepClock
+from ...transport.messages import ModelIdentity
+from ..errors import SimulationError
+from ..trace.request import Trace, TraceRequest
+from .cluster import Cluster, Pool
+from .coordinator_shell import CoordinatorShell
+from .decode_shell import DecodeShell
+from .device import Device
+from .events import EventQueue
+from .prefill_shell import PrefillShell
+from .prompts import generation_request
+from .records import RequestRecord
+from .tallies import Slo, Tallies
+from .timeline import Sample, Timeline, WorkerSample
+from .worker_shell import WorkerShell
+
+WARM_UP_S = 2.0
+"""Virtual seconds before the trace begins: workers say hello."""
+DEAD_AFTER_S = 0.3
+"""A process's end is seen by its peers and the coordinator so much later."""
+
+
+@dataclass(slots=True)
+class _Machine:
+    """One device and the workers on it."""
+
+    pool: Pool
+    device: Device
+    shells: list[WorkerShell]
+
+
+class Simulation:
+    """``on_record`` hears of every request when it ends."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        seed: int = 0,
+        slo: Slo | None = None,
+        on_record: Callable[[RequestRecord], None] | None = None,
+        sample_s: float | None = None,
+        heartbeat_s: float = 0.25,
+    ) -> None:
+        self.cluster, self.heartbeat_s = cluster, heartbeat_s
+        self.queue = EventQueue()
+        self.draw = random.Random(seed)
+        self.tallies = Tallies(slo or Slo())
+        self._on_record = on_record
+        self._numbers = count(1)
+        self.workers: dict[str, WorkerShell] = {}
+        self.decode_workers: dict[str, DecodeShell] = {}
+        self.machines: list[_Machine] = []
+        self.coordinator = CoordinatorShell(self)
+        self.clocks = [StepClock(pool.profile) for pool in cluster.pools]
+        for index, (pool, clock) in enumerate(zip(cluster.pools, self.clocks, strict=True)):
+            for _ in range(pool.count):
+                self._add_machine(pool, clock, index)
+        self.timeline = Timeline([name for m in self.machines for name in (shell.name for shell in m.shells)], sample_s or 0.0)
+        self._busy_before = [0.0] * len(self.machines)
+        self._arriving = True
+        self.num_arrived = self.num_ended = self.num_killed = 0
+        self.began_at = self.queue.now + WARM_UP_S
+        self._plan_failures()
+
+    def next_number(self) -> int:
+        """Incarnations."""
+        return next(self._numbers)
+
+    # --- running ---------------------------------------------------------------------------------
+
+    def run(self, trace: Trace, until_s: float | None = None, give_up: Callable[[Tallies], bool] | None = None) -> Tallies:
+        """Until every request has ended, or until ``until_s`` seconds of the trace, or until ``give_up`` says so (asked when a request
+        ends). Raises SimulationError where nothing goes on any more."""
+        requests = iter(trace)
+        first = next(requests, None)
+        if first is None:
+            raise SimulationError(f"{trace.name} has no requests")
+        self._arrive_at(first, requests, trace.block_size or 1, first.arrival_s, 0)
+        if self.timeline.interval_s:
+            self.queue.at(self.began_at, self._sample)
+        stop_at = None if until_s is None else self.began_at + until_s
+
+        def going_on() -> bool:
+            if not self._arriving and not self.coordinator.open:
+                return False
+            return (stop_at is None or self.queue.now <= stop_at) and (give_up is None or not give_up(self.tallies))
+
+        self.queue.run_while(going_on)
+        return self.tallies
+
+    @property
+    def elapsed_s(self) -> float:
+        """Virtual seconds since the trace began."""
+        return self.queue.now - self.began_at
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request is over."""
+        self.num_ended += 1
+        self.tallies.add(record)
+        if self._on_record is not None:
+            self._on_record(record)
+
+    def _arrive_at(self, request: TraceRequest, rest: Iterator[TraceRequest], block_size: int, start_s: float, number: int) -> None:
+        self.queue.at(self.began_at + request.arrival_s - start_s, self._arrive, request, rest, block_size, start_s, number)
+
+    def _arrive(self, request: TraceRequest, rest: Iterator[TraceRequest], block_size: int, start_s: float, number: int) -> None:
+        now = self.queue.now
+        self.num_arrived += 1
+        record = RequestRecord(number, request.arrival_s - start_s, now, request.num_prompt_tokens, request.num_output_tokens)
+        made = generation_request(number, request, block_size, now, self.cluster.request_timeout_s)
+        self.coordinator.open[made.request_id] = record
+        self.queue.after(self.cluster.coordinator_s, self.coordinator.submit, made, record)
+        following = next(rest, None)
+        if following is None:
+            self._arriving = False
+        else:
+            self._arrive_at(following, rest, block_size, start_s, number + 1)
+
+    # --- machines --------------------------------------------------------------------------------
+
+    def _add_machine(self, pool: Pool, clock: StepClock, index: int) -> None:
+        number = sum(m.pool is pool for m in self.machines)
+        name = f"{pool.role}-{index}-{number}"
+        machine = _Machine(pool, Device(self.queue, clock, lambda: self.draw.gauss(0.0, 1.0)), [])
+        self.machines.append(machine)
+        self._start(machine, name)
+
+    def _start(self, machine: _Machine, name: str) -> None:
+        pool, memory = machine.pool, machine.pool.profile.memory
+        kind = "shared" if pool.role != "colocated" else name  # a colocated worker hands over to itself alone
+        model = ModelIdentity(
+            fingerprint=kind, dtype="simulated", block_size=memory.block_size, layout="simulated", block_bytes=memory.block_bytes
+        )
+        for_prompts = max(2, int(pool.blocks * pool.prefill_share)) if pool.role == "colocated" else pool.blocks
+        if pool.role != "decode":
+            machine.shells.append(
+                PrefillShell(self, f"{name}-p" if pool.role == "colocated" else name, pool, for_prompts, model, machine.device)
+            )
+        if pool.role != "prefill":
+            num_blocks = pool.blocks - for_prompts if pool.role == "colocated" else pool.blocks
+            decode = DecodeShell(self, f"{name}-d" if pool.role == "colocated" else name, pool, num_blocks, model, machine.device)
+            machine.shells.append(decode)
+            self.decode_workers[decode.name] = decode
+        for shell in machine.shells:
+            self.workers[shell.name] = shell
+            shell.start()
+
+    def restart(self, shell: WorkerShell, down_s: float) -> None:
+        """Its machine's processes end now and start again after ``down_s``."""
+        machine = next(m for m in self.machines if shell in m.shells)
+        names = {s.name.removesuffix("-p").removesuffix("-d") if machine.pool.role == "colocated" else s.name for s in machine.shells}
+        for dead in machine.shells:
+            dead.alive = False
+            del self.workers[dead.name]
+            self.decode_workers.pop(dead.name, None)
+            self.queue.after(DEAD_AFTER_S, self._seen_dead, dead.id)
+        machine.shells = []
+        machine.device = Device(self.queue, self.clocks[self.cluster.pools.index(machine.pool)], lambda: self.draw.gauss(0.0, 1.0))
+        self.queue.after(down_s, self._start, machine, names.pop())
+
+    def left(self, shell: WorkerShell) -> None:
+        """It has drained, and ended in good order."""
+        shell.alive = False
+        self.workers.pop(shell.name, None)
+        self.decode_workers.pop(shell.name, None)
+
+    def _seen_dead(self, worker: tuple[str, int]) -> None:
+        for decode in self.decode_workers.values():
+            decode.peer_died(worker)
+        self.coordinator.worker_ended(worker)
+
+    def _plan_failures(self) -> None:
+        for failure in self.cluster.failures:
+            if failure.worker not in self.workers:
+                raise SimulationError(f"there is no worker {failure.worker} to fail; there are {', '.join(list(self.workers)[:8])} ...")
+            self.queue.at(self.began_at + failure.at_s, self._fail, failure.worker)
+        if self.cluster.mean_seconds_between_failures is not None:
+            for machine in self.machines:
+                self._fail_again(machine)
+
+    def _fail_again(self, machine: _Machine) -> None:
+        mean = self.cluster.mean_seconds_between_failures
+        assert mean is not None
+        self.queue.after(WARM_UP_S + self.draw.expovariate(1 / mean), self._fail_machine, machine)
+
+    def _fail_machine(self, machine: _Machine) -> None:
+        if machine.shells:
+            self._fail(machine.shells[0].name)
+        self._fail_again(machine)
+
+    def _fail(self, name: str) -> None:
+        shell = self.workers.get(name)
+        if shell is not None:
+            self.num_killed += 1
+            self.restart(shell, shell.pool.profile.start_s)
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    def _sample(self) -> None:
+        self.queue.after(self.timeline.interval_s, self._sample)
+        workers, interval = [], self.timeline.interval_s
+        for index, machine in enumerate(self.machines):
+            busy = (machine.device.busy_s - self._busy_before[index]) / interval
+            self._busy_before[index] = machine.device.busy_s
+            workers += [_sample_of(shell, min(max(busy, 0.0), 1.0)) for shell in machine.shells] or [WorkerSample(0, 0, 0.0, 0.0, 0.0)]
+        core = self.coordinator.core
+        self.timeline.add(Sample(self.elapsed_s, core.num_queued, core.num_flights, self.num_arrived, self.num_ended, tuple(workers)))
+
+
+def _sample_of(shell: WorkerShell, busy: float) -> WorkerSample:
+    blocks = shell.core.blocks
+    load = shell.core.load()
+    return WorkerSample(
+        load.num_running, load.num_waiting, blocks.num_used / blocks.num_blocks, blocks.num_cached / blocks.num_blocks, busy
+    )

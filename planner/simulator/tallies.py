@@ -1,0 +1,125 @@
+"""Distributions of a simulation's results, in memory that does not grow with the trace."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .records import RequestRecord
+
+RESOLUTION = 0.002
+"""Values that differ by less than this share may count as equal."""
+_SCALE = 1 / math.log1p(RESOLUTION)
+SMALLEST = 1e-7  # seconds; all below counts as 0
+
+
+class Distribution:
+    """Counts of values in classes of equal *relative* width, and the exact sum and extremes."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._order: list[int] | None = None
+        self.num = 0
+        self.total = 0.0
+        self.largest = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[int(math.log(value) * _SCALE) if value > SMALLEST else -(1 << 30)] += 1
+        self._order = None
+        self.num += 1
+        self.total += value
+        if value > self.largest:
+            self.largest = value
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.num if self.num else math.nan
+
+    def percentile(self, percent: float) -> float:
+        """The value that this share does not exceed; to ``RESOLUTION``."""
+        if not self.num:
+            return math.nan
+        rank, seen = percent / 100 * (self.num - 1), 0
+        for index in sorted(self._counts):
+            seen += self._counts[index]
+            if seen > rank:
+                break
+        return 0.0 if index == -(1 << 30) else min(math.exp((index + (0.5 if index >= 0 else -0.5)) / _SCALE), self.largest)
+
+    def share_within(self, bound: float) -> float:
+        """Which share is at most ``bound``; to ``RESOLUTION``."""
+        if not self.num:
+            return math.nan
+        return sum(count for index, count in self._counts.items() if index == -(1 << 30) or math.exp(index / _SCALE) <= bound) / self.num
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Bounds in seconds; None: not asked for. A request is good that meets all of them and finished."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """TPOT is (last token - first token) / (tokens - 1); a request with one token meets any."""
+        if not record.finished:
+            return False
+        tpot = record.tpot_s
+        return (
+            (self.ttft_s is None or record.ttft_s <= self.ttft_s)
+            and (self.tpot_s is None or tpot is None or tpot <= self.tpot_s)
+            and (self.e2e_s is None or record.e2e_s <= self.e2e_s)
+        )
+
+
+class Tallies:
+    """All that is known of the requests that have ended. ``tpot_all``: E2E after the first token over *all* tokens, as splitwise-sim
+    counts it; ``gap``: between two tokens of one request, token by token."""
+
+    NAMES = ("ttft", "tpot", "tpot_all", "gap", "e2e", "queue", "prefill", "handoff", "decode")
+
+    def __init__(self, slo: Slo) -> None:
+        self.slo = slo
+        self.outcomes: Counter[str] = Counter()
+        self.num_good = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
+        self.of: dict[str, Distribution] = {name: Distribution() for name in self.NAMES}
+        self.gap = self.of["gap"].add
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.outcomes.values())
+
+    @property
+    def attainment(self) -> float:
+        """Good requests among all that ended."""
+        return self.num_good / self.num_requests if self.num_requests else math.nan
+
+    def add(self, record: RequestRecord) -> None:
+        self.outcomes[record.outcome] += 1
+        self.num_good += self.slo.met_by(record)
+        if not record.finished:
+            return
+        self.num_prompt_tokens += record.num_prompt_tokens
+        self.num_cached_tokens += record.num_cached_tokens
+        self.num_output_tokens += record.num_received
+        of = self.of
+        of["ttft"].add(record.ttft_s)
+        if (tpot := record.tpot_s) is not None:
+            of["tpot"].add(tpot)
+        of["tpot_all"].add((record.e2e_s - record.ttft_s) / record.num_received)
+        of["e2e"].add(record.e2e_s)
+        if record.stages is not None:
+            for name in ("queue", "prefill", "handoff", "decode"):
+                of[name].add(getattr(record.stages, name))
+
+    def percentiles(self, percents: tuple[float, ...] = (50, 90, 99)) -> Mapping[str, dict[str, float]]:
+        """By quantity: mean, the percentiles, and the largest; in seconds."""
+        return {
+            name: {"mean": d.mean, **{f"p{percent:g}": d.percentile(percent) for percent in percents}, "max": d.largest}
+            for name, d in self.of.items()
+            if d.num
+        }

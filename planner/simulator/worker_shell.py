@@ -1,0 +1,207 @@
+"""What the simulated workers of both roles have in common: the loop around a core, as thin as the live one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...transport import actions as act
+from ...transport.handoff import HandoffTimes, PeerId
+from ...transport.handoff_sender import HandoffSender
+from ...transport.messages import Alive, Fenced, Goodbye, Handoff, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
+from .cluster import Pool
+from .device import Device
+
+if TYPE_CHECKING:
+    from .decode_shell import DecodeShell
+    from .simulation import Simulation
+
+TICK_S = 0.05  # as the live workers
+LEASE = HandoffTimes(lease=10.0)
+MOVERS, HOST = ("shm",), "simulated"
+"""A one-sided mover: the receiver hears of blocks (Placed, Handoff) when they are there."""
+
+
+class WorkerShell:
+    """An inbox, a device, a heartbeat. Workers of one device hand over within it."""
+
+    role: Role
+    core: Any
+
+    def __init__(self, simulation: Simulation, name: str, pool: Pool, num_blocks: int, model: ModelIdentity, device: Device) -> None:
+        self.simulation, self.queue = simulation, simulation.queue
+        self.name, self.pool, self.num_blocks, self.model, self.device = name, pool, num_blocks, model, device
+        self.incarnation = simulation.next_number()
+        self.alive = True
+        self.out_free_at = self.in_free_at = 0.0  # until then its link is taken
+        self.num_bytes_out = 0
+        self._reported = -1e9
+        self._welcomed = False
+        self._connected: set[PeerId] = set()
+        self._puts_done: dict[PeerId, float] = {}  # when the last put to this peer has arrived
+
+    @property
+    def id(self) -> PeerId:
+        return (self.name, self.incarnation)
+
+    def start(self) -> None:
+        """Says hello, and lives."""
+        self._tell(self._hello())
+        self.queue.after(TICK_S * self.simulation.draw.random(), self._tick)
+
+    def hear(self, addressee: PeerId, message: Message) -> None:
+        """Of the coordinator."""
+        if not self.alive or addressee != self.id or isinstance(message, Alive):
+            return
+        if isinstance(message, Welcome):
+            self._welcomed = True
+            self.core.drop_others(message.coordinator)
+            if (events := self.core.block_events(everything=True)) is not None:
+                self._tell(events)
+        elif isinstance(message, Fenced):
+            self.simulation.restart(self, 0.0)
+            return
+        else:
+            self.from_coordinator(message)
+        self.turn()
+
+    def from_coordinator(self, message: Message) -> None:
+        raise NotImplementedError
+
+    def take(self) -> list[Any]:
+        raise NotImplementedError
+
+    def do(self, action: Any) -> None:
+        """Carries out what only this role does."""
+        raise NotImplementedError
+
+    @property
+    def sender(self) -> HandoffSender:
+        raise NotImplementedError
+
+    def turn(self) -> None:
+        """One turn of the loop."""
+        if not self.alive:
+            return
+        self.device.wake()
+        if self.carry_out_all():
+            self.device.wake()
+        if self.core.may_leave:
+            self._tell(Goodbye(worker_id=self.name, incarnation=self.incarnation))
+            self.simulation.left(self)
+
+    def carry_out_all(self) -> bool:
+        """Whatever the core wants done now. False: nothing."""
+        busy = False
+        while actions := self.take():
+            busy = True
+            for action in actions:
+                if type(action) is act.ToCoordinator:
+                    self._tell(action.message)
+                elif not self._send(action):
+                    self.do(action)
+        return busy
+
+    def _tick(self) -> None:
+        if not self.alive:
+            return
+        self.queue.after(TICK_S, self._tick)
+        now = self.queue.now
+        self.core.tick(now)
+        if self._welcomed and now - self._reported >= self.simulation.heartbeat_s:
+            self._reported = now
+            self._tell(self.core.load())
+            if (events := self.core.block_events()) is not None:
+                self._tell(events)
+        self.turn()
+
+    def _tell(self, message: Message) -> None:
+        self.queue.after(self.pool.message_s, self.simulation.coordinator.hear, self.id, message)
+
+    # --- the sending side of the handoff -----------------------------------------------------------
+
+    def _send(self, action: Any) -> bool:
+        """What the handoff's sender wants done. False: it is none of that."""
+        kind = type(action)
+        if kind is act.ToPeer:
+            if action.peer not in self._connected:
+                return False
+            self._say(action.peer, action.message)
+        elif kind is act.Put:
+            self._put(action)
+        elif kind is act.SendPlaced:
+            sums = bytes(8 * len(action.source_blocks))
+            self._say_after_puts(action.peer, Placed(lease=action.lease, first=action.first, checksums=sums))
+        elif kind is act.SendHandoff:
+            sums = bytes(8 * len(action.source_blocks))
+            handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
+            self._say_after_puts(action.peer, handoff)
+        elif kind is act.Connect:
+            self._connect((action.peer.worker_id, action.peer.incarnation))
+        elif kind not in (act.OpenMover, act.CancelPuts, act.Delivered, act.Undelivered):
+            return False
+        return True
+
+    def _connect(self, peer: PeerId) -> None:
+        for earlier in [p for p in self._connected if p[0] == peer[0] and p != peer]:
+            self._connected.discard(earlier)
+            self._puts_done.pop(earlier, None)
+            self.sender.peer_lost(earlier, "it has restarted")
+        self._connected.add(peer)
+
+    def _say(self, peer: PeerId, message: Message, at: float = 0.0) -> None:
+        target = self.simulation.decode_workers.get(peer[0])
+        if target is not None:
+            self.queue.at(max(at, self.queue.now) + self.pool.message_s, target.hear_peer, peer, self, self.id, message)
+
+    def _say_after_puts(self, peer: PeerId, message: Message) -> None:
+        self._say(peer, message, self._puts_done.get(peer, 0.0))
+
+    def _put(self, put: act.Put) -> None:
+        """Through the link of both ends, one put after the other; within one device at once."""
+        target = self.simulation.decode_workers.get(put.peer[0])
+        if target is None or target.id != put.peer:
+            return
+        num_layers = self.pool.profile.memory.num_layers
+        first, end = put.layers or (0, num_layers)
+        num_bytes = len(put.items) * self.pool.profile.memory.block_bytes * (end - first) // num_layers
+        now = self.queue.now
+        done = now if target.device is self.device else self._over_the_link(target, num_bytes)
+        self._puts_done[put.peer] = done
+        self.queue.at(done, self._put_done, put.peer, num_bytes, done - now)
+
+    def _over_the_link(self, target: DecodeShell, num_bytes: int) -> float:
+        begin = max(self.queue.now, self.out_free_at, target.in_free_at)
+        done = begin + self.pool.profile.handoff.put_s + num_bytes / min(self.pool.bytes_per_s, target.pool.bytes_per_s)
+        self.out_free_at = target.in_free_at = done
+        self.num_bytes_out += num_bytes
+        return done
+
+    def _put_done(self, peer: PeerId, num_bytes: int, seconds: float) -> None:
+        if self.alive:
+            self.sender.moved(peer, num_bytes, seconds)
+
+    def hear_answer(self, me: PeerId, peer: PeerId, message: Message) -> None:
+        """Of a decode worker, to what was said to it."""
+        if self.alive and me == self.id:
+            self.sender.receive(peer, message, self.queue.now)
+            self.turn()
+
+    def meet(self) -> Meet:
+        return Meet(worker_id=self.name, incarnation=self.incarnation, host=HOST, pid=self.incarnation, model=self.model, movers=MOVERS)
+
+    def _hello(self) -> Hello:
+        pool = self.pool
+        return Hello(
+            worker_id=self.name,
+            incarnation=self.incarnation,
+            role=self.role,
+            host=HOST,
+            pid=self.incarnation,
+            model=self.model,
+            max_model_len=pool.profile.memory.max_model_len,
+            vocab_size=1 << 30,
+            num_blocks=self.num_blocks,
+            max_num_seqs=pool.max_num_seqs,
+            max_batch_tokens=pool.max_batch_tokens if self.role == "prefill" else pool.max_num_seqs,
+            peer_address=self.name if self.role == "decode" else "",
+        )

@@ -1,0 +1,240 @@
+"""The simulator: what it says of cases that can be worked out by hand, and what must hold of any."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterable
+from itertools import islice, repeat
+from pathlib import Path
+
+import pytest
+
+from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
+from splitserve.planner.errors import SimulationError
+from splitserve.planner.simulator.cluster import Cluster, Failure, Pool, read_cluster
+from splitserve.planner.simulator.records import COLUMNS, RequestRecord
+from splitserve.planner.simulator.report import summary
+from splitserve.planner.simulator.simulation import Simulation
+from splitserve.planner.simulator.tallies import Distribution, Slo
+from splitserve.planner.slo import parse_slo
+from splitserve.planner.trace.request import Trace, TraceRequest
+from splitserve.prefill import core as prefill_core
+from splitserve.transport import handoff_receiver
+
+PREFILL_S, TOKEN_S, DECODE_S = 0.05, 1e-4, 0.02
+SECOND = HandoffModel(put_s=0.0, bytes_per_s=1e6, message_s=0.001, check_bytes_per_s=1e12)
+
+
+def profile(**changes: object) -> Profile:
+    base = Profile(
+        name="toy",
+        memory=Memory(block_size=16, num_blocks=512, block_bytes=1600, num_layers=4, max_model_len=4096),
+        prefill=StepModel(pieces=(Piece(curve=((0, PREFILL_S), (1000, PREFILL_S + 1000 * TOKEN_S))),)),
+        decode=StepModel(pieces=(Piece(curve=((0, DECODE_S), (100, 2 * DECODE_S))),)),
+        handoff=HandoffModel(put_s=0.0, bytes_per_s=1e15, message_s=0.001, check_bytes_per_s=1e15),
+    )
+    return base.model_copy(update=changes)
+
+
+def cluster(prefill: int = 1, decode: int = 1, of: Profile | None = None, **changes: object) -> Cluster:
+    of = of or profile()
+    pools = (Pool(role="prefill", count=prefill, profile=of), Pool(role="decode", count=decode, profile=of))
+    return Cluster(pools=pools, coordinator_s=0.0, **changes)  # type: ignore[arg-type]
+
+
+def trace(requests: Iterable[TraceRequest], block_size: int | None = None) -> Trace:
+    kept = list(requests)
+    return Trace("test", lambda: iter(kept), block_size)
+
+
+def run(cluster: Cluster, requests: Iterable[TraceRequest], **options: object) -> tuple[Simulation, list[RequestRecord]]:
+    records: list[RequestRecord] = []
+    block_size = options.pop("block_size", None)
+    simulation = Simulation(cluster, on_record=records.append, **options)  # type: ignore[arg-type]
+    simulation.run(trace(requests, block_size))  # type: ignore[arg-type]
+    return simulation, sorted(records, key=lambda r: r.number)
+
+
+def assert_no_block_is_lost(simulation: Simulation) -> None:
+    for shell in simulation.workers.values():
+        held = {block for table in shell.core.block_tables() for block in table}
+        assert shell.core.blocks.num_used == len(held)
+
+
+def test_one_request_takes_what_can_be_added_up() -> None:
+    _, (record,) = run(cluster(), [TraceRequest(0.0, 200, 11)])
+    step = PREFILL_S + 200 * TOKEN_S
+    assert record.ttft_s == pytest.approx(0.001 + step + 0.001)  # to the worker, the step, back
+    decode_step = DECODE_S * 1.01
+    assert record.tpot_s == pytest.approx(decode_step + 0.0001, rel=0.02)  # and once two messages of the handoff
+    assert (record.num_prompt_tokens, record.num_received, record.outcome) == (200, 11, "finished")
+
+
+def test_blocks_take_their_time_on_the_link() -> None:
+    slow = profile(handoff=SECOND)
+    _, (record,) = run(cluster(of=slow), [TraceRequest(0.0, 160, 2)])
+    assert record.stages is not None
+    assert record.stages.handoff == pytest.approx(10 * 1600 / 1e6 + 0.001, abs=0.002)
+
+
+def test_two_handoffs_share_one_link() -> None:
+    slow = profile(handoff=SECOND)
+    _, records = run(cluster(prefill=2, of=slow), [TraceRequest(0.0, 160, 2)] * 2)
+    exposed = sorted(r.stages.handoff for r in records if r.stages)
+    assert exposed[1] - exposed[0] == pytest.approx(0.016, abs=0.002)
+
+
+def test_a_queue_builds_up_where_more_arrives_than_is_computed() -> None:
+    requests = [TraceRequest(0.01 * i, 500, 1) for i in range(60)]
+    _, few = run(cluster(prefill=1), requests)
+    _, many = run(cluster(prefill=4), requests)
+    assert max(r.ttft_s for r in few) > 2.0 > 1.5 > max(r.ttft_s for r in many)
+
+
+def test_equal_block_hashes_are_computed_once() -> None:
+    shared = tuple(range(1, 11))
+    requests = [TraceRequest(float(i), 170, 2, (*shared, 100 + i)) for i in range(4)]
+    simulation, records = run(cluster(), requests, block_size=16)
+    assert [r.num_cached_tokens for r in records] == [0, 160, 160, 160]
+    assert records[1].ttft_s < records[0].ttft_s
+    assert_no_block_is_lost(simulation)
+
+
+def test_a_colocated_worker_pays_for_prompts_in_its_decode_steps() -> None:
+    of = profile()
+    colocated = Cluster(pools=(Pool(role="colocated", count=1, profile=of),), coordinator_s=0.0)
+    talk = [TraceRequest(0.0, 50, 60), *(TraceRequest(0.2 + 0.05 * i, 400, 2) for i in range(10))]
+    simulation, together = run(colocated, talk)
+    _, apart = run(cluster(), talk)
+    assert together[0].tpot_s is not None
+    assert apart[0].tpot_s is not None
+    assert together[0].tpot_s > 1.3 * apart[0].tpot_s
+    assert summary(simulation)["pools"][0]["busy_prefill"] > 0
+    assert_no_block_is_lost(simulation)
+
+
+def test_a_worker_that_dies_loses_no_request() -> None:
+    requests = [TraceRequest(0.02 * i, 100, 30) for i in range(50)]
+    plan = cluster(2, 2, failures=(Failure(worker="decode-1-0", at_s=0.5), Failure(worker="prefill-0-1", at_s=0.6)))
+    simulation, records = run(plan, requests)
+    assert {r.outcome for r in records} == {"finished"}
+    assert all(r.num_received == 30 for r in records)
+    assert simulation.num_killed == 2
+    assert max(r.num_dispatches for r in records) > 1
+
+
+def test_failures_as_they_come_are_survived_too() -> None:
+    requests = [TraceRequest(0.05 * i, 100, 20) for i in range(100)]
+    simulation, records = run(cluster(3, 3, mean_seconds_between_failures=4.0), requests, seed=3)
+    assert simulation.num_killed > 2
+    assert {r.outcome for r in records} == {"finished"}
+
+
+def test_what_cannot_end_is_said() -> None:
+    with pytest.raises(SimulationError, match="no requests"):
+        Simulation(cluster()).run(trace([]))
+    with pytest.raises(SimulationError, match="no worker decode-7"):
+        Simulation(cluster(failures=(Failure(worker="decode-7", at_s=1.0),)))
+
+
+def many_things_at_once(seed: int) -> str:
+    requests = [TraceRequest(0.013 * i, 50 + 37 * i % 400, 1 + 7 * i % 30, session=str(i % 5)) for i in range(80)]
+    plan = cluster(2, 3, profile(noise_cv=0.2), mean_seconds_between_failures=3.0)
+    simulation, records = run(plan, requests, seed=seed)
+    return f"{[r.row() for r in records]} {simulation.queue.num_events}"
+
+
+def test_a_seed_gives_the_same_bits_in_every_process() -> None:
+    program = "import sys; sys.path.insert(0, 'tests'); from planner.test_simulator import *; print(many_things_at_once(1))"
+    env = {**os.environ, "PYTHONHASHSEED": "77"}
+    elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env).stdout
+    assert many_things_at_once(1) == elsewhere.strip()
+    assert many_things_at_once(1) != many_things_at_once(2)
+
+
+def test_memory_does_not_grow_with_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (handoff_receiver, prefill_core):
+        monkeypatch.setattr(module, "MEMORY_OF_PAST", 50)  # else it is full only after as many requests
+
+    def requests(count: int) -> Trace:
+        return Trace("long", lambda: islice((TraceRequest(0.1 * i, 40, 3) for i, _ in enumerate(repeat(0))), count))
+
+    def peak(count: int) -> int:
+        tracemalloc.start()
+        Simulation(cluster(of=profile(memory=Memory(block_size=16, num_blocks=64, block_bytes=16, num_layers=4, max_model_len=512)))).run(
+            requests(count)
+        )
+        size = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return size
+
+    peak(20)  # caches
+    assert peak(450) < 1.1 * peak(150)
+
+
+def test_percentiles_are_as_exact_as_promised() -> None:
+    found = Distribution()
+    for i in range(1, 1001):
+        found.add(i / 1000)
+    for percent in (1, 50, 90, 99, 100):
+        assert found.percentile(percent) == pytest.approx(percent / 100, rel=0.01)
+    assert found.share_within(0.25) == pytest.approx(0.25, abs=0.002)
+    assert found.mean == pytest.approx(0.5005)
+
+
+def test_a_good_request_meets_all_bounds_at_once() -> None:
+    level = parse_slo("ttft=0.5@p90,tpot=0.05@p95")
+    assert (level.bounds, level.attainment) == (Slo(0.5, 0.05, None), 0.95)
+    record = RequestRecord(0, 0.0, 10.0, 5, 3, num_received=3, first_at=10.4, token_at=10.49, ended_at=10.5, outcome="finished")
+    assert level.bounds.met_by(record)
+    record.token_at = 10.51
+    assert not level.bounds.met_by(record)
+    with pytest.raises(SimulationError, match="twice"):
+        parse_slo("ttft=1,ttft=2")
+
+
+def test_a_cluster_is_read_from_yaml(tmp_path: Path) -> None:
+    profile().write(tmp_path / "p.json")
+    path = tmp_path / "cluster.yaml"
+    path.write_text("pools:\n- {role: prefill, count: 2, profile: p.json}\n- {role: decode, count: 3, profile: p.json, max_num_seqs: 8}\n")
+    assert [(p.role, p.count) for p in read_cluster(path).pools] == [("prefill", 2), ("decode", 3)]
+    path.write_text("pools:\n- {role: prefill, count: 2, profile: p.json}\n")
+    with pytest.raises(SimulationError, match="needs prefill and decode workers"):
+        read_cluster(path)
+
+
+def test_the_command_writes_what_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from splitserve.planner.settings import SimulateSettings
+    from splitserve.planner.simulate_command import simulate
+
+    profile().write(tmp_path / "p.json")
+    rows = "".join(f'{{"arrival_s": {0.1 * i}, "num_prompt_tokens": 60, "num_output_tokens": 5}}\n' for i in range(30))
+    (tmp_path / "t.jsonl").write_text('{"format": "splitserve-trace", "version": 1}\n' + rows)
+    names = {
+        name: tmp_path / file
+        for name, file in (("records", "r.csv"), ("json_file", "j.json"), ("plot_file", "p.png"), ("html_file", "h.html"))
+    }
+    settings = SimulateSettings(
+        trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", prefill=1, decode=1, slo="ttft=0.2,tpot=0.05", **names
+    )
+    assert simulate(settings) == 0
+    records = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
+    assert len(records) == 30
+    assert tuple(records[0]) == COLUMNS
+    said = json.loads((tmp_path / "j.json").read_text())
+    assert said["requests"] == {"finished": 30}
+    assert said["attainment"] == 1.0
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+    assert "prefill-0-0" in (tmp_path / "h.html").read_text()
+    assert "good requests/s" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_timeline_stays_bounded() -> None:
+    simulation, _ = run(cluster(), [TraceRequest(0.1 * i, 20, 2) for i in range(100)], sample_s=0.01)
+    assert len(simulation.timeline.samples) <= 600
+    assert simulation.timeline.interval_s > 0.01
