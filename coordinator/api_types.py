@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from .chat_output.tool_choice import MAX_TOOLS, TOOL_CHOICE, Tool, check_tool_choice
 from .output_format import (
     GUIDED,
     RESPONSE_FORMAT,
@@ -259,14 +260,28 @@ class CompletionRequest(SamplingFields):
         return self
 
 
+class CalledFunction(_Body):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(_Body):
+    """A call that the model made earlier in the chat."""
+
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction
+
+
 class Message(_Body):
     """One message of a chat."""
 
     role: str
     content: Annotated[Any, BeforeValidator(_content), CONTENT] = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _known_role(self) -> Self:
@@ -285,8 +300,9 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[Any, AfterValidator(_only(None, [])), WithJsonSchema({"enum": [None, []]})] = None
-    tool_choice: Annotated[Any, AfterValidator(_only(None, "none", "auto")), WithJsonSchema({"enum": [None, "none", "auto"]})] = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[Any, BeforeValidator(check_tool_choice), TOOL_CHOICE] = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -295,6 +311,32 @@ class ChatCompletionRequest(SamplingFields):
         if self.max_tokens == 0:
             raise PydanticCustomError("invalid", "max_tokens: must be at least 1")
         return self
+
+    @model_validator(mode="after")
+    def _tools_to_choose_from(self) -> Self:
+        if self.tool_choice in (None, "none", "auto"):
+            return self
+        if not self.tools:
+            raise _invalid("tool_choice: needs `tools` to choose from")
+        if not self.forced_tools:
+            raise _invalid(f"tool_choice: there is no function {self.tool_choice.function.name!r} in `tools`")
+        if self.ignore_eos or self.min_tokens:
+            raise _invalid(f"{'ignore_eos' if self.ignore_eos else 'min_tokens'}: not allowed where a tool call must be made")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """What the model is told of."""
+        return [] if self.tool_choice == "none" or not self.tools else self.tools
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """One of these must be called; empty: as the model likes."""
+        if not self.tools or self.tool_choice in (None, "none", "auto"):
+            return []
+        if self.tool_choice == "required":
+            return self.tools
+        return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
 
 
 class TokenizeRequest(_Body):

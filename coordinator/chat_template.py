@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .api_types import Message
+from .api_types import Message, ToolCall
 from .errors import InvalidRequest
 from .tokenizer import Tokenizer, read_json
 
@@ -60,7 +60,9 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
         self._special_tokens = special_tokens or {}
+        self.source = source
         self._knows_developer = "developer" in source
+        self._knows_tools = "tools" in source
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -71,10 +73,21 @@ class ChatTemplate:
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         return cls(source, tokenizer.special_tokens()) if source else None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, extra: dict[str, Any] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        extra: dict[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
         """The prompt; ``extra`` are further variables. Raises InvalidRequest with the template's own words if it refuses the messages."""
         variables = {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **(extra or {})}
         variables["messages"] = [self._as_dict(message) for message in messages]
+        if tools and self._knows_tools:
+            variables["tools"] = tools
+        elif tools:
+            variables["messages"] = _with_tools(variables["messages"], tools)
         try:
             return self._template.render(variables)
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -84,5 +97,32 @@ class ChatTemplate:
         role = message.role
         if role == "developer" and not self._knows_developer:
             role = "system"  # what it was called before
-        fields = {"name": message.name, "tool_calls": message.tool_calls, "tool_call_id": message.tool_call_id}
+        fields: dict[str, Any] = {
+            "name": message.name,
+            "tool_calls": [_as_templates_want(call) for call in message.tool_calls] if message.tool_calls else None,
+            "tool_call_id": message.tool_call_id,
+            "reasoning_content": message.reasoning_content,
+        }
         return {"role": role, "content": message.content or "", **{key: value for key, value in fields.items() if value is not None}}
+
+
+def _as_templates_want(call: ToolCall) -> dict[str, Any]:
+    """OpenAI's clients send arguments as text; templates write them out as JSON, and so want the object."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except ValueError:
+        arguments = call.function.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For a template that knows no tools: a system message tells of them, in the words that Hermes and Qwen were taught with."""
+    text = (
+        "# Tools\n\nYou may call functions. Their signatures, within <tools></tools>:\n<tools>\n"
+        + "\n".join(_to_json(tool) for tool in tools)
+        + "\n</tools>\n\nFor a call, write a JSON object with its name and arguments within <tool_call></tool_call>:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <arguments-object>}\n</tool_call>'
+    )
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

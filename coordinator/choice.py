@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import orjson
 
 from ..transport.messages import TokenLogprobs
+from .chat_output.events import OutputParser
 from .detokenizer import Detokenizer, StopStrings
 from .formats import ChoiceResult, Format, ReportedReason, Usage, around_text
 from .histogram import BatchedHistogram
@@ -29,6 +30,9 @@ class ChoiceOptions(NamedTuple):
     logprobs: bool = False
     echo: bool = False
     usage_on_every_chunk: bool = False
+    parser_of: Callable[[Prompt], OutputParser] | None = None  # chats whose text is read for thoughts and tool calls
+    max_calls: int = 1 << 30
+    short_call_ids: bool = False
 
 
 class Exchange(Protocol):

@@ -17,6 +17,7 @@ from .choice import Choice, ChoiceOptions
 from .errors import ApiError, InternalError, from_ended
 from .formats import DONE, Usage, error_event
 from .metrics import Metrics
+from .parsed_choice import ParsedChoice
 from .prompts import Prompt
 from .request import Dispatcher, Ended, GenerationRequest
 from .request_record import RequestRecord
@@ -65,7 +66,11 @@ class HttpExchange:
     def add_choice(self, prompt: Prompt) -> Choice:
         """The next choice; all are added before any is submitted."""
         index = len(self.choices)
-        choice = Choice(self, self._choice_options, index, prompt, f"{self._options.id}-{index}")
+        options, request_id = self._choice_options, f"{self._options.id}-{index}"
+        if options.parser_of is None:
+            choice = Choice(self, options, index, prompt, request_id)
+        else:
+            choice = ParsedChoice(self, options, index, prompt, request_id, options.parser_of(prompt))
         self.choices.append(choice)
         self._num_open += 1
         return choice

@@ -12,7 +12,7 @@ from .logprobs import TokenEntry, chat_logprobs, completion_logprobs
 from .tokenizer import Tokenizer
 
 Usage = dict[str, Any]
-ReportedReason = Literal["stop", "length", "error"]
+ReportedReason = Literal["stop", "length", "tool_calls", "error"]
 DONE = b"data: [DONE]\n\n"
 _TEXT = "\0text"
 
@@ -25,6 +25,8 @@ class ChoiceResult:
     text: str
     entries: Sequence[TokenEntry] | None
     finish_reason: ReportedReason
+    tool_calls: Sequence[dict[str, Any]] = ()
+    reasoning: str | None = None
 
 
 class Format(Protocol):
@@ -126,6 +128,18 @@ class ChatFormat(_Envelope):
         usage: Usage | None = None,
     ) -> bytes:
         delta = {"content": text} if text or finish_reason is None else {}
+        return self.delta_chunk(index, delta, entries=entries, finish_reason=finish_reason, usage=usage)
+
+    def delta_chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        entries: Sequence[TokenEntry] | None = None,
+        finish_reason: ReportedReason | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """A chunk with any part of a message."""
         return self.event(self.CHUNK, [self._choice(index, delta, entries, finish_reason)], usage)
 
     def usage_chunk(self, usage: Usage) -> bytes:
@@ -135,14 +149,19 @@ class ChatFormat(_Envelope):
         return self.body(self.KIND, [self._whole(choice) for choice in choices], usage)
 
     def _choice(
-        self, index: int, delta: dict[str, str], entries: Sequence[TokenEntry] | None, finish_reason: ReportedReason | None
+        self, index: int, delta: dict[str, Any], entries: Sequence[TokenEntry] | None, finish_reason: ReportedReason | None
     ) -> dict[str, Any]:
         logprobs = None if entries is None else chat_logprobs(entries, self.tokenizer.table)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _whole(self, choice: ChoiceResult) -> dict[str, Any]:
         logprobs = None if choice.entries is None else chat_logprobs(choice.entries, self.tokenizer.table)
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        content = choice.text if choice.text or not choice.tool_calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.reasoning is not None:
+            message["reasoning_content"] = choice.reasoning
+        if choice.tool_calls:
+            message["tool_calls"] = choice.tool_calls
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from .api_types import ChatCompletionRequest, CompletionRequest
 from .call import JSON, Call, Endpoint
+from .chat_reading import grammar_for, has_grammar, read_as_chat
 from .choice import ChoiceOptions
 from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, NotFound, from_validation, no_workers
 from .exchange import ExchangeOptions, HttpExchange
@@ -24,7 +25,6 @@ from .formats import ChatFormat, CompletionFormat, Format
 from .grammar_check import GrammarCheck
 from .limits import HttpLimits
 from .metrics import Metrics
-from .output_format import grammar_of
 from .prompts import Prompt, is_long, prompts_of
 from .request import Dispatcher, GenerationRequest
 from .sampling_params import GenerateRequest, for_choice, num_logprobs, sampling_of
@@ -76,7 +76,7 @@ class GenerationApi:
         arrival = monotonic()
         try:
             request = self._parse(call)
-            if is_long(request) or request.output_format is not None:
+            if is_long(request) or has_grammar(request):
                 preparing = self._model.tokenizer.aside(lambda: self._prepare(request))
                 preparing.add_done_callback(lambda inputs: self._prepared(call, request, inputs, arrival))
             else:
@@ -101,10 +101,9 @@ class GenerationApi:
     def _prepare(self, request: GenerateRequest) -> _Inputs:
         """May be called on a thread."""
         prompts = prompts_of(request, self._model)
-        if (wanted := request.output_format) is None:
-            return _Inputs(prompts)
-        grammar = grammar_of(wanted)
-        self._grammars.check(grammar, wanted.param)
+        grammar, param = grammar_for(request, self._model, prompts[0])
+        if grammar:
+            self._grammars.check(grammar, param)
         return _Inputs(prompts, grammar)
 
     def _prepared(self, call: Call, request: GenerateRequest, inputs: asyncio.Future[_Inputs], arrival: float) -> None:
@@ -172,6 +171,7 @@ class GenerationApi:
         id = self._new_id("chatcmpl" if call.endpoint == "/v1/chat/completions" else "cmpl")
         options = ExchangeOptions(id, call.endpoint, arrival, request.include_usage, self._done)
         choice_options = self._choice_options(request, self._format(call.endpoint, id, request.include_usage))
+        choice_options = read_as_chat(choice_options, request, self._model)
         exchange = HttpExchange(call, self._dispatcher, self._metrics, options, choice_options)
         deadline = arrival + timeout_of(request.timeout, call.headers, self.limits.request_timeout_s)
         account = call.account

@@ -41,7 +41,13 @@ def run(settings: CoordinatorSettings) -> None:
 async def serve(settings: CoordinatorSettings) -> None:
     """Serves until a signal. Raises TransportError, OSError or ValueError where it cannot start."""
     keys = None if settings.insecure or settings.key_file is None else KeyFile(settings.key_file)
-    model = ServedModel.load(settings.model, settings.model_name, max_model_len=settings.max_model_len)
+    model = ServedModel.load(
+        settings.model,
+        settings.model_name,
+        max_model_len=settings.max_model_len,
+        tool_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+    )
     lifecycle = Lifecycle(time.time_ns(), settings.routing, limits_of(settings))
     dispatcher = SocketDispatcher(lifecycle, settings.control_address, keys.key if keys is not None else None)
     limits = HttpLimits(max_body_bytes=int(settings.max_body_mib * 2**20), request_timeout_s=settings.request_timeout_s)

@@ -14,8 +14,9 @@ INLINE_CHARS = 400
 trip through the thread about as long."""
 
 CHARS_PER_MESSAGE = 16
+CHARS_PER_TOOL = 300
 IDS_PER_CHAR = 10
-"""What a message costs beside its text, and how many token ids cost what a character does."""
+"""What a message costs beside its text, a tool in all, and how many token ids cost what a character does."""
 
 
 class Prompt(NamedTuple):
@@ -29,6 +30,7 @@ def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
     """Whether ``prompts_of`` is better called on a thread."""
     if isinstance(request, ChatCompletionRequest):
         num_chars = sum(len(message.content or "") + CHARS_PER_MESSAGE for message in request.messages)
+        num_chars += CHARS_PER_TOOL * len(request.offered_tools)
     else:
         num_chars = sum(len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR for prompt in request.prompt)
     return num_chars > INLINE_CHARS
@@ -37,7 +39,8 @@ def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
 def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> list[Prompt]:
     """One for a chat, one or several for a completion. Raises InvalidRequest."""
     if isinstance(request, ChatCompletionRequest):
-        prompts = [chat_prompt(request.messages, model, extra=request.chat_template_kwargs)]
+        tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
+        prompts = [chat_prompt(request.messages, model, extra=request.chat_template_kwargs, tools=tools)]
         param = "messages"
     else:
         prompts = _completion_prompts(request.prompt, model, with_text=bool(request.echo))
@@ -49,13 +52,18 @@ def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: Served
 
 
 def chat_prompt(
-    messages: Sequence[Message], model: ServedModel, *, add_generation_prompt: bool = True, extra: dict[str, Any] | None = None
+    messages: Sequence[Message],
+    model: ServedModel,
+    *,
+    add_generation_prompt: bool = True,
+    extra: dict[str, Any] | None = None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> Prompt:
     """Messages through the chat template, which writes BOS itself where the model wants one. Raises InvalidRequest."""
     template = model.chat_template
     if template is None:
         raise InvalidRequest(f"The model {model.name!r} has no chat template; use /v1/completions.", param="messages")
-    text = template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+    text = template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
     (token_ids,) = model.tokenizer.encode([text], add_special_tokens=False)
     return Prompt(token_ids, text)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
 from .chat_template import ChatTemplate
 from .tokenizer import Tokenizer, read_json
 
@@ -39,10 +40,19 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     defaults: SamplingDefaults = SamplingDefaults()
+    chat_style: ChatStyle = field(default_factory=ChatStyle)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def load(cls, folder: Path, name: str, *, max_model_len: int | None = None) -> ServedModel:
+    def load(
+        cls,
+        folder: Path,
+        name: str,
+        *,
+        max_model_len: int | None = None,
+        tool_parser: ToolParserOption = "auto",
+        reasoning_parser: ReasoningOption = "auto",
+    ) -> ServedModel:
         """From a checkpoint folder. Raises FileNotFoundError or ValueError that say what is missing or wrong."""
         config = read_json(folder / "config.json")
         longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
@@ -51,10 +61,12 @@ class ServedModel:
         if max_model_len is not None and max_model_len > longest:
             raise ValueError(f"max_model_len is {max_model_len}, but the model's context ends at {longest} tokens")
         tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
+        template = ChatTemplate.load(folder, tokenizer)
         return cls(
             name=name,
             tokenizer=tokenizer,
-            chat_template=ChatTemplate.load(folder, tokenizer),
+            chat_template=template,
+            chat_style=ChatStyle.of(template.source if template is not None else "", tool_parser, reasoning_parser),
             max_model_len=max_model_len or longest,
             vocab_size=vocab_size,
             defaults=SamplingDefaults.of(read_json(folder / "generation_config.json")),

@@ -43,6 +43,14 @@ class CoordinatorSettings(BaseModel):
     max_model_len: int | None = Field(
         default=None, ge=1, le=1 << 20, description="Most tokens of prompt and output together. Default: the model's."
     )
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
+        default="auto", description="How the model writes tool calls: hermes is Qwen's way too. Default: told by its chat template."
+    )
+    reasoning_parser: Literal["auto", "none", "think"] = Field(
+        default="auto",
+        description="Whether a chat's answer may begin with a thought in <think></think>, which then is its reasoning_content. Default: "
+        "told by the chat template.",
+    )
     routing: Routing = Field(default="hybrid", description="How workers are chosen for a request.")
     max_queue: int = Field(default=1024, ge=0, le=1_000_000, description="Requests that may wait for a worker; more are refused with 429.")
     request_timeout_s: float = Field(

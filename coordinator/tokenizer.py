@@ -52,6 +52,20 @@ class Tokenizer:
         contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
         return {name: value for name, value in contents.items() if isinstance(value, str)}
 
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token; None if there is none of this name."""
+        token_id = self.fast.token_to_id(name)
+        return token_id if token_id in self.table.special else None
+
+    def special_ids(self, names: Sequence[str]) -> dict[int, str]:
+        """Those of these names that are special tokens, by id."""
+        return {token_id: name for name in names if (token_id := self.special_id(name)) is not None}
+
+    def as_lark(self, mark: str) -> str:
+        """How llguidance's grammars write a mark: by number where it is a special token, otherwise as text."""
+        token_id = self.special_id(mark)
+        return orjson.dumps(mark).decode() if token_id is None else f"<[{token_id}]>"
+
     def aside(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Runs ``work`` on a thread, while the event loop goes on."""
         return asyncio.get_running_loop().run_in_executor(self._threads, work)

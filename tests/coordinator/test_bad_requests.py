@@ -34,6 +34,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
+TOOL = {"type": "function", "function": {"name": "a"}}
 BAD_FOR_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "warm"}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
@@ -123,7 +124,14 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, "tools[0].function.parameters"),
+    ({"tools": 5}, "tools"),
+    ({"tool_choice": "always"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "b"}}, "tools": [TOOL]}, "tool_choice"),
+    ({"tool_choice": "required", "tools": [TOOL], "ignore_eos": True}, "ignore_eos"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
 ]

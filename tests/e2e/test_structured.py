@@ -51,6 +51,22 @@ def test_the_first_token_follows_too(cluster: Cluster) -> None:
     assert {choice.text for choice in answer.choices} <= {"xyz", "yes", "y"}
 
 
+def test_a_required_call_has_valid_arguments(cluster: Cluster) -> None:
+    tool: Any = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}
+    answer = cluster.client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": "Anything."}],
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=1.0,
+        max_tokens=3000,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "paint"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_kill_in_mid_json(cluster: Cluster, role: str) -> None:
     cluster.wait_whole(2, 2)

@@ -1,0 +1,94 @@
+"""What a model thinks between ``<think>`` and ``</think>`` before it answers, told apart from the answer."""
+
+from __future__ import annotations
+
+from .events import Content, Event, OutputParser, Reasoning, joined
+from .markers import MarkFinder
+
+OPEN, CLOSE = "<think>", "</think>"
+SPACE = " \n\r\t"
+
+
+class ReasoningParser:
+    """``OutputParser``: thoughts first, then the answer, which ``then`` reads (None: it is content).
+
+    ``opened``: the prompt ends with the opening mark already. Otherwise a mark at the answer's start opens, and nothing later does.
+    White space next to a mark is nobody's.
+    """
+
+    def __init__(self, then: OutputParser | None, *, opened: bool) -> None:
+        self._then = then
+        self._open, self._close = MarkFinder([OPEN]), MarkFinder([CLOSE])
+        self._mode = "thinking" if opened else "start"
+        self._space = ""  # at the start: content, if nothing is thought
+        self._said = False  # something of the present part
+
+    def feed(self, text: str) -> list[Event]:
+        """See ``OutputParser``."""
+        events: list[Event] = []
+        if self._mode == "start":
+            text = self._look_for_start(text)
+        if self._mode == "thinking":
+            text = self._think(text, events)
+        if self._mode == "answer skipping space":
+            text = text.lstrip(SPACE)
+            self._mode = "answer" if text else self._mode
+        if self._mode == "answer" and text:
+            events += self._then.feed(text) if self._then is not None else [Content(text)]
+        return joined(events)
+
+    def finish(self) -> list[Event]:
+        """See ``OutputParser``."""
+        events: list[Event] = []
+        if self._mode == "thinking":
+            events.append(Reasoning(self._close.finish()))
+        elif self._mode == "start":
+            events += self.feed_answer(self._space + self._open.finish())
+        if self._then is not None:
+            events += self._then.finish()
+        return joined(events)
+
+    def feed_answer(self, text: str) -> list[Event]:
+        """It was no thought after all."""
+        self._mode = "answer"
+        return self._then.feed(text) if self._then is not None and text else [Content(text)]
+
+    def _look_for_start(self, text: str) -> str:
+        """Returns what is left for the next mode."""
+        if not self._open_begun:
+            bare = text.lstrip(SPACE)
+            self._space += text[: len(text) - len(bare)]
+            text = bare
+        if not text:
+            return ""
+        before, mark, after = self._open.feed(text)
+        if before:
+            self._mode = "answer"
+            rest = self._space + before + (mark or "") + after + self._open.finish()
+            self._space = ""
+            return rest
+        if mark is not None:
+            self._mode = "thinking"
+            return after
+        self._open_begun = True
+        return ""
+
+    _open_begun = False
+
+    def _think(self, text: str, events: list[Event]) -> str:
+        if not self._said:
+            text = text.lstrip(SPACE)
+            if not text:
+                return ""
+        before, mark, after = self._close.feed(text)
+        self._said = True
+        events.append(Reasoning(before))
+        if mark is None:
+            return ""
+        self._mode = "answer skipping space"
+        return after
+
+
+def thinks_already(prompt: str) -> bool:
+    """Whether the chat template has opened a thought that the model goes on with."""
+    return prompt.rstrip(SPACE).endswith(OPEN)
