@@ -68,6 +68,7 @@ class Attempts:
         del self._state.table.flights[flight.request.request_id]
         if flight.stage == "queue":
             self._state.line.leave(flight)
+        self._state.line.charge(flight)
         self._state.suspicion.forget(flight)
         flight.ledger.close(now)
         complete = Ended(

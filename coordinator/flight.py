@@ -77,6 +77,7 @@ class Flight:
     moved_at: float = -1e9  # when a move was last given up
     num_cached_tokens: int = 0
     pending_blocks: int = 0  # promised to the decode worker
+    charged: float = 0.0  # of its tenant's share
     owes_prompt_logprobs: bool = False
     early: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)  # tokens that overtook the prompt's logprobs
     early_finish: FinishReason | None = None

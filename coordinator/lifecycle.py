@@ -33,6 +33,8 @@ from .progress import Progress
 from .request import Ended, GenerationRequest
 from .routing import Policy
 
+CHARGE_EVERY_S = 0.25
+
 
 class Lifecycle:
     """The coordinator's decisions. Feed it messages, submissions and ``tick``; carry out what each call returns."""
@@ -47,6 +49,8 @@ class Lifecycle:
         self._placement = Placement(self._state, policy)
         self._unserved_since: float | None = None
         self._ticked: float | None = None
+        self._charged = float("-inf")
+        self.num_refused_early = 0
 
     # --- for people ------------------------------------------------------------------------------
 
@@ -82,6 +86,7 @@ class Lifecycle:
         members = self._members
         return {
             "redispatches": self._attempts.num_redispatched,
+            "refused_early": self.num_refused_early,
             "workers_lost": members.num_workers_lost,
             "workers_left": members.num_workers_left,
             "sequences_moved": members.evacuation.num_moved,
@@ -129,7 +134,32 @@ class Lifecycle:
         if num_tokens > longest - 1 and request.sampling.max_tokens > 0:
             message = f"the prompt has {num_tokens} tokens; the workers have room for {longest - 1} and one answer token"
             return Ended(error="refused", message=message)
-        return None
+        return self._too_late(request, now)
+
+    def _too_late(self, request: GenerationRequest, now: float) -> Ended | None:
+        """Refuses what would break its deadline, or its class's objective, by the forecast: at once, and not after the wait."""
+        prefills = self.pools.open_of_role("prefill")
+        ahead: float = sum(worker.pending_tokens for worker in prefills)
+        if not (self.num_queued or ahead):
+            return None
+        ahead += self._state.line.tokens_ahead(request.priority_class, request.tenant)
+        wait_s = self._state.forecast.seconds(prefills, ahead, len(request.prompt_token_ids))
+        allowed_s = min(request.deadline - now, self.limits.ttft_slo_s.get(request.priority_class, float("inf")))
+        if wait_s is None or wait_s <= allowed_s:
+            return None
+        self.num_refused_early += 1
+        message = (
+            f"the first token would take about {wait_s:.1f} s, and {allowed_s:g} s are allowed ({request.priority_class}); "
+            "try again later, allow more time, or add prefill workers"
+        )
+        return Ended(error="overloaded", message=message, retry_after_s=wait_s - allowed_s)
+
+    def _charge(self, now: float) -> None:
+        """Tenants pay for what their running requests generate, while they do."""
+        if now - self._charged >= CHARGE_EVERY_S:
+            self._charged = now
+            for flight in self._state.table.flights.values():
+                self._state.line.charge(flight)
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has gone, or has enough."""
@@ -195,6 +225,7 @@ class Lifecycle:
         for flight in list(self._state.table.flights.values()):
             if not self._attempts.expire_if_late(flight, now) and self._is_lost(flight, now):
                 self._attempts.retry(flight, "the workers hold nothing of it", now)
+        self._charge(now)
         self._members.evacuate(now)
         self._placement.serve_line(now)
         return self._state.take()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .flight import Flight
 
@@ -26,6 +27,7 @@ class LifecycleLimits:
     queue_timeout_s: float = 300.0
     prefill_timeout_s: float = 300.0
     handoff_timeout_s: float = 120.0
+    ttft_slo_s: Mapping[str, float] = field(default_factory=dict)  # by priority class: who would wait longer is refused
     token_timeout_s: float = 120.0  # between two tokens of one sequence, whatever happens in between
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ..transport.messages import Cancel, Message, u32
 from .flight import Action, Send
 from .flight_table import FlightTable
+from .forecast import Forecast
 from .lifecycle_limits import LifecycleLimits
 from .pools import Pools, Worker
 from .suspicion import Suspicion
@@ -22,6 +23,7 @@ class LifecycleState:
     limits: LifecycleLimits
     table: FlightTable = field(default_factory=FlightTable)
     actions: list[Action] = field(default_factory=list)
+    forecast: Forecast = field(default_factory=Forecast)
     pools: Pools = field(init=False)
     line: WaitingLine = field(init=False)
     suspicion: Suspicion = field(init=False)

@@ -146,6 +146,7 @@ def limits_of(settings: CoordinatorSettings) -> LifecycleLimits:
         prefill_timeout_s=settings.prefill_timeout_s,
         handoff_timeout_s=settings.handoff_timeout_s,
         token_timeout_s=settings.token_timeout_s,
+        ttft_slo_s=settings.ttft_slo_s,
     )
 
 

@@ -37,6 +37,8 @@ class Membership:
     def load(self, worker: Worker, load: Load, now: float) -> None:
         """A heartbeat: who holds what is compared, and what was not heard is said again."""
         self._state.pools.hear(load, now)
+        if worker.role == "prefill":
+            self._state.forecast.hear(worker, load)
         held = set(from_u32(load.dispatches))
         worker.held = held
         self._state.send(worker, Alive(coordinator=self._state.incarnation))
@@ -84,6 +86,7 @@ class Membership:
     def lose(self, worker: Worker, reason: str, now: float) -> None:
         """This worker is dead: who ran there goes on elsewhere."""
         self._state.pools.remove(worker)
+        self._state.forecast.forget(worker)
         self.num_workers_lost += 1
         self._remember_lost(worker, reason)
         told = f"{worker.role} worker {worker.hello.worker_id} was lost ({reason})"
@@ -95,6 +98,7 @@ class Membership:
     def goodbye(self, worker: Worker, now: float) -> None:
         """A worker that drained has left."""
         self._state.pools.remove(worker)
+        self._state.forecast.forget(worker)
         self.num_workers_left += 1
         self.expected_until = now + self._state.limits.unserved_s
         self._remember_lost(worker, DRAINED)

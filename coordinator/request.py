@@ -62,12 +62,12 @@ class GenerationRequest:
     sink: Sink
     arrival: float  # monotonic seconds
     deadline: float  # monotonic seconds
-    tenant: str = ""  # whose; fair shares are counted by it
-    priority_class: PriorityClass = "standard"
     priority: int = 0  # among the requests of one tenant: lower is sooner
     salt: bytes = b""  # of its blocks' hashes: who has another one meets none of them in a prefix cache
     session: str = ""  # requests of one session like to meet the same workers
     prompt_logprobs: int | None = None
+    tenant: str = ""  # whose; fair shares are counted by it
+    priority_class: PriorityClass = "standard"
 
 
 class Dispatcher(Protocol):

@@ -64,6 +64,12 @@ class CoordinatorSettings(BaseModel):
     handoff_timeout_s: float = Field(
         default=120, gt=0, le=86_400, description="Longest time from the first token until a decode worker has the KV blocks; then 504."
     )
+    ttft_slo: str = Field(
+        default="",
+        pattern=r"^$|^(premium|standard|free|batch)=\d+(\.\d+)?(,(premium|standard|free|batch)=\d+(\.\d+)?)*$",
+        description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a request that would take longer, by "
+        "what prefill workers have been measured to compute, is refused at once with 429. Its deadline is held to in any case.",
+    )
     token_timeout_s: float = Field(
         default=120, gt=0, le=86_400, description="Longest time between two tokens, whatever fails and recovers meanwhile; then 504."
     )
@@ -112,6 +118,11 @@ class CoordinatorSettings(BaseModel):
     def model_name(self) -> str:
         """The name under which the API serves the model."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def ttft_slo_s(self) -> dict[str, float]:
+        """Seconds by priority class."""
+        return {name: float(seconds) for part in self.ttft_slo.split(",") if part for name, seconds in (part.split("="),)}
 
     @property
     def listen_host(self) -> str:

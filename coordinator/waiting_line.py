@@ -1,52 +1,193 @@
-"""The requests that wait in the coordinator for workers with room: by priority, then by arrival. Pure."""
+"""The requests that wait in the coordinator for workers with room: in what order they are tried. Pure.
+
+    priority classes  share what the workers give by weight, premium : standard : free : batch = 64 : 16 : 4 : 1
+    tenants           of one class share its part equally, counted in tokens
+    one tenant's      requests go by their priority, then by arrival
+
+Weighted shares and not strict priority with aging: a class gets its part of the tokens under any load above it, so that no number has to
+be guessed after which waiting outweighs rank; what is not asked for goes to the others, so that batch work fills what gaps there are.
+"""
 
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from math import inf
 
+from .fair_shares import Shares
 from .flight import Flight
+from .request import PriorityClass
 
 LOOK_AHEAD = 32
-"""So many requests at the head are tried when there may be room."""
+"""So many of a tenant's requests are tried when there may be room, and four times as many of all."""
+WEIGHTS: dict[PriorityClass, float] = {"premium": 64.0, "standard": 16.0, "free": 4.0, "batch": 1.0}
+PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
+"""What a token costs: one that is generated holds its blocks and a row longer (the paper's weights)."""
+Entry = tuple[int, float, int, Flight, int]
+"""Priority, arrival, tie-break; and how many tokens."""
+
+
+@dataclass(slots=True)
+class _Tenant:
+    entries: list[Entry] = field(default_factory=list)  # sorted
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Class:
+    weight: float
+    tenants: dict[str, _Tenant] = field(default_factory=dict)  # those that wait
+    shares: Shares = field(default_factory=Shares)
+
+    def num_tokens(self) -> int:
+        return sum(tenant.num_tokens for tenant in self.tenants.values())
 
 
 class WaitingLine:
-    """A sorted line; who does not fit is overtaken, but not for long."""
+    """Who does not fit is overtaken, but not for long."""
 
     def __init__(self, starving_s: float) -> None:
         """``starving_s``: who has waited so long is not overtaken any more."""
         self._starving_s = starving_s
-        self._entries: list[tuple[int, float, int, Flight, int]] = []  # priority, arrival, tie-break; and how many tokens
+        self._classes: dict[PriorityClass, _Class] = {name: _Class(weight) for name, weight in WEIGHTS.items()}
+        self._shares = Shares()
+        self._entries: dict[Flight, Entry] = {}
         self._num_joined = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Flight]:
-        return iter([entry[3] for entry in self._entries])
+        return iter(list(self._entries))
+
+    def lengths(self) -> dict[PriorityClass, int]:
+        """Requests that wait, by class."""
+        return {name: sum(len(t.entries) for t in line.tenants.values()) for name, line in self._classes.items()}
 
     def join(self, flight: Flight) -> None:
         """One more waits. A request that comes back keeps the place of its arrival."""
+        request = flight.request
+        line = self._classes[request.priority_class]
+        if not line.tenants:
+            self._shares.joins(request.priority_class, [name for name, other in self._classes.items() if other.tenants])
+        if request.tenant not in line.tenants:
+            line.shares.joins(request.tenant, line.tenants)
+            line.tenants[request.tenant] = _Tenant()
         self._num_joined += 1
-        bisect.insort(self._entries, (flight.request.priority, flight.request.arrival, self._num_joined, flight, flight.num_tokens))
+        entry = (request.priority, request.arrival, self._num_joined, flight, flight.num_tokens)
+        tenant = line.tenants[request.tenant]
+        bisect.insort(tenant.entries, entry)
+        tenant.num_tokens += flight.num_tokens
+        self._entries[flight] = entry
 
     def leave(self, flight: Flight) -> None:
         """It waits no more."""
-        self._entries = [entry for entry in self._entries if entry[3] is not flight]
+        entry = self._entries.pop(flight, None)
+        if entry is None:
+            return
+        request = flight.request
+        line = self._classes[request.priority_class]
+        tenant = line.tenants[request.tenant]
+        del tenant.entries[bisect.bisect_left(tenant.entries, entry)]
+        tenant.num_tokens -= entry[4]
+        if not tenant.entries:
+            del line.tenants[request.tenant]
+            line.shares.leaves(request.tenant)
+            if not line.tenants:
+                self._shares.leaves(request.priority_class)
+
+    def charge(self, flight: Flight) -> None:
+        """Books what the request has been given since it was last booked: what was computed of its prompt, and its output tokens."""
+        prompt = len(flight.request.prompt_token_ids) - flight.num_cached_tokens if flight.num_attempts else 0
+        cost = PROMPT_WEIGHT * max(0, prompt) + OUTPUT_WEIGHT * len(flight.tokens)
+        if (service := cost - flight.charged) != 0.0:
+            flight.charged = cost
+            line = self._classes[flight.request.priority_class]
+            line.shares.charge(flight.request.tenant, service)
+            self._shares.charge(flight.request.priority_class, service / line.weight)
+
+    def tokens_ahead(self, priority_class: PriorityClass, tenant: str) -> float:
+        """Prompt tokens that would be served before a request that joins now: by the counters, in the order of ``serve``."""
+        line = self._classes[priority_class]
+        own = line.tenants.get(tenant)
+        own_tokens = float(own.num_tokens) if own is not None else 0.0
+        least = min(map(line.shares.counter, line.tenants), default=0.0)
+        turn = own_tokens + (line.shares.counter(tenant) if own is not None else max(line.shares.counter(tenant), least))
+        ahead = own_tokens
+        for name, other in line.tenants.items():
+            if name != tenant:
+                ahead += min(float(other.num_tokens), max(0.0, turn - line.shares.counter(name)))
+        class_turn = self._shares.counter(priority_class) + ahead / line.weight
+        if not line.tenants:
+            waiting = [name for name, other in self._classes.items() if other.tenants]
+            class_turn = max(class_turn, min(map(self._shares.counter, waiting), default=0.0))
+        for class_name, other_class in self._classes.items():
+            if class_name != priority_class and other_class.tenants:
+                turns = max(0.0, class_turn - self._shares.counter(class_name))
+                ahead += min(float(other_class.num_tokens()), turns * other_class.weight)
+        return ahead
 
     def serve(self, place: Callable[[Flight], bool], now: float) -> None:
         """Places from the head of the line whatever finds room."""
-        i, too_long = 0, inf  # where a prompt finds no room, no longer one does
-        while i < min(len(self._entries), LOOK_AHEAD):
-            flight, num_tokens = self._entries[i][3:]
+        turns = _Turns(self._classes, self._shares)
+        too_long = inf  # where a prompt finds no room, no longer one does
+        for _ in range(4 * LOOK_AHEAD + len(self._entries)):
+            if turns.num_passed_over == 4 * LOOK_AHEAD or (entry := turns.next()) is None:
+                return
+            flight, num_tokens = entry[3:]
             if now < flight.not_before:
-                i += 1
+                turns.pass_over()
             elif num_tokens < too_long and place(flight):
-                del self._entries[i]
+                self.charge(flight)
+                self.leave(flight)
+                turns.served()
             elif now - flight.request.arrival > self._starving_s and not flight.suspect:
                 return
             else:
                 too_long = too_long if flight.suspect else min(too_long, num_tokens)
-                i += 1
+                turns.pass_over()
+
+
+class _Turns:
+    """Whose turn it is, while the line is served; who was passed over waits for another time."""
+
+    def __init__(self, classes: dict[PriorityClass, _Class], shares: Shares) -> None:
+        self._classes, self._shares = classes, shares
+        self._heaps: dict[PriorityClass, list[tuple[float, str, int]]] = {
+            name: [(line.shares.counter(tenant), tenant, 0) for tenant in line.tenants] for name, line in classes.items() if line.tenants
+        }
+        for heap in self._heaps.values():
+            heapq.heapify(heap)
+        self._at: PriorityClass | None = None
+        self.num_passed_over = 0
+
+    def next(self) -> Entry | None:
+        """The next request to be tried; None: there is none."""
+        if not self._heaps:
+            return None
+        at = min(self._heaps, key=self._shares.counter)
+        self._at, (_, tenant, index) = at, self._heaps[at][0]
+        return self._classes[at].tenants[tenant].entries[index]
+
+    def served(self) -> None:
+        """It was placed and has left; its tenant has been charged."""
+        self._move_on(0)
+
+    def pass_over(self) -> None:
+        """It stays where it is; its tenant's next one is tried in its turn."""
+        self.num_passed_over += 1
+        self._move_on(1)
+
+    def _move_on(self, step: int) -> None:
+        assert self._at is not None, "next() comes first"
+        heap, line = self._heaps[self._at], self._classes[self._at]
+        _, tenant, index = heap[0]
+        waiting = line.tenants.get(tenant)
+        if waiting is not None and index + step < min(len(waiting.entries), LOOK_AHEAD):
+            heapq.heapreplace(heap, (line.shares.counter(tenant), tenant, index + step))
+        else:
+            heapq.heappop(heap)
+            if not heap:
+                del self._heaps[self._at]

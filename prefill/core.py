@@ -61,6 +61,9 @@ class PrefillCore:
         self._past: dict[Key, None] = {}  # dispatches that have come, or were cancelled
         self._actions: list[PrefillAction] = []
         self.num_steps = 0
+        self.num_full_step_tokens = 0
+        self.full_step_s = 0.0
+        self._step_began = 0.0
         self._drain_timeout_s = drain_timeout_s
         self._leave_by: float | None = None
         self._given_back = False  # what was left when the drain's time was over
@@ -123,7 +126,7 @@ class PrefillCore:
 
     def schedule(self, now: float) -> PrefillStep | None:
         """The next step; prompts that start with it are offered to their decode workers."""
-        step = self.scheduler.schedule(now)
+        step, self._step_began = self.scheduler.schedule(now), now
         if step is not None:
             for sequence in step.started:
                 self._offer(sequence, now)
@@ -145,6 +148,9 @@ class PrefillCore:
     def complete(self, step: PrefillStep, output: StepOutput, now: float) -> None:
         """A step has run: its finished blocks leave, and a prompt that is complete reports its first token."""
         self.num_steps += 1
+        if self.scheduler.is_full(step):
+            self.num_full_step_tokens += step.batch.num_tokens
+            self.full_step_s += max(0.0, now - self._step_began)
         for row, chunk in enumerate(step.chunks):
             if self.scheduler.complete(chunk):
                 self._gather_prompt_logprobs(chunk, output.prompt_logprobs.get(row))
@@ -223,6 +229,8 @@ class PrefillCore:
                 "prompt_tokens": s.num_prompt_tokens,
                 "cached_tokens": s.num_cached_tokens,
                 "mover_fallbacks": self.sender.num_fallbacks,
+                "full_step_tokens": self.num_full_step_tokens,
+                "full_step_seconds": self.full_step_s,
             },
         )
 

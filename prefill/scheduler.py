@@ -199,6 +199,10 @@ class PrefillScheduler:
             budget -= count
         return PrefillStep(chunks, self._batch(chunks), started) if chunks else None
 
+    def is_full(self, step: PrefillStep) -> bool:
+        """Whether no more prompt tokens would have gone into this step: how fast it was is how fast this worker can be."""
+        return step.batch.num_tokens >= self._max_batch_tokens or len(step.chunks) == self._max_num_seqs
+
     def shrink(self, step: PrefillStep) -> bool:
         """The step ran out of memory: its chunks are computed again, in steps of half as many tokens for a while. False: it is down to
         a block already, and nothing was done."""

@@ -151,7 +151,8 @@ class Clients:
 
     def _problems(self, client: Client, ended: Ended, coordinator: CoordinatorProcess) -> Iterable[str]:
         request, now = client.request, coordinator.now
-        if ended.error is not None and ended.error not in FAIR_ENDS:
+        too_late = ended.error == "overloaded" and request.deadline - request.arrival < 2.0  # by the forecast
+        if ended.error is not None and ended.error not in FAIR_ENDS and not too_late:
             yield f"{ended.error}: {ended.message}"
         if ended.error == "deadline" and now < request.deadline - 2.1 * self.faults.clock_drift * (request.deadline - request.arrival):
             yield "its deadline had not passed"

@@ -62,9 +62,9 @@ class Bench:
         rows = {"dispatches": u32([dispatch]), "indices": u32([index]), "tokens": u32([token])}
         return self.say(worker, StepTokens(coordinator=7, finished={0: finished} if finished else {}, **rows))
 
-    def load(self, name: str, held: list[int], steps: int = 0, busy: bool = False, draining: bool = False) -> list[Action]:
+    def load(self, name: str, held: list[int], steps: int = 0, busy: bool = False, draining: bool = False, **other: Any) -> list[Action]:
         numbers = dict.fromkeys(("blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens"), 0)
-        more = {"blocks_free": 50, "steps": steps, "busy": busy, "accepting": True, "draining": draining, "dispatches": u32(held)}
+        more = {"blocks_free": 50, "steps": steps, "busy": busy, "accepting": True, "draining": draining, "dispatches": u32(held), **other}
         return self.say(name, Load(worker_id=name, incarnation=1, **numbers, **more))
 
 

@@ -1,0 +1,220 @@
+"""Who is served when workers are scarce: classes by weight, tenants alike, nobody never."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.lifecycle_bench import Bench, Sink, ends
+
+from splitserve.coordinator.flight import Flight
+from splitserve.coordinator.forecast import Forecast
+from splitserve.coordinator.request import GenerationRequest, PriorityClass
+from splitserve.coordinator.waiting_line import LOOK_AHEAD, WEIGHTS, WaitingLine
+from splitserve.transport.messages import Sampling
+
+
+def flight(tenant: str = "", num_tokens: int = 10, arrival: float = 0.0, **more: Any) -> Flight:
+    fields: dict[str, Any] = {"sampling": Sampling(max_tokens=5), "sink": Sink(), "deadline": 1e9, **more}
+    return Flight(GenerationRequest(f"{tenant}-{arrival}", [1] * num_tokens, tenant=tenant, arrival=arrival, **fields), arrival)
+
+
+def serve(line: WaitingLine, count: int, now: float = 0.0) -> list[Flight]:
+    """The next so many, each of which is dispatched once."""
+    served: list[Flight] = []
+
+    def place(flight: Flight) -> bool:
+        if len(served) == count:
+            return False
+        flight.num_attempts = 1
+        served.append(flight)
+        return True
+
+    line.serve(place, now)
+    return served
+
+
+def tokens_by(flights: list[Flight], name: str) -> Counter[str]:
+    return Counter(
+        {
+            key: n
+            for key in {getattr(f.request, name) for f in flights}
+            for n in [sum(f.num_tokens for f in flights if getattr(f.request, name) == key)]
+        }
+    )
+
+
+def test_one_greedy_tenant_gets_no_more_than_the_others() -> None:
+    """It asks for ten times as much, with longer prompts, and was first."""
+    line = WaitingLine(1e9)
+    for n in range(1000):
+        line.join(flight("greedy", 100, n / 1000))
+    for n in range(100):
+        for tenant in ("a", "b"):
+            line.join(flight(tenant, 20, 1.0 + n))
+    got = tokens_by([f for _ in range(130) for f in serve(line, 1)], "tenant")
+    assert max(got.values()) - min(got.values()) <= 2 * 100  # the paper's bound: twice the longest request
+    rest = serve(line, 2000)
+    assert len(rest) == 1200 - 130  # and all that is left over is the greedy one's
+
+
+def test_what_is_generated_counts_while_it_is() -> None:
+    line = WaitingLine(1e9)
+    talker = flight("talker", 10)
+    line.join(talker)
+    serve(line, 1)
+    for n in range(10):
+        line.join(flight("talker", 10, n))
+        line.join(flight("quiet", 10, n))
+    talker.tokens += [1] * 30  # twice the weight of a prompt's: as much as six prompts
+    line.charge(talker)
+    line.charge(talker)
+    assert [f.request.tenant for f in serve(line, 6)] == ["quiet"] * 6
+
+
+def test_cached_prompts_cost_nothing() -> None:
+    line = WaitingLine(1e9)
+    line.join(first := flight("a", 40))
+    serve(line, 1)
+    first.num_cached_tokens = 40
+    for n in range(4):
+        line.join(flight("b", 10, n))
+        line.join(flight("a", 10, n))
+    line.charge(first)
+    assert Counter(f.request.tenant for f in serve(line, 4))["a"] >= 2
+
+
+def test_idle_time_earns_no_credit() -> None:
+    line = WaitingLine(1e9)
+    for n in range(100):
+        line.join(flight("busy", 10, n))
+    serve(line, 50)
+    for n in range(20):
+        line.join(flight("late", 10, n))
+    assert Counter(f.request.tenant for f in serve(line, 20)) == {"busy": 10, "late": 10}
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(WEIGHTS)), st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=60))
+@settings(max_examples=50)
+def test_everybody_is_served_in_the_end_once(asked: list[tuple[PriorityClass, str, int]]) -> None:
+    line = WaitingLine(1e9)
+    flights = [flight(t, n, float(i), priority_class=c) for i, (c, t, n) in enumerate(asked)]
+    for one in flights:
+        line.join(one)
+    line.leave(flights[0])
+    served = [f for _ in flights for f in serve(line, 1)]
+    assert set(served) == set(flights[1:])
+    assert len(served) == len(set(served))
+    assert len(line) == 0
+
+
+def test_classes_share_by_weight_and_none_starves() -> None:
+    line = WaitingLine(1e9)
+    for n in range(400):
+        for name in WEIGHTS:
+            line.join(flight("t", 10, n, priority_class=name))
+    got = Counter(f.request.priority_class for f in serve(line, 340))
+    assert got["premium"] == pytest.approx(256, abs=2)
+    assert got["standard"] == pytest.approx(64, abs=2)
+    assert got["free"] == pytest.approx(16, abs=2)
+    assert got["batch"] == pytest.approx(4, abs=1)
+
+
+def test_what_no_class_asks_for_goes_to_batch_work() -> None:
+    line = WaitingLine(1e9)
+    for n in range(40):
+        line.join(flight("t", 10, n, priority_class="batch"))
+    assert len(serve(line, 30)) == 30
+    line.join(flight("t", 10, priority_class="premium"))
+    assert serve(line, 1)[0].request.priority_class == "premium"
+
+
+def test_one_tenants_requests_go_by_priority_then_arrival() -> None:
+    line = WaitingLine(1e9)
+    for arrival, priority in ((3.0, 0), (1.0, 0), (2.0, -1), (4.0, 5)):
+        line.join(flight("t", arrival=arrival, priority=priority))
+    assert [f.request.arrival for f in serve(line, 4)] == [2.0, 1.0, 3.0, 4.0]
+
+
+def test_a_tenant_whose_prompts_do_not_fit_hides_nobody_elses() -> None:
+    line = WaitingLine(1e9)
+    for n in range(3 * LOOK_AHEAD):
+        line.join(flight("long", 100, n))
+    line.join(flight("short", 10, 0.0))
+    line._classes["standard"].shares.charge("short", 1000)  # it is not its turn
+    placed: list[Flight] = []
+    line.serve(lambda f: f.num_tokens < 50 and not placed.append(f), 0.0)
+    assert [f.request.tenant for f in placed] == ["short"]
+
+
+def test_tokens_ahead_are_those_that_are_served_before() -> None:
+    """Against the line itself: what it serves until the newcomer's turn."""
+    for tenant, name in (("a", "standard"), ("b", "standard"), ("new", "standard"), ("new", "premium"), ("a", "batch"), ("new", "batch")):
+        line = WaitingLine(1e9)
+        for n in range(30):
+            line.join(flight("a", 10, n))
+            line.join(flight("b", 5, n))
+            line.join(flight("p", 10, n, priority_class="premium"))
+        serve(line, 20)
+        told = line.tokens_ahead(name, tenant)  # type: ignore[arg-type]
+        line.join(newcomer := flight(tenant, 10, 1e6, priority_class=name))
+        before = []
+        while newcomer not in (served := serve(line, 1)):
+            before += served
+        assert told == pytest.approx(sum(f.num_tokens for f in before), abs=25), (tenant, name)
+
+
+# --- early refusal -------------------------------------------------------------------------------
+
+
+def measured(**limits: Any) -> Bench:
+    """Its prefill worker computes 10 tokens a second, and three requests run already: no more fit."""
+    bench = Bench(**limits)
+    bench.load("p", [], counters={"full_step_tokens": 100.0, "full_step_seconds": 10.0})
+    for n in range(4):
+        bench.submit(f"running-{n}")
+    return bench
+
+
+def test_who_would_wait_too_long_is_refused_at_once() -> None:
+    bench = measured(ttft_slo_s={"premium": 1.0, "free": 3.0})
+    (refused,) = ends(bench.submit("late", priority_class="premium"))
+    assert (refused.error, refused.retry_after_s) == ("overloaded", pytest.approx(0.5))
+    assert "about 1.5 s, and 1 s are allowed (premium)" in refused.message
+    assert not ends(bench.submit("patient", priority_class="free"))
+    assert not ends(bench.submit("standard has no objective"))
+    assert bench.core.counters()["refused_early"] == 1
+
+
+def test_a_deadline_is_an_objective_too() -> None:
+    bench = measured()
+    (refused,) = ends(bench.submit("late", deadline=1.0))
+    assert refused.error == "overloaded"
+    assert not ends(bench.submit("later", deadline=5.0))
+
+
+def test_nobody_is_refused_by_a_forecast_that_nobody_can_make() -> None:
+    bench = Bench(ttft_slo_s={"standard": 1e-9})
+    for n in range(4):
+        assert not ends(bench.submit(f"r{n}"))
+
+
+def test_the_forecast_follows_the_workers_and_their_caches() -> None:
+    bench, forecast = Bench(), Forecast()
+    (worker,) = bench.core.pools.of_role("prefill")
+
+    def hear(**counters: float) -> None:
+        bench.load("p", [], counters=counters)
+        assert worker.load is not None
+        forecast.hear(worker, worker.load)
+
+    hear(full_step_tokens=1000.0, full_step_seconds=10.0, prompt_tokens=100.0, cached_tokens=75.0)
+    assert forecast.tokens_per_s([worker, worker]) == 200
+    assert forecast.seconds([worker], 300, 100) == pytest.approx(1.0)  # a quarter of 400 at 100 a second
+    hear(full_step_tokens=1000.0 + 20_000, full_step_seconds=110.0, prompt_tokens=100.0, cached_tokens=75.0)
+    assert forecast.tokens_per_s([worker]) == pytest.approx(200, rel=0.01)
+    forecast.forget(worker)
+    assert forecast.tokens_per_s([worker]) is None
