@@ -15,7 +15,7 @@ from .records import RequestRecord
 if TYPE_CHECKING:
     from .simulation import Simulation
 
-TICK_S = 0.05  # as the live coordinator
+TICK_S = 0.1
 
 
 class CoordinatorShell:

@@ -1,0 +1,286 @@
+"""Is the simulator right? Real processes under a workload, and the same cluster simulated under the same requests.
+
+With ``--runner paced`` (default) the workers take profiled times and compute nothing; with ``--runner model`` they run the model that was
+profiled. First come single requests on the idle cluster: from those, and from nothing under load, ``coordinator_s``, the loop around a
+decode step and the time of a join on *this* machine are set. Then the workloads: percentiles of TTFT, TPOT and E2E, live against simulated.
+
+    python -m splitserve.bench.validate_live --prefill 2 --decode 2 --json out.json
+    python -m splitserve.bench.validate_live --runner model --model M --profile P.json --prefill 1 --decode 1 --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from ..deploy.settings import DEMO_MODEL
+from ..deploy.up import free_port
+from ..engine.latency_profile import Memory, Piece, Profile, StepModel
+from ..planner.profile.handoff import measure_handoff
+from ..planner.simulator.cluster import Cluster, Pool
+from ..planner.simulator.records import RequestRecord
+from ..planner.simulator.simulation import Simulation
+from ..planner.trace.operators import cut, mean_rate, scaled
+from ..planner.trace.own_format import write_trace
+from ..planner.trace.readers import open_trace
+from ..planner.trace.request import Trace, TraceRequest
+from ..planner.workload.arrivals import Arrivals
+from ..planner.workload.lengths import MarginalLengths
+from ..planner.workload.workload import Workload
+from .environment import environment
+from .load import Sample, generate_load
+from .load_report import times_of
+from .settings import LoadSettings
+
+WORKLOADS = {  # prompt, output; shares of the longest sequence
+    "conversation": ("lognormal:{0},0.8", "lognormal:{0},0.7", 1 / 12, 1 / 24),
+    "code": ("lognormal:{0},0.9", "lognormal:{0},0.9", 1 / 6, 1 / 100),
+    "even": ("uniform:8,{0}", "uniform:8,{0}", 1 / 6, 1 / 20),
+}
+PACED = Profile(
+    name="paced default",
+    memory=Memory(block_size=16, num_blocks=4096, block_bytes=1 << 14, num_layers=16, max_model_len=2048),
+    prefill=StepModel(pieces=(Piece(curve=((0, 0.02), (512, 0.08)), read_s=5e-8),)),
+    decode=StepModel(pieces=(Piece(curve=((0, 0.03), (64, 0.06)), read_s=3e-7),)),
+)
+ALONE = ((64, 1), (64, 33), (400, 2))
+"""Single requests for the calibration: prompt and output tokens."""
+
+
+def main() -> int:
+    arguments = parsed()
+    profile = Profile.read(arguments.profile) if arguments.profile else PACED
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        traces = {w: limited(arguments, profile, w, folder) for w in arguments.workloads}
+        url = stack.enter_context(live_cluster(arguments, profile, folder))
+        profile, coordinator_s = calibrated(url, arguments, profile, folder)
+        cluster = simulated_cluster(arguments, profile, coordinator_s)
+        results = {}
+        for workload, path in traces.items():
+            results[workload] = compared(asyncio.run(replayed(url, path)), cluster, path)
+            show(workload, results[workload])
+    worst = max(abs(error) for r in results.values() for quantity in r["error"].values() for error in quantity.values())
+    print(f"worst error of any percentile: {worst:.1%}", flush=True)
+    if arguments.json:
+        said = {"environment": environment(), "coordinator_s": coordinator_s, "profile": profile.model_dump(mode="json", exclude_none=True)}
+        arguments.json.write_text(json.dumps({**said, "workloads": results, "worst_error": worst}, indent=1) + "\n")
+    return 0
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runner", choices=["paced", "model"], default="paced")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--profile", type=Path, help="of the model; default with paced workers: one made up here")
+    parser.add_argument("--prefill", type=int, default=2)
+    parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-batch-tokens", type=int, default=512)
+    parser.add_argument("--trace", type=Path, help="a trace in place of the workloads, scaled to the rate")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--requests", type=int, default=300, help="of each workload")
+    parser.add_argument("--load", type=float, default=0.7, help="share of what the busier pool could bear; sets the rate")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.runner == "model" and arguments.profile is None:
+        parser.error("--runner model needs the --profile of that model on this machine")
+    if arguments.trace:
+        arguments.workloads = [arguments.trace.name]
+    return arguments
+
+
+def limited(arguments: argparse.Namespace, profile: Profile, workload: str, folder: Path) -> Path:
+    """The workload as a file that both replay, at the rate that loads the busier pool as asked."""
+    longest = profile.memory.max_model_len
+    if arguments.trace:
+        trace = cut(open_trace(arguments.trace), max_requests=arguments.requests)
+    else:
+        prompt, output, prompt_share, output_share = WORKLOADS[workload]
+        lengths = MarginalLengths(prompt=prompt.format(int(longest * prompt_share)), output=output.format(int(longest * output_share)))
+        trace = Workload(arrivals=Arrivals(rate=1.0), lengths=lengths, sessions=None).trace(7, max_requests=arguments.requests)
+    requests = [fitting(request, longest) for request in trace]
+    kept = Trace(workload, lambda: iter(requests), trace.block_size)
+    rate = arguments.load * capacity(arguments, profile, requests)
+    path = folder / f"{workload}.jsonl"
+    write_trace(path, scaled(kept, rate / mean_rate(kept)))
+    return path
+
+
+def fitting(request: TraceRequest, longest: int) -> TraceRequest:
+    prompt = min(request.num_prompt_tokens, longest - 2)
+    return replace(request, num_prompt_tokens=prompt, num_output_tokens=min(request.num_output_tokens, longest - prompt), block_hashes=())
+
+
+def capacity(arguments: argparse.Namespace, profile: Profile, requests: Sequence[TraceRequest]) -> float:
+    """Requests per second that the busier pool could compute, its steps half full."""
+    prompt = float(np.mean([r.num_prompt_tokens for r in requests]))
+    output = float(np.mean([r.num_output_tokens for r in requests]))
+    tokens, seqs = arguments.max_batch_tokens / 2, arguments.max_num_seqs / 2
+    of_prefill = arguments.prefill * tokens / profile.prefill.seconds(tokens, tokens * prompt / 2, 1) / prompt
+    of_decode = arguments.decode * seqs / profile.decode.seconds(seqs, seqs * (prompt + output / 2), seqs) / output
+    return min(of_prefill, of_decode)
+
+
+@contextlib.contextmanager
+def live_cluster(arguments: argparse.Namespace, profile: Profile, folder: Path) -> Iterator[str]:
+    """``splitserve up`` until the block ends."""
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--model", str(arguments.model), "--port", str(port)]
+    command += [
+        "--prefill",
+        str(arguments.prefill),
+        "--decode",
+        str(arguments.decode),
+        "--max-model-len",
+        str(profile.memory.max_model_len),
+    ]
+    command += ["--decode-max-num-seqs", str(arguments.max_num_seqs), "--prefill-max-batch-tokens", str(arguments.max_batch_tokens)]
+    command += ["--num-blocks", str(profile.memory.num_blocks)]
+    if arguments.runner == "paced":
+        profile.write(folder / "paced.json")
+        command += ["--runner", f"paced:{folder / 'paced.json'}"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_ready(url, process, folder / "log")
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise SystemExit(f"the cluster did not start:\n{log.read_text()[-3000:]}")
+
+
+async def replayed(url: str, path: Path) -> list[Sample]:
+    """What the clients saw."""
+    settings = LoadSettings(url=url, trace=path, vocab_size=250, timeout_s=600)
+    samples, _ = await generate_load(settings)
+    failed = [sample.error for sample in samples if sample.error]
+    if failed:
+        raise SystemExit(f"{len(failed)} requests failed, the first: {failed[0]}")
+    return samples
+
+
+def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder: Path) -> tuple[Profile, float]:
+    """The profile and ``coordinator_s`` that meet the medians of requests that were alone."""
+    block_bytes = profile.memory.block_bytes if arguments.runner == "model" else (1 << 26) // profile.memory.num_blocks
+    handoff = measure_handoff(block_bytes, profile.memory.num_layers)
+    handoff = handoff.model_copy(update={"bytes_per_s": handoff.bytes_per_s * profile.memory.block_bytes / block_bytes})
+    profile = profile.model_copy(update={"handoff": handoff, "prefill_loop_s": 0.0, "decode_loop_s": 0.0})
+    live, modelled = [], []
+    for index, (prompt, output) in enumerate(ALONE):
+        requests = [TraceRequest(1.5 * i, prompt, output) for i in range(7)]
+        path = folder / f"alone-{index}.jsonl"
+        write_trace(path, Trace("alone", lambda requests=requests: iter(requests)))  # type: ignore[misc]
+        live.append(medians(of_samples(asyncio.run(replayed(url, path)))))
+        modelled.append(medians(of_records(simulated(simulated_cluster(arguments, profile, 0.0), path))))
+    coordinator_s = max(0.0, live[0]["ttft"] - modelled[0]["ttft"])
+    first = live[2]["tpot"] - modelled[2]["tpot"]  # its only other token has waited for the join
+    loop_s = max(0.0, ((live[1]["tpot"] - modelled[1]["tpot"]) * 32 - first) / 31)
+    join_s = max(0.0, first - loop_s)
+    print(
+        f"calibrated: coordinator {1e3 * coordinator_s:.2f} ms, decode loop {1e3 * loop_s:.2f} ms, join {1e3 * join_s:.2f} ms", flush=True
+    )
+    handoff = handoff.model_copy(update={"join_s": join_s})
+    return profile.model_copy(update={"handoff": handoff, "decode_loop_s": loop_s, "prefill_loop_s": loop_s / 2}), coordinator_s
+
+
+def simulated_cluster(arguments: argparse.Namespace, profile: Profile, coordinator_s: float) -> Cluster:
+    options = {"profile": profile, "max_num_seqs": arguments.max_num_seqs, "max_batch_tokens": arguments.max_batch_tokens}
+    return Cluster(
+        pools=(
+            Pool(role="prefill", count=arguments.prefill, **{**options, "max_num_seqs": 64}),
+            Pool(role="decode", count=arguments.decode, **options),
+        ),
+        coordinator_s=coordinator_s,
+    )
+
+
+def simulated(cluster: Cluster, path: Path) -> list[RequestRecord]:
+    records: list[RequestRecord] = []
+    Simulation(cluster, on_record=records.append).run(open_trace(path))
+    return records
+
+
+Times = dict[str, list[float]]
+
+
+def of_samples(samples: Sequence[Sample]) -> Times:
+    times = [times_of(sample) for sample in samples]
+    return {
+        "ttft": [t.ttft for t in times],
+        "tpot": [t.tpot for t in times if t.tpot is not None],
+        "e2e": [t.e2e for t in times],
+    }
+
+
+def of_records(records: Sequence[RequestRecord]) -> Times:
+    assert all(r.finished for r in records), "every simulated request ends"
+    return {
+        "ttft": [r.ttft_s for r in records],
+        "tpot": [r.tpot_s for r in records if r.tpot_s is not None],
+        "e2e": [r.e2e_s for r in records],
+    }
+
+
+def medians(times: Times) -> dict[str, float]:
+    return {name: float(np.median(values)) if values else 0.0 for name, values in times.items()}
+
+
+def compared(samples: Sequence[Sample], cluster: Cluster, path: Path) -> dict[str, Any]:
+    """Percentiles of both, and by how much the simulated are off."""
+    began = time.process_time()
+    records = simulated(cluster, path)
+    took = time.process_time() - began
+    live, modelled = percentiles(of_samples(samples)), percentiles(of_records(records))
+    return {
+        "requests": len(samples),
+        "rate": mean_rate(open_trace(path)),
+        "live": live,
+        "simulated": modelled,
+        "error": {name: {p: modelled[name][p] / live[name][p] - 1 for p in live[name]} for name in live},
+        "simulated_requests_per_cpu_s": len(records) / took,
+    }
+
+
+def percentiles(times: Times) -> dict[str, dict[str, float]]:
+    return {name: {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)} for name, values in times.items()}
+
+
+def show(workload: str, result: dict[str, Any]) -> None:
+    print(f"{workload}: {result['requests']} requests at {result['rate']:.2f}/s")
+    for name, live in result["live"].items():
+        modelled, error = result["simulated"][name], result["error"][name]
+        cells = [f"{p} {1e3 * live[p]:8.1f} ms, simulated {1e3 * modelled[p]:8.1f} ({error[p]:+.1%})" for p in live]
+        print(f"  {name:5}" + "   ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
