@@ -113,6 +113,7 @@ class SocketDispatcher:
             num_running=self._core.num_flights - self._core.num_queued,
             workers=[_measure(worker) for worker in self._core.pools.workers.values()],
             counters=self._core.counters(),
+            stages=self._core.num_by_stage(),
         )
 
     # --- the workers -----------------------------------------------------------------------------
@@ -260,6 +261,8 @@ def _measure(worker: Worker) -> WorkerSnapshot:
         num_waiting=load.num_waiting if load else 0,
         num_waiting_tokens=load.num_waiting_tokens if load else 0,
         draining=worker.draining,
+        host=hello.host.partition("/")[0],
+        pid=hello.pid,
         steps=load.steps if load else 0,
         counters=load.counters if load else {},
     )

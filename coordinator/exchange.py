@@ -243,4 +243,5 @@ class HttpExchange:
             num_dispatches=ended.num_dispatches,
             prefill_worker=ended.prefill_worker,
             decode_worker=ended.decode_worker,
+            tenant=self._call.account.tenant,
         )

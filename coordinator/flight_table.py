@@ -5,6 +5,7 @@ A dispatch number is never used twice. A flight has one dispatch, or two while i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from .flight import Flight, Move
@@ -22,6 +23,9 @@ class FlightTable:
     def request_ids(self, dispatches: Iterable[int]) -> list[str]:
         """The requests behind these dispatches, for people."""
         return sorted(self.by_dispatch[d].request.request_id for d in dispatches)
+
+    def num_by_stage(self) -> dict[str, int]:
+        return dict(Counter(flight.stage for flight in self.flights.values()))
 
     def assign(self, flight: Flight, prefill: Worker, decode: Worker) -> None:
         """A new attempt, under a new dispatch number."""

@@ -94,6 +94,9 @@ class Lifecycle:
             **{f"deadlines_{stage}": count for stage, count in self._attempts.num_deadlines.items()},
         }
 
+    def num_by_stage(self) -> dict[str, int]:
+        return self._table.num_by_stage()
+
     def waits(self) -> Iterator[Wait]:
         """Every request here."""
         for request_id, flight in self._state.table.flights.items():

@@ -56,6 +56,8 @@ class WorkerSnapshot:
     steps: int
     counters: Mapping[str, float] = field(default_factory=dict)  # cumulative since the worker's start
     draining: bool = False
+    host: str = ""
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class SystemSnapshot:
     num_running: int = 0  # dispatched and not ended
     workers: Sequence[WorkerSnapshot] = ()
     counters: Mapping[str, float] = field(default_factory=dict)
+    stages: Mapping[str, int] = field(default_factory=dict)  # requests by the stage that they are in
 
 
 class Metrics:
@@ -79,6 +82,8 @@ class Metrics:
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.num_retries = 0
+        self.listeners: list[Callable[[RequestRecord], None]] = []
+        """Hear of each request that is over."""
         self.requests: defaultdict[tuple[str, str], int] = defaultdict(int)  # by endpoint and status
         self.sequences: defaultdict[str, int] = defaultdict(int)  # by finish reason
         self._model_name = model_name
@@ -130,6 +135,8 @@ class Metrics:
         self.e2e.observe(record.total)
         for name, histogram in self._stages.items():
             histogram.observe(getattr(record.stages, name))
+        for listener in self.listeners:
+            listener(record)
 
     def render(self, now: float) -> bytes:
         """The text for a scrape."""

@@ -22,6 +22,7 @@ class RequestRecord(NamedTuple):
     num_dispatches: int  # of that choice; more than one: it was tried again
     prefill_worker: str = ""
     decode_worker: str = ""
+    tenant: str = ""
 
     @property
     def total(self) -> float:

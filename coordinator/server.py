@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .admin import AdminRoutes
+from .dashboard_routes import Dashboard
 from .errors import Unavailable
 from .generate import GenerationApi
 from .http_protocol import HttpProtocol
@@ -46,12 +47,14 @@ class HttpApp:
     ) -> None:
         """``more_admin``: the admin API has a port of its own, and these routes beside its usual ones."""
         self.metrics = Metrics(model.name, system)
+        self.dashboard = Dashboard(model.name, system)
+        self.metrics.listeners.append(self.dashboard.view.note)
         self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy)
         admin = admin or AdminRoutes(dispatcher, None)
         admin_routes = [*admin.routes(), *(more_admin or ())]
 
         def pages(more: Sequence[Route]) -> Starlette:
-            return OrdinaryRoutes(dispatcher, model, limits, self.metrics, more).application()
+            return OrdinaryRoutes(dispatcher, model, limits, self.metrics, [*self.dashboard.routes(), *more]).application()
 
         self._pages = Gate(pages(admin_routes if more_admin is None else ()), (tenancy or Tenancy()).directory, admin.operators)
         self.admin = OperatorsOnly(pages(admin_routes), admin.operators)
@@ -119,8 +122,10 @@ class HttpServer:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         await self._server.start()
+        self._following = asyncio.create_task(self.app.dashboard.follow())
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Ends open requests as ``HttpApp.drain`` says, then all connections."""
+        self._following.cancel()
         await self.app.drain(grace_s)
         await self._server.stop()

@@ -2,6 +2,7 @@
 
 /v1/..., /tokenize, /detokenize      whoever has an API key, where keys are configured; the account is in ``scope["account"]``
 /health, /ready, /openapi.json       everyone
+/, /dashboard/...                    everyone: files that say nothing of anybody; not the feed
 all other pages                      operators': where keys are configured, this host, or whoever has the admin key
 """
 
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..admin import AdminCheck
+from ..dashboard_routes import is_open
 from ..errors import ApiError
 from .directory import Directory, Everyone
 from .limits import ANONYMOUS
@@ -41,7 +43,7 @@ class Gate:
         path: str = scope["path"]
         if path.startswith("/v1/") or path in CLIENTS:
             scope["account"] = self._directory.account(Headers(scope=scope).get("authorization", "").encode("latin-1"))
-        elif path not in OPEN and not isinstance(self._directory, Everyone):
+        elif path not in OPEN and not is_open(path) and not isinstance(self._directory, Everyone):
             self._admin.check(HTTPConnection(scope), browsers=True)
 
 

@@ -1,0 +1,118 @@
+// Puts the page together: the feed on one side, what shows it on the other, and the keys.
+
+import { $, count, el, percent, seconds } from "./dom.js";
+import { Charts } from "./charts.js";
+import { Feed } from "./feed.js";
+import { Flow } from "./flow.js";
+import { Gantt } from "./gantt.js";
+import { Playground } from "./playground.js";
+
+const THEMES = ["auto", "light", "dark"];
+const RECENT_POINTS = 15; // half a minute
+
+const charts = new Charts(), flow = new Flow(), gantt = new Gantt();
+new Playground();
+const feed = new Feed(show, trouble);
+
+function show(state, history) {
+  $("notice").hidden = $("unlock").hidden = true;
+  $("model").textContent = state.model;
+  status(state.ready ? "ready" : "waiting", state.ready ? `ready, up ${age(state.uptime_s)}` : "not ready");
+  if (!state.ready) {
+    const words = state.workers.length
+      ? "Not ready: no request has gone from prefill to decode yet. That is tried by itself as soon as workers of both roles fit together."
+      : "No workers are connected. `splitserve up` starts some on this machine; elsewhere: `splitserve prefill` and `splitserve decode`.";
+    notice(words);
+  }
+  tiles(state, history);
+  flow.show(state);
+  charts.show(history.points);
+  gantt.show(history.requests);
+  tenants(state.tenants);
+}
+
+function trouble(kind, words) {
+  status("lost", kind === "denied" ? "locked" : "no answer");
+  $("unlock").hidden = kind !== "denied";
+  notice(words);
+}
+
+function status(state, words) {
+  $("status").dataset.state = state;
+  $("status").lastElementChild.textContent = words;
+}
+
+/** What stands between backquotes is a command. */
+function notice(words) {
+  const parts = words.split("`").map((part, i) => (i % 2 ? el("code", {}, part) : part));
+  if ($("notice").textContent !== words.replaceAll("`", "")) $("notice").replaceChildren(el("span", {}, ...parts));
+  $("notice").hidden = false;
+}
+
+function tiles(state, history) {
+  const recent = history.points.slice(-RECENT_POINTS);
+  const mean = (key) => (recent.length ? recent.reduce((sum, p) => sum + p[key], 0) / recent.length : null);
+  const newest = (key) => recent.findLast((p) => p[key])?.[key] ?? [null, null, null];
+  const [prompt, cached] = [mean("prompt"), mean("cached")];
+  const latency = (label, key) => [label, seconds(newest(key)[0]), `median; p95 ${seconds(newest(key)[1])}`];
+  const failed = Object.entries(state.statuses).filter(([name]) => name >= "500" && name < "600").reduce((sum, [, n]) => sum + n, 0);
+  const rows = [
+    ["Requests a second", count(mean("requests")), `${count(state.num_requests)} in all, ${count(failed)} failed`],
+    ["Output tokens a second", count(mean("output")), "last half minute"],
+    ["Prompt tokens a second", count(prompt), `${percent(prompt ? cached / prompt : 0)} of them cached`],
+    latency("Time to first token", "ttft"),
+    latency("Time per output token", "tpot"),
+    latency("End to end", "e2e"),
+    ["Waiting", count(state.waiting), "for a worker with room"],
+    ["Running", count(state.running), `${count(state.stages.prefill ?? 0)} prefill, ${count((state.stages.handoff ?? 0) + (state.stages.decode ?? 0))} decode`],
+  ];
+  $("tiles").replaceChildren(...rows.map(([label, number, words]) =>
+    el("div", { class: "tile" }, el("span", {}, label), el("b", {}, number), el("span", { title: words }, words))));
+}
+
+function tenants(rows) {
+  if (!rows.length) {
+    $("tenants-body").replaceChildren(el("p", { class: "empty" }, "No request has come with an API key. Keys say who uses what: ", el("code", {}, "splitserve keys --help"), "."));
+    return;
+  }
+  const tokens = (row) => row.prompt_tokens + row.output_tokens;
+  const most = Math.max(1, ...rows.map(tokens));
+  const body = rows.sort((a, b) => tokens(b) - tokens(a)).slice(0, 20).map((row) => el("tr", {},
+    el("td", { title: row.tenant }, row.tenant, el("span", { class: "share", style: { width: `${(100 * tokens(row)) / most}%` } })),
+    ...[row.requests, row.prompt_tokens, row.cached_tokens, row.output_tokens].map((n) => el("td", {}, count(n)))));
+  const head = ["Tenant", "Requests", "Prompt tokens", "Cached", "Output tokens"].map((name) => el("th", { scope: "col" }, name));
+  $("tenants-body").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body)));
+}
+
+function age(s) {
+  const [d, h, m] = [Math.floor(s / 86400), Math.floor(s / 3600) % 24, Math.floor(s / 60) % 60];
+  return d ? `${d} d ${h} h` : h ? `${h} h ${m} min` : m ? `${m} min` : `${Math.floor(s)} s`;
+}
+
+function theme(name) {
+  if (name === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  localStorage.setItem("splitserve-theme", name);
+  $("theme").textContent = `Theme: ${name}`;
+  charts.recolour();
+}
+
+const nextTheme = () => theme(THEMES[(THEMES.indexOf(localStorage.getItem("splitserve-theme") ?? "auto") + 1) % THEMES.length]);
+const KEYS = { t: nextTheme, p: () => $("chat-input").focus(), " ": () => gantt.hold(!gantt.held), "?": () => $("keys").showModal() };
+
+document.addEventListener("keydown", (event) => {
+  const writes = event.target.matches("input, textarea");
+  if (event.key === "Escape" && writes) event.target.blur();
+  const act = KEYS[event.key];
+  if (!act || writes || event.ctrlKey || event.metaKey || event.altKey || $("keys").open) return;
+  if (event.key === " " && event.target.matches("button, a, summary")) return;
+  event.preventDefault();
+  act();
+});
+$("theme").addEventListener("click", nextTheme);
+$("help").addEventListener("click", () => $("keys").showModal());
+$("unlock").addEventListener("submit", (event) => { event.preventDefault(); feed.key = $("admin-key").value; });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.recolour());
+const chosen = new URLSearchParams(location.search).get("theme") ?? localStorage.getItem("splitserve-theme");
+theme(THEMES.includes(chosen) ? chosen : "auto");
+feed.ask();

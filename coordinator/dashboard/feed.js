@@ -1,0 +1,64 @@
+// The one source of live data: asks the coordinator once a second for what is new, and knows what to say when it does not answer.
+
+const EVERY_MS = 1000;
+const HIDDEN_MS = 10000;
+const PATIENCE_MS = 4000;
+const MAX_POINTS = 450;
+const MAX_REQUESTS = 120;
+const KEY = "splitserve-admin-key";
+
+export class Feed {
+  /** `onState(state, history)` after each answer; `onTrouble(kind, sentence)`: kind is "lost" or "denied". */
+  constructor(onState, onTrouble) {
+    Object.assign(this, { onState, onTrouble, boot: "", points: [], requests: [], timer: 0, lastHeard: 0 });
+    document.addEventListener("visibilitychange", () => document.hidden || this.ask());
+  }
+
+  set key(key) {
+    sessionStorage.setItem(KEY, key);
+    this.ask();
+  }
+
+  async ask() {
+    clearTimeout(this.timer);
+    try {
+      this.take(await this.get());
+    } catch (error) {
+      this.fail(error);
+    }
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.ask(), document.hidden ? HIDDEN_MS : EVERY_MS);
+  }
+
+  async get() {
+    const after = `after_point=${this.points.at(-1)?.n ?? 0}&after_request=${this.requests.at(-1)?.n ?? 0}`;
+    const key = sessionStorage.getItem(KEY);
+    const headers = key ? { authorization: `Bearer ${key}` } : {};
+    const response = await fetch(`dashboard/feed?${after}`, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
+    if (response.ok) return response.json();
+    const body = await response.json().catch(() => null);
+    const error = new Error(body?.error?.message ?? `the coordinator answered ${response.status}`);
+    throw Object.assign(error, { status: response.status });
+  }
+
+  take(state) {
+    this.lastHeard = Date.now();
+    if (state.boot !== this.boot) {
+      const again = this.boot !== "";
+      Object.assign(this, { boot: state.boot, points: [], requests: [] });
+      if (again) return void setTimeout(() => this.ask()); // numbered anew since its restart: from the beginning
+    }
+    this.points = [...this.points, ...state.points].slice(-MAX_POINTS);
+    this.requests = [...this.requests, ...state.requests].slice(-MAX_REQUESTS);
+    this.onState(state, this);
+  }
+
+  fail(error) {
+    if (error.status === 401 || error.status === 403) this.onTrouble("denied", error.message);
+    else if (error.status) this.onTrouble("lost", `The coordinator refuses: ${error.message}`);
+    else {
+      const since = this.lastHeard ? ` for ${Math.round((Date.now() - this.lastHeard) / 1000)} s; what you see is from then` : "";
+      this.onTrouble("lost", `No answer from the coordinator${since}. This page goes on asking. Does \`splitserve up\` still run, and can this machine reach it?`);
+    }
+  }
+}

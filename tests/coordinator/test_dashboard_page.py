@@ -1,0 +1,78 @@
+"""The dashboard as a person meets it: in a real browser, by keyboard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from support.browser import CHROMIUM, browser
+from support.http_fakes import ANSWER, FakeDispatcher
+
+from splitserve.coordinator.metrics import SystemSnapshot, WorkerSnapshot
+from splitserve.coordinator.served_model import ServedModel
+from splitserve.coordinator.server import HttpServer, create_app
+
+HOSTILE = "<img src=x onerror=document.title='taken'>"
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+
+
+def system() -> SystemSnapshot:
+    prefill = WorkerSnapshot("prefill-0", "prefill", 100, 90, 10, 0, 0, 0, 0, 0, 5)
+    return SystemSnapshot(ready=True, workers=[prefill, WorkerSnapshot(HOSTILE, "decode", 100, 50, 20, 30, 0, 2, 0, 0, 5)])
+
+
+async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
+    server = HttpServer(create_app(dispatcher, model, system=system))
+    await server.start()
+    url = f"http://127.0.0.1:{server.port}"
+    async with browser(tmp_path) as page, httpx.AsyncClient(base_url=url, timeout=20) as http:
+        await page.open(url)
+        await page.until("document.querySelector('#status').dataset.state === 'ready'")
+        assert await page.text("#model") == "tiny"
+        assert "curl" in await page.text("#gantt")  # an empty list says what to do
+        assert HOSTILE in await page.text("#flow")  # what a worker calls itself is text
+
+        await page.press("Tab")
+        assert await page.value("document.activeElement.className") == "skip"
+        await page.press("t")
+        assert await page.value("document.documentElement.dataset.theme") == "light"
+        await page.press("t")
+        dark = await page.value("getComputedStyle(document.body).backgroundColor")
+        await page.press("t")
+        assert await page.value("getComputedStyle(document.body).backgroundColor") != dark  # the user prefers light
+
+        await page.press("p")
+        await page.write("Hi <b>there</b>")
+        await page.value("document.querySelector('#chat-temperature').value = 0")
+        await page.press("Enter")
+        await page.until("document.querySelectorAll('.turn .stagebar').length === 1")
+        assert (await page.value("document.querySelector('.turn:last-child span').textContent")) == ANSWER
+        assert await page.text(".turn.user") == "Hi <b>there</b>"
+        assert "decode" in await page.text(".turn .facts")
+
+        assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})).status_code == 200
+        await page.until("document.querySelectorAll('#gantt [role=option]').length === 2")
+        await page.press("Escape")
+        await page.value("document.querySelector('#gantt').focus()")
+        await page.press("ArrowDown")
+        await page.press("ArrowDown")
+        assert await page.value("document.querySelector('#gantt [aria-selected=true]').id") == "request-1"
+        assert "chatcmpl-" in await page.text("#gantt-detail")
+        assert await page.value("document.querySelector('#pause').getAttribute('aria-pressed')") == "true"
+
+        server.app.dashboard.view.sample(server.app.dashboard.view._sampled_at + 2, system())
+        await page.until(
+            "/median/.test(document.querySelectorAll('.tile')[3].innerText) && !/–/.test(document.querySelectorAll('.tile')[3].innerText)"
+        )
+        await page.value("document.querySelector('.plot').focus()")
+        await page.press("Home")
+        assert " at " in await page.value("document.querySelector('.plot').getAttribute('aria-label')")
+
+        await page.look(390, 844, "dark")
+        assert await page.value("document.documentElement.scrollWidth <= 390")
+        assert await page.value("document.title") == "splitserve"
+        assert page.problems == []
+        await server.stop(grace_s=0)
+        await page.until("/No answer from the coordinator/.test(document.querySelector('#notice').innerText)")
+        assert await page.text("#status") == "no answer"
