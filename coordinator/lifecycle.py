@@ -95,7 +95,7 @@ class Lifecycle:
         }
 
     def num_by_stage(self) -> dict[str, int]:
-        return self._table.num_by_stage()
+        return self._state.table.num_by_stage()
 
     def waits(self) -> Iterator[Wait]:
         """Every request here."""
