@@ -70,7 +70,7 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
         assert " at " in await page.value("document.querySelector('.plot').getAttribute('aria-label')")
 
         await page.look(390, 844, "dark")
-        assert await page.value("document.documentElement.scrollWidth <= 390")
+        await page.until("document.documentElement.scrollWidth <= 390")  # charts follow their panel
         assert await page.value("document.title") == "splitserve"
         assert page.problems == []
         await server.stop(grace_s=0)
