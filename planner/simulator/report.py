@@ -37,7 +37,7 @@ def summary(simulation: Simulation) -> dict[str, Any]:
         "goodput_per_s": tallies.num_good / elapsed if elapsed else 0.0,
         "latency_s": tallies.percentiles(),
         "pools": pools(simulation),
-        "redispatched": simulation.coordinator.core.num_redispatched,
+        "redispatched": int(simulation.coordinator.core.counters()["redispatches"]),
         "killed": simulation.num_killed,
         "steps_outside_the_profile": outside(simulation),
     }
