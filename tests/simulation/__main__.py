@@ -1,26 +1,26 @@
-"""Runs the simulator for long, or one seed again:
+"""Runs the simulator for long, adds up what was run, or runs one seed again:
 
 cd tests
-python -m simulation --requests 5000000 --json ../bench/results/simulation.json
+python -m simulation --requests 5000000 --json ../bench/results/simulation.json    # once more: goes on, with other seeds
+python -m simulation --add a.json b.json --json ../bench/results/simulation.json
 python -m simulation --scenario drawn --seed 123
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 import shlex
 import sys
-import time
 from pathlib import Path
 
-from simulation.campaign import Report, run, simulate_named
+from simulation.campaign import run, simulate_named
+from simulation.record import Piece, Record
 from simulation.scenario import NAMED
 
 from splitserve.bench.environment import environment
 
-SLICE = 20_000
+SLICE = 10_000
 """Requests between two writings of the result."""
 
 
@@ -29,13 +29,16 @@ def main() -> int:
     parser.add_argument("--scenario", choices=["drawn", *NAMED], default="drawn", help="drawn: each seed draws its own")
     parser.add_argument("--seed", type=int, help="with --requests the first seed (default: random), else the one that is run")
     parser.add_argument("--requests", type=int, help="run seed after seed until so many requests have been simulated")
-    parser.add_argument("--json", type=Path, help=f"write here what was done; again after every {SLICE} requests")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], help="put these records of earlier runs into that of --json")
+    parser.add_argument("--json", type=Path, help=f"add here what was done; again after every {SLICE} requests")
     options = parser.parse_args()
-    if options.requests is None:
-        if options.seed is None:
-            parser.error("say --seed to run one world again, or --requests to run many")
-        return _replay(options.scenario, options.seed)
-    return _campaign(options)
+    if options.add:
+        return _add(options, parser)
+    if options.requests is not None:
+        return _campaign(options)
+    if options.seed is None:
+        parser.error("say --seed to run one world again, or --requests to run many")
+    return _replay(options.scenario, options.seed)
 
 
 def _replay(scenario: str, seed: int) -> int:
@@ -47,21 +50,30 @@ def _replay(scenario: str, seed: int) -> int:
 
 
 def _campaign(options: argparse.Namespace) -> int:
-    seed = first = secrets.randbelow(1 << 32) if options.seed is None else options.seed
-    began, total = time.monotonic(), Report()
+    first = secrets.randbelow(1 << 32) if options.seed is None else options.seed
     print(f"first seed {first}", flush=True)
-    while total.num_requests < options.requests:
-        report = run(seed, min(SLICE, options.requests - total.num_requests), options.scenario, stop_at_failures=sys.maxsize)
-        seed += report.num_worlds
-        total.merge(report)
-        where = environment() | {"command": shlex.join(["python", "-m", "simulation", *sys.argv[1:]])}
-        result: dict[str, object] = {"environment": where, "scenario": options.scenario, "first_seed": first, "last_seed": seed - 1}
-        result |= {"wall_s": round(time.monotonic() - began, 1), **total.summary()}
+    record = Record() if options.json is None else Record.read(options.json)
+    where = environment()
+    record.environment = where | {"command": shlex.join(["python", "-m", "simulation", *sys.argv[1:]])}
+    piece = Piece(str(where["commit"]), str(where["date"]), options.scenario, first, first - 1)
+    while piece.requests < options.requests:
+        part = run(piece.last_seed + 1, min(SLICE, options.requests - piece.requests), options.scenario, stop_at_failures=sys.maxsize)
+        record.add(piece, part)
         if options.json is not None:
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{total.num_requests} requests, {total.num_worlds} worlds, {len(total.failures)} failures", flush=True)
-    print("\n".join(total.failures) or "nothing found")
-    return 1 if total.failures else 0
+            record.write(options.json)
+        print(f"{piece.requests} requests, {piece.failures} failures", *part.failures, sep="\n", flush=True)
+    return 1 if piece.failures else 0
+
+
+def _add(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if options.json is None:
+        parser.error("say with --json where to put the sum")
+    record = Record.read(options.json)
+    for path in options.add:
+        record.merge(Record.read(path))
+    record.write(options.json)
+    print(f"{record.sum.num_requests} requests in {len(record.pieces)} pieces, {len(record.sum.failures)} failures")
+    return 0
 
 
 if __name__ == "__main__":

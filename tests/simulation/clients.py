@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess
     from simulation.world import World
 
+TOKENS = range(1, VOCABULARY)
 FAIR_ENDS = ("deadline", "unavailable")
 """Errors that a client may meet; whether each was due is checked."""
 
@@ -63,7 +64,7 @@ class Clients:
         """One client's request: one sequence, or a few of the same prompt (n > 1). Returns how many."""
         draw = self.random
         prefix = [1 + (draw.randrange(4) * 31 + i) % (VOCABULARY - 1) for i in range(draw.choice((0, 0, 8, 30)))]
-        prompt = prefix + [draw.randrange(1, VOCABULARY) for _ in range(draw.choice((2, 7, 16, 40)))]
+        prompt = prefix + draw.choices(TOKENS, k=draw.choice((2, 7, 16, 40)))
         priority, salt = draw.choice((0, 0, 0, 1, -1)), draw.choice((b"", b"", b"", b"tenant"))
         num_choices = draw.choice((1,) * 9 + (3,))
         sampling, prompt_logprobs = self._sampling()

@@ -55,11 +55,11 @@ class Process:
         if not self.alive:
             return
         if self._inside:
-            if self.frozen:
+            if self._queue.now < self._frozen_until:
                 self._rest.append((event, args))
             else:
                 event(*args)
-        elif self._backlog or self.frozen:
+        elif self._backlog or self._queue.now < self._frozen_until:
             self._backlog.append((event, args))
             self._wake_later()
         else:
