@@ -16,6 +16,8 @@ from simulation.world import World
 
 REQUESTS = 250
 """Requests a world."""
+FAULTS_GO_ON_S = 6.0
+"""After the last arrival, until most have been served among faults; in so many (virtual) seconds at most."""
 REST_S = 60.0
 """Once the faults have stopped, everything must have ended and come to rest within so many (virtual) seconds."""
 
@@ -38,6 +40,8 @@ def _live(world: World, requests: int) -> None:
         number += world.clients.arrive(number)
         world.queue.run(world.queue.now + world.random.expovariate(world.scenario.rate))
     if not world.violations:
+        pending = world.clients.pending
+        world.queue.run_until(lambda: len(pending) <= requests // 20 or bool(world.violations), FAULTS_GO_ON_S)
         world.queue.run(world.queue.now + world.random.random())
         _come_to_rest(world)
 
