@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .handoff import Key, PeerId
 from .messages import FailureKind, Message, Met, Peer, RequestSpec, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class ToCoordinator:
+class ToCoordinator(NamedTuple):
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Connect:
+class Connect(NamedTuple):
     """Open a channel to this decode worker."""
 
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True)
-class OpenMover:
+class OpenMover(NamedTuple):
     peer: PeerId
     met: Met
 
 
-@dataclass(frozen=True, slots=True)
-class ToPeer:
+class ToPeer(NamedTuple):
     peer: PeerId
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(NamedTuple):
     """Move blocks, or the same layers of several: items are (position in the lease, own block, the peer's block).
 
     ``layers``: [first, end) of those that move; None: whole blocks. The slices of a block leave in the order of their layers.
@@ -46,16 +41,14 @@ class Put:
     layers: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CancelPuts:
+class CancelPuts(NamedTuple):
     """Whatever puts of this lease have not left need not leave; said before Release."""
 
     peer: PeerId
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendPlaced:
+class SendPlaced(NamedTuple):
     """Say Placed with the checksums of these own blocks, whose positions in the lease begin at ``first``."""
 
     peer: PeerId
@@ -64,8 +57,7 @@ class SendPlaced:
     source_blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class SendHandoff:
+class SendHandoff(NamedTuple):
     """Say Handoff with the checksums of these own blocks, in this order."""
 
     peer: PeerId
@@ -76,15 +68,13 @@ class SendHandoff:
     source_blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
+class Delivered(NamedTuple):
     """The receiver has verified every block: the sender's own may be unpinned."""
 
     key: Key
 
 
-@dataclass(frozen=True, slots=True)
-class Undelivered:
+class Undelivered(NamedTuple):
     """The handoff has failed; the sender's blocks may be unpinned."""
 
     key: Key
@@ -95,8 +85,7 @@ class Undelivered:
 SenderAction = Connect | OpenMover | ToPeer | Put | CancelPuts | SendPlaced | SendHandoff | Delivered | Undelivered
 
 
-@dataclass(frozen=True, slots=True)
-class OpenLease:
+class OpenLease(NamedTuple):
     """Accept puts: ``targets`` maps positions to own blocks."""
 
     lease: int
@@ -104,21 +93,18 @@ class OpenLease:
     targets: dict[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectAgain:
+class ExpectAgain(NamedTuple):
     """Accept one more put for these positions: what came was corrupt."""
 
     lease: int
     positions: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class CloseLease:
+class CloseLease(NamedTuple):
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
-class Verify:
+class Verify(NamedTuple):
     """Compare these blocks with these checksums and report to ``HandoffReceiver.verified``, in parts if that is better for those who
     wait. Those that are right are taken into the cache. Of no use any more once the lease is closed."""
 
@@ -136,8 +122,7 @@ class Verify:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(NamedTuple):
     """The handoff is complete: the blocks now belong to this sequence."""
 
     key: Key
@@ -149,8 +134,7 @@ class Join:
     transfer_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Supersede:
+class Supersede(NamedTuple):
     """A newer epoch of the same request has arrived: drop this one."""
 
     key: Key

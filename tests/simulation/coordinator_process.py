@@ -15,7 +15,7 @@ from splitserve.transport.messages import Message
 if TYPE_CHECKING:
     from simulation.world import World
 
-TICK_S = 0.06
+TICK_S = 0.08
 LIMITS = LifecycleLimits(
     max_queue=10**6,
     max_attempts=40,

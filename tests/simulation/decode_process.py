@@ -28,7 +28,7 @@ class DecodeProcess(WorkerProcess):
     """``core`` is the real one; its memory may be written by others."""
 
     role = "decode"
-    base_step_s = 0.014
+    base_step_s = 0.02
     core: DecodeCore
 
     def __init__(self, world: World, name: str, host: str, num_blocks: int) -> None:

@@ -24,7 +24,7 @@ class PrefillProcess(WorkerProcess):
     """``core`` is the real one. While a step runs its layers are written one by one, and leave if they are wanted."""
 
     role = "prefill"
-    base_step_s = 0.006
+    base_step_s = 0.008
     core: PrefillCore
 
     def __init__(self, world: World, name: str, host: str, num_blocks: int) -> None:

@@ -126,9 +126,9 @@ def draw_scenario(seed: int) -> Scenario:
         num_hosts=random.choice([1, 1, 2]),
         one_sided=random.choice([0.0, 0.5, 1.0]),
         prefill_blocks=random.choice([40, 80, 160]),
-        decode_blocks=random.choice([28, 60, 160]),
-        max_num_seqs=random.choice([2, 8, 8]),
-        max_batch_tokens=random.choice([16, 48, 48]),
+        decode_blocks=random.choice([28, 80, 200]),
+        max_num_seqs=random.choice([2, 8, 16]),
+        max_batch_tokens=random.choice([16, 48, 96]),
         policy=random.choice(["hybrid", "hybrid", "round_robin", "least_loaded", "prefix", "sticky"]),
     )
-    return Scenario(Faults(**chosen), cluster, rate=random.choice([40.0, 100.0, 200.0]))
+    return Scenario(Faults(**chosen), cluster, rate=random.choice([60.0, 120.0, 240.0]))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 160
 MODEL = ModelIdentity(fingerprint="simulated", dtype="int", block_size=BLOCK_SIZE, layout="simulated", block_bytes=8 * BLOCK_SIZE)
-TICK_S, HEARTBEAT_S, HELLO_S, ORPHANED_S = 0.06, 0.15, 0.4, 1.5
+TICK_S, HEARTBEAT_S, HELLO_S, ORPHANED_S = 0.08, 0.15, 0.4, 1.5
 TIMES = HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0)
 DRAIN_S = 1.5
 PeerId = tuple[str, int]
@@ -118,7 +118,7 @@ class WorkerProcess(Process):
         while actions := self.take():
             busy = True
             for action in actions:
-                self.run(self._carry_out, action, self.id)
+                self.run(self._carry_out, action, (self.name, self.incarnation))
         return busy
 
     def _collect(self) -> None:
@@ -142,7 +142,7 @@ class WorkerProcess(Process):
         return self.memory.execute(self.steps.fed(step.batch))
 
     def _carry_out(self, action: Any, me: PeerId) -> None:
-        if isinstance(action, ToCoordinator):
+        if type(action) is ToCoordinator:
             self._tell(action.message, me)
         else:
             self.do(action)
@@ -174,7 +174,7 @@ class WorkerProcess(Process):
         self._tell(self.core.block_events())
 
     def _tell(self, message: Message | None, me: PeerId | None = None) -> None:
-        if isinstance(message, RequestFailed):
+        if type(message) is RequestFailed:
             self.world.counts[f"given back: {message.kind}"] += 1
         if message is not None:
             self.world.to_coordinator(me or self.id, message)
