@@ -35,7 +35,7 @@ from ..transport.handoff_receiver import HandoffReceiver
 from ..transport.host import advertised_address, host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.liveness import ProcessIdentity
-from ..transport.messages import FROM_DECODE, FROM_PREFILL, SECRET_BYTES, Goodbye, Hello, Meet, Message, Met, ModelIdentity
+from ..transport.messages import BETWEEN_MOVERS, FROM_DECODE, FROM_PREFILL, SECRET_BYTES, Goodbye, Hello, Meet, Message, Met, ModelIdentity
 from ..transport.movers.checksum import block_checksum
 from ..transport.movers.opening import offered
 from ..transport.movers.shm import SharedPool
@@ -141,6 +141,8 @@ class DecodeWorker:
             self._hear_peers(now)
         for lease, position in self._movers.poll(ready, RECEIVE_LIMIT):
             self._core.receiver.arrived(lease, position)
+        for peer, word in self._movers.words():
+            self._tell_peer(peer, word)
         self._sending.receive(ready, now)
         self._grammars.report(self._core)
         if self._leaving:
@@ -158,7 +160,10 @@ class DecodeWorker:
                     self._identities[peer] = identity
                 if isinstance(message, Meet):
                     self._note_writer(peer, message)
-                self._core.from_peer(peer, message, now)
+                if isinstance(message, BETWEEN_MOVERS):
+                    self._movers.hear(peer, message)
+                else:
+                    self._core.from_peer(peer, message, now)
 
     def _note_writer(self, peer: PeerId, meet: Meet) -> None:
         if meet.host == host_identity():

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Mover = Literal["auto", "shm", "nixl", "zmq"]
+Mover = Literal["auto", "shm", "nccl", "nixl", "zmq"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -98,8 +98,10 @@ class WorkerSettings(BaseModel):
     def _consistent(self) -> Self:
         if (self.key_file is None) == (not self.insecure):
             raise ValueError("give either key_file (make one with `splitserve keygen FILE`) or insecure, which uses no key")
-        if self.mover == "nixl" and not (self.plaintext_kv or self.insecure):
-            raise ValueError("the mover nixl sends KV blocks in the clear: set plaintext_kv in a network that you trust, or choose zmq")
+        if self.mover in ("nccl", "nixl") and not (self.plaintext_kv or self.insecure):
+            raise ValueError(
+                f"the mover {self.mover} sends KV blocks in the clear: set plaintext_kv in a network that you trust, or choose zmq"
+            )
         if self.num_blocks is not None and self.kv_cache_gib is not None:
             raise ValueError("num_blocks and kv_cache_gib both size the KV cache: give one")
         return self

@@ -21,6 +21,7 @@ from .message_fields import (
     LeaseColumn,
     Message,
     Name,
+    ParcelColumn,
     Text,
     TokenId,
 )
@@ -100,6 +101,33 @@ class Met(Message):
     shm_name: Annotated[str, Field(max_length=256)] = ""
     mover_address: Annotated[bytes, Field(max_length=1 << 16)] = b""  # for other movers, in their own format
     refused: Annotated[str, Field(max_length=4096)] = ""
+
+
+class RendezvousEntry(Message):
+    """Said both ways by the ends of a mover that makes a connection of its own: what the other end needs for it."""
+
+    session: Count
+    key: Name
+    value: Annotated[bytes, Field(max_length=1 << 15)]
+
+
+class ParcelComing(Message):
+    """The next piece of data of this session: these layers of the blocks at these positions of a lease, packed. Counted from 0."""
+
+    session: Count
+    number: Count
+    lease: Count
+    secret: Annotated[bytes, Field(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+    first_layer: Count
+    num_layers: Count
+    positions: ParcelColumn
+
+
+class SessionOver(Message):
+    """Said both ways: this end has given the session's connection up."""
+
+    session: Count
+    reason: Text
 
 
 class Grant(Message):

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 MAX_REQUEST_TOKENS = 1 << 20
 MAX_BLOCKS = 1 << 24
 MAX_ROWS = 1 << 16
+MAX_PARCEL_POSITIONS = 1024
 HASH_BYTES = 16
 SECRET_BYTES = 16
 MAX_GRAMMAR_BYTES = 256 << 10
@@ -51,6 +52,8 @@ HashColumn = Annotated[bytes, Field(max_length=HASH_BYTES * MAX_REQUEST_TOKENS),
 """Block hashes, HASH_BYTES each."""
 ChecksumColumn = Annotated[bytes, Field(max_length=8 * MAX_REQUEST_TOKENS), _whole(8)]
 """uint64 checksums, one a block."""
+ParcelColumn = Annotated[bytes, Field(max_length=4 * MAX_PARCEL_POSITIONS), _whole(4)]
+"""uint32 positions in a lease."""
 LeaseColumn = Annotated[bytes, Field(max_length=8 * MAX_ROWS), _whole(8)]
 """uint64 lease numbers."""
 

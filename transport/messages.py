@@ -6,6 +6,7 @@ Who says what:
     coordinator -> worker        Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain
     prefill     -> decode        Meet, Offer, Renew, Placed, Handoff, Release
     decode      -> prefill       Met, Grant, Refuse, Ack, Nack, Revoke
+    their movers, both ways      RendezvousEntry, ParcelComing, SessionOver
 
 A decode worker that leaves speaks to another decode worker as a prefill worker does.
 
@@ -42,14 +43,18 @@ from .handoff_messages import (
     Met,
     Nack,
     Offer,
+    ParcelComing,
     Placed,
     Refuse,
     Release,
+    RendezvousEntry,
     Renew,
     Revoke,
+    SessionOver,
 )
 from .message_fields import (
     HASH_BYTES,
+    MAX_PARCEL_POSITIONS,
     MAX_ROWS,
     SECRET_BYTES,
     Message,
@@ -71,15 +76,19 @@ from .message_parts import (
 
 FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
 FROM_COORDINATOR = (Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain)
-FROM_PREFILL = (Meet, Offer, Renew, Placed, Handoff, Release)
-FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke)
+FROM_PREFILL = (Meet, Offer, Renew, Placed, Handoff, Release, RendezvousEntry, ParcelComing, SessionOver)
+FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke, RendezvousEntry, SessionOver)
+BETWEEN_MOVERS = (RendezvousEntry, ParcelComing, SessionOver)
+"""The movers' own: the handoff's cores never see them."""
 
 __all__ = [
+    "BETWEEN_MOVERS",
     "FROM_COORDINATOR",
     "FROM_DECODE",
     "FROM_PREFILL",
     "FROM_WORKER",
     "HASH_BYTES",
+    "MAX_PARCEL_POSITIONS",
     "MAX_ROWS",
     "SECRET_BYTES",
     "Ack",
@@ -104,17 +113,20 @@ __all__ = [
     "Move",
     "Nack",
     "Offer",
+    "ParcelComing",
     "Peer",
     "Placed",
     "Prefill",
     "Refuse",
     "Release",
+    "RendezvousEntry",
     "Renew",
     "RequestFailed",
     "RequestSpec",
     "Revoke",
     "Role",
     "Sampling",
+    "SessionOver",
     "StepTokens",
     "TokenLogprobs",
     "Welcome",

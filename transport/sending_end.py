@@ -19,9 +19,9 @@ from .errors import TransportError
 from .handoff import FALLBACK_MOVER, PeerId
 from .handoff_sender import HandoffSender
 from .keys import ClusterKey
-from .messages import FROM_DECODE, Handoff, Message, Placed, Release, u64
+from .messages import BETWEEN_MOVERS, FROM_DECODE, Handoff, Message, Placed, Release, u64
 from .movers.checksum import RunningChecksums
-from .movers.interface import Pool, PutSource
+from .movers.interface import Pool, PutSource, TalkingSource
 from .movers.opening import open_source
 from .transfer_clock import TransferClock
 
@@ -80,11 +80,25 @@ class SendingEnd:
         for peer, channel in list(self._channels.items()):
             if channel.socket in ready:
                 for message in channel.receive(RECEIVE_LIMIT):
-                    self._sender.receive(peer, message, now)
+                    self._hear(peer, message, now)
         for peer, mover in list(self._movers.items()):
             self._with_mover(peer, mover.poll)
             self._time(peer, mover)
             self._say_held_back(peer)
+            self._say_words(peer)
+
+    def _hear(self, peer: PeerId, message: Message, now: float) -> None:
+        mover = self._movers.get(peer)
+        if not isinstance(message, BETWEEN_MOVERS):
+            self._sender.receive(peer, message, now)
+        elif isinstance(mover, TalkingSource):
+            mover.hear(message)
+
+    def _say_words(self, peer: PeerId) -> None:
+        mover = self._movers.get(peer)
+        if isinstance(mover, TalkingSource):
+            for message in mover.words():
+                self._send(peer, message)
 
     def carry_out(self, action: SenderAction) -> None:
         """One action of the sender's. Delivered and Undelivered are its owner's."""
@@ -141,6 +155,7 @@ class SendingEnd:
 
         if action.peer in self._movers:  # else it has failed a moment ago, and what was under way has been given back
             self._with_mover(action.peer, put)
+            self._say_words(action.peer)
         self._checksums.add(blocks, first, end - first)
 
     def _time(self, peer: PeerId, mover: PutSource) -> None:

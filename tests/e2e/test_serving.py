@@ -185,7 +185,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("mover", ["zmq", "shm", "nixl"])
+@pytest.mark.parametrize("mover", ["zmq", "shm", "nixl", "nccl"])
 def test_either_mover(tiny: Tiny, tmp_path: Path, mover: str) -> None:
     if mover == "nixl" and not nixl.is_installed():
         pytest.skip("NIXL is not installed: pip install 'splitserve[nixl]'")

@@ -46,5 +46,8 @@ EXAMPLES: list[m.Message] = [
     m.Refuse(coordinator=1, dispatch=2, reason="no", final=True),
     m.Ack(coordinator=1, dispatch=2, lease=3),
     m.Nack(coordinator=1, dispatch=2, lease=3, positions=m.u32([1])),
+    m.RendezvousEntry(session=1, key="0/0", value=b"v"),
+    m.ParcelComing(session=1, number=0, lease=2, secret=b"s" * 16, first_layer=0, num_layers=3, positions=m.u32([1])),
+    m.SessionOver(session=1, reason="it broke"),
     m.Revoke(coordinator=1, dispatch=2, lease=3, reason="late"),
 ]  # fmt: skip

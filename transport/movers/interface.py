@@ -7,13 +7,14 @@ here blocks; nothing is safe to use from two threads at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MoverError
 from ..handoff import PeerId
+from ..messages import Message
 
 Pool: TypeAlias = NDArray[np.uint8]
 Item: TypeAlias = tuple[int, int, int]
@@ -81,9 +82,31 @@ class PutSource(Protocol):
         """Ends the connection; what has not left is lost."""
 
 
-def layer_slice(pool: Pool, first_layer: int, num_layers: int | None) -> slice:
-    """The layers that a put names. Raises MoverError where ``pool`` has no such layers."""
-    end = pool.shape[1] if num_layers is None else first_layer + num_layers
-    if not 0 <= first_layer < end <= pool.shape[1]:
-        raise MoverError(f"put of layers {first_layer} up to {end}; the pool's blocks have {pool.shape[1]}")
+@runtime_checkable
+class TalkingSource(Protocol):
+    """A PutSource that has something to say to its target, over the control channel."""
+
+    def hear(self, message: Message) -> None:
+        """One of BETWEEN_MOVERS; whatever it says is checked."""
+
+    def words(self) -> list[Message]:
+        """What is to be said since the last call, in order."""
+
+
+@runtime_checkable
+class TalkingTarget(Protocol):
+    """A PutTarget that talks with its sources. ``fd`` is readable when it has something to say, too."""
+
+    def hear(self, peer: PeerId, message: Message) -> None:
+        """One of BETWEEN_MOVERS; whatever it says is checked."""
+
+    def words(self) -> list[tuple[PeerId, Message]]:
+        """What is to be said since the last call, in order."""
+
+
+def layer_slice(shape: Sequence[int], first_layer: int, num_layers: int | None) -> slice:
+    """The layers that a put names. Raises MoverError where a pool of this shape has no such layers."""
+    end = shape[1] if num_layers is None else first_layer + num_layers
+    if not 0 <= first_layer < end <= shape[1]:
+        raise MoverError(f"put of layers {first_layer} up to {end}; the pool's blocks have {shape[1]}")
     return slice(first_layer, end)

@@ -132,7 +132,7 @@ class NixlSource:
             raise MoverError("NIXL does not understand the decode worker's address: are the packages of one version?")
 
     def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
-        layers = layer_slice(self._pool, first_layer, num_layers)
+        layers = layer_slice(self._pool.shape, first_layer, num_layers)
         for _, source, target in items:
             if not (0 <= source < len(self._pool) and 0 <= target < self._num_blocks):
                 raise MoverError(f"put of block {source} into block {target}: pools of {len(self._pool)} and {self._num_blocks} blocks")

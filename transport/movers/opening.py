@@ -8,14 +8,16 @@ from pathlib import Path
 from ..errors import MoverError
 from ..messages import Met
 from . import nixl
+from .block_memory import HostMemory
 from .interface import Pool, PutSource
+from .nccl_source import NcclSource
 from .nixl import NixlSource
 from .shm import ShmSource
 from .tcp_source import TcpSource
 
-MOVERS = ("shm", "nixl", "zmq")
+MOVERS = ("shm", "nccl", "nixl", "zmq")
 """Best first."""
-IN_THE_CLEAR = frozenset({"nixl"})
+IN_THE_CLEAR = frozenset({"nccl", "nixl"})
 """Always: so only with --plaintext-kv."""
 _ADAPTERS = Path("/sys/class/infiniband")
 
@@ -28,7 +30,7 @@ def offered(setting: str, plain_kv: bool) -> tuple[str, ...]:
     if setting != "auto":
         return (setting,)
     rdma = plain_kv and nixl.is_installed() and _ADAPTERS.is_dir() and len(os.listdir(_ADAPTERS)) > 0
-    return tuple(mover for mover in MOVERS if mover != "nixl" or rdma)
+    return tuple(mover for mover in MOVERS if {"nccl": False, "nixl": rdma}.get(mover, True))
 
 
 def open_source(met: Met, pool: Pool, plain_kv: bool = False) -> PutSource:
@@ -40,6 +42,8 @@ def open_source(met: Met, pool: Pool, plain_kv: bool = False) -> PutSource:
         return ShmSource(met.shm_name, met.num_blocks, pool)
     if met.mover == "nixl":
         return NixlSource(met.mover_address, met.num_blocks, pool)
+    if met.mover == "nccl":
+        return NcclSource(met.mover_address, HostMemory(pool), pool.shape)
     if met.mover == "zmq":
         return TcpSource(met.data_address, pool, plain_kv)
     raise MoverError(f"{met.worker_id} asks for the mover {met.mover!r}; this worker has {', '.join(MOVERS)}")

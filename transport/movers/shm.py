@@ -103,7 +103,7 @@ class ShmSource:
 
     def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
         """One copy for each run of blocks that lie side by side in both pools; a memcpy where it is of all layers."""
-        layers = layer_slice(self._pool, first_layer, num_layers)
+        layers = layer_slice(self._pool.shape, first_layer, num_layers)
         if self._ended.poll(0):
             raise MoverError("the decode worker's process has ended")
         start = 0

@@ -10,8 +10,10 @@ from ..errors import MoverError
 from ..handoff import PeerId
 from ..handoff_receiver import MoverEndpoints
 from ..host import host_identity
-from ..messages import Met
-from .interface import Arrival, Pool, PutTarget
+from ..messages import Message, Met
+from .block_memory import HostMemory
+from .interface import Arrival, Pool, PutTarget, TalkingTarget
+from .nccl_target import NcclTarget
 from .nixl import NixlTarget
 from .shm import SharedPool, ShmTarget
 from .tcp_target import TcpTarget
@@ -34,6 +36,8 @@ class MoverTargets:
             shm_name = shm.shm_name
         if "nixl" in offered:
             self._open_nixl(pool, forced=len(offered) == 1)
+        if "nccl" in offered:
+            self._targets["nccl"] = NcclTarget(HostMemory(pool), pool.shape)
         if "zmq" in offered:
             self._targets["zmq"] = tcp = TcpTarget(data_listen, pool, plaintext)
             data_address = tcp.data_address(host)
@@ -88,6 +92,16 @@ class MoverTargets:
     def close(self, lease: int) -> None:
         for target in self._targets.values():
             target.close(lease)
+
+    def hear(self, peer: PeerId, message: Message) -> None:
+        """One of BETWEEN_MOVERS."""
+        for target in self._targets.values():
+            if isinstance(target, TalkingTarget):
+                target.hear(peer, message)
+
+    def words(self) -> list[tuple[PeerId, Message]]:
+        """What movers have to say to their other ends."""
+        return [word for target in self._targets.values() if isinstance(target, TalkingTarget) for word in target.words()]
 
     def poll(self, ready: AbstractSet[object], limit: int) -> list[Arrival]:
         """What has arrived by movers whose descriptor is among ``ready``, up to ``limit`` blocks each."""

@@ -57,7 +57,7 @@ class TcpSource:
         self._open_connection()
 
     def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
-        layers = layer_slice(self._pool, first_layer, num_layers)
+        layers = layer_slice(self._pool.shape, first_layer, num_layers)
         if not all(0 <= block < len(self._pool) for _, block, _ in items):
             raise MoverError(f"put of a block that does not exist; the pool has {len(self._pool)}")
         slice_bytes = (layers.stop - layers.start) * self._pool.shape[2]
