@@ -141,7 +141,7 @@ def test_a_dead_or_frozen_peer_is_an_error(stack: ExitStack, monkeypatch: pytest
         finish(source)
 
     with pytest.raises(MoverError, match="NIXL"):
-        write()
+        until(write)  # again and again: SIGSTOP takes a moment to reach every thread
 
 
 @pytest.mark.parametrize("address", [b"", b"12345678", b"12345678" + b"no agent's metadata"])
