@@ -134,7 +134,7 @@ def capacity(arguments: argparse.Namespace, profile: Profile, requests: Sequence
     tokens, seqs = arguments.max_batch_tokens / 2, arguments.max_num_seqs / 2
     of_prefill = arguments.prefill * tokens / profile.prefill.seconds(tokens, tokens * prompt / 2, 1) / prompt
     of_decode = arguments.decode * seqs / profile.decode.seconds(seqs, seqs * (prompt + output / 2), seqs) / output
-    return min(of_prefill, of_decode)
+    return float(min(of_prefill, of_decode))
 
 
 @contextlib.contextmanager

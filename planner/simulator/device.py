@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...decode.scheduler import DecodeStep
+from ...decode.rows import DecodeStep
 from ...engine.batch import StepOutput
 from ...engine.latency_profile import StepClock
 from ...prefill.scheduler import PrefillStep
