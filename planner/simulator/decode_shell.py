@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...decode.core import DecodeCore
-from ...decode.scheduler import DecodeScheduler
 from ...decode.rows import DecodeStep
+from ...decode.scheduler import DecodeScheduler
 from ...engine.batch import StepOutput
 from ...engine.block_manager import BlockManager
 from ...transport import actions as act
