@@ -16,13 +16,11 @@ import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,8 @@ from ..deploy.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from ..deploy.up import free_port
 from ..transport.keys import generate_key
 from . import packet_network
-from .chaos_streams import Clients, Stream, questions
+from .chaos_recovery import Fault, RecoveryWatch
+from .chaos_streams import Clients, questions
 from .environment import environment
 from .packet_network import PacketNetwork, Weather
 
@@ -42,15 +41,6 @@ REVIVE_S = 0.5
 HTTP_PORT, CONTROL_PORT = 8000, 7700
 HOST_OF = {"coordinator": 1, "prefill-0": 1, "decode-0": 1, "prefill-1": 2, "decode-1": 2}
 FAULTS = ("kill", "kill", "stop", "leave", "loss", "delay", "cut", "corrupt")
-
-
-@dataclass(slots=True)
-class Kill:
-    """A worker was killed while it ran these streams; ``recovered_s``: until each one's next token."""
-
-    worker: str
-    at: float
-    streams: list[Stream]
 
 
 class ChaosCluster:
@@ -120,11 +110,11 @@ class ChaosCluster:
 class Adversary:
     """Does one bad thing after another, each over before long."""
 
-    def __init__(self, cluster: ChaosCluster, clients: Clients, network: PacketNetwork | None, seed: int) -> None:
-        self._cluster, self._clients, self._network = cluster, clients, network
+    def __init__(self, cluster: ChaosCluster, network: PacketNetwork | None, seed: int) -> None:
+        self._cluster, self._network = cluster, network
         self._random = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self.kills: list[Kill] = []
+        self.faults: list[Fault] = []
         self.packets: dict[str, int] = {}
 
     async def run(self, until: float) -> None:
@@ -138,15 +128,13 @@ class Adversary:
     async def _kill(self) -> None:
         if (name := await self._victim()) is None:
             return
-        running = await self._streams_on(name)
-        self.counts["kill"] += 1
-        self.kills.append(Kill(name, time.monotonic(), running))
+        self._note("kill", name)
         self._cluster.signal(name, signal.SIGKILL)
 
     async def _stop(self) -> None:
         if (name := await self._victim()) is None:
             return
-        self.counts["stop"] += 1
+        self._note("stop", name)
         self._cluster.signal(name, signal.SIGSTOP)
         await self._sleep(0.3, 6.0)
         self._cluster.signal(name, signal.SIGCONT)
@@ -154,7 +142,7 @@ class Adversary:
     async def _leave(self) -> None:
         """It drains."""
         if (name := await self._victim()) is not None:
-            self.counts["leave"] += 1
+            self._note("leave", name)
             self._cluster.signal(name, signal.SIGTERM)
 
     async def _loss(self) -> None:
@@ -171,10 +159,15 @@ class Adversary:
         await self._storm(Weather(corrupt=0.3))
 
     async def _storm(self, weather: Weather) -> None:
-        self.counts[next(name for name, value in vars(weather).items() if value)] += 1
+        kind = next(name for name, value in vars(weather).items() if value)
+        self._note(kind, *(w for w in self._cluster.workers if kind != "cut" or HOST_OF[w] in weather.cut))
         self._weather(weather)
         await self._sleep(0.5, 4.0)
         self._weather(Weather())
+
+    def _note(self, kind: str, *workers: str) -> None:
+        self.counts[kind] += 1
+        self.faults.append(Fault(kind, workers, time.monotonic()))
 
     def _weather(self, weather: Weather) -> None:
         if self._network is not None:
@@ -188,12 +181,6 @@ class Adversary:
         here = [w["worker_id"] for w in (await read_state(self._cluster.url))["workers"] if not w["draining"]]
         spare = [name for name in here if sum(other.partition("-")[0] == name.partition("-")[0] for other in here) > 1]
         return self._random.choice(spare) if spare else None
-
-    async def _streams_on(self, name: str) -> list[Stream]:
-        """The open streams that have tokens and run on this worker now."""
-        state = await read_state(self._cluster.url)
-        held = {r.rpartition("-")[0] for w in state["workers"] if w["worker_id"] == name for r in w["requests"]}
-        return [s for s in self._clients.open if s.request_id in held and s.arrivals]
 
 
 async def read_state(url: str) -> dict[str, Any]:
@@ -248,17 +235,22 @@ async def run(arguments: argparse.Namespace, network: PacketNetwork | None, fold
         await until_ready(cluster, len(cluster.workers))
         expected = await fault_free(cluster, bodies, arguments.streams)
         clients, stop = Clients(cluster.url, bodies, arguments.streams), asyncio.Event()
-        adversary = Adversary(cluster, clients, network, arguments.seed)
-        streaming, reviving = asyncio.create_task(clients.run(stop)), asyncio.create_task(cluster.keep_alive())
+        adversary = Adversary(cluster, network, arguments.seed)
+        watch = RecoveryWatch(cluster.url)
+        streaming = asyncio.create_task(clients.run(stop))
+        reviving, watching = asyncio.create_task(cluster.keep_alive()), asyncio.create_task(watch.run())
         await adversary.run(time.monotonic() + arguments.minutes * 60)
         stop.set()
         await streaming
         await clients.close()
         leaked = await leaked_blocks(cluster.url)
         state = await read_state(cluster.url)
+        watch.take(state)
         reviving.cancel()
+        watching.cancel()
         return {
             **judge(clients, adversary, expected),
+            "recovery": watch.report(adversary.faults, clients.ended),
             "blocks_leaked": leaked,
             "restarts": cluster.restarts,
             "counters": total_counters(state),
@@ -268,13 +260,12 @@ async def run(arguments: argparse.Namespace, network: PacketNetwork | None, fold
 
 
 def judge(clients: Clients, adversary: Adversary, expected: dict[int, list[tuple[str, str]]]) -> dict[str, Any]:
-    """Lost, wrong, and how long it took to go on."""
+    """Lost and wrong."""
     lost = [s for s in clients.ended if s.error]
     wrong = [s for s in clients.ended if not s.error and s.answer != expected[s.question]]
-    recovery = [r for kill in adversary.kills for s in kill.streams if (r := recovered_after(s, kill.at)) is not None]
     return {
         "streams": len(clients.ended),
-        "pieces": sum(len(s.arrivals) for s in clients.ended),
+        "pieces": sum(len(times) for s in clients.ended for times in s.arrivals.values()),
         "streams_lost": len(lost),
         "why_lost": dict(Counter(s.error[:160] for s in lost)),
         "streams_wrong": len(wrong),
@@ -282,21 +273,7 @@ def judge(clients: Clients, adversary: Adversary, expected: dict[int, list[tuple
         "refused_and_sent_again": clients.counts["refused"],
         "faults": dict(adversary.counts),
         "packets": adversary.packets,
-        "recovery_s": percentiles(recovery),
     }
-
-
-def recovered_after(stream: Stream, killed: float) -> float | None:
-    """From the kill to the first piece after the pause; None where the stream had ended by then. What was under way does not count."""
-    later = [t for t in stream.arrivals if t > killed + 0.1]
-    return later[0] - killed if later else None
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    if len(values) < 2:
-        return {"count": len(values)}
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {"count": len(values), "p50": round(cuts[49], 3), "p99": round(cuts[98], 3), "max": round(max(values), 3)}
 
 
 def first_difference(got: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> dict[str, Any]:

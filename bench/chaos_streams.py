@@ -34,7 +34,7 @@ class Stream:
     request_id: str = ""
     texts: dict[int, str] = field(default_factory=dict)  # by choice
     reasons: dict[int, str] = field(default_factory=dict)
-    arrivals: list[float] = field(default_factory=list)  # monotonic seconds
+    arrivals: dict[int, list[float]] = field(default_factory=dict)  # by choice, monotonic seconds
     error: str = ""
     done: bool = False
 
@@ -133,9 +133,10 @@ class Clients:
         if "error" in event:
             stream.error = event["error"]["message"]
             return
-        stream.arrivals.append(time.monotonic())
+        now = time.monotonic()
         for choice in event["choices"]:
             index = choice["index"]
+            stream.arrivals.setdefault(index, []).append(now)
             stream.texts[index] = stream.texts.get(index, "") + choice["text"]
             if choice["finish_reason"]:
                 stream.reasons[index] = choice["finish_reason"]

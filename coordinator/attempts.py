@@ -8,6 +8,7 @@ from ..transport.messages import FinishReason
 from .flight import End, Flight
 from .lifecycle_limits import passed_deadline
 from .lifecycle_state import LifecycleState
+from .recovery import Recovery, RecoveryLog
 from .request import Ended, ErrorKind
 
 RETRY_S = 0.25
@@ -23,6 +24,7 @@ class Attempts:
         self.num_redispatched = 0
         self.last_retries: deque[str] = deque(maxlen=20)
         """Which requests had to be dispatched again, and why: for people."""
+        self.recoveries = RecoveryLog()
         self.num_deadlines: dict[str, int] = dict.fromkeys(("queue", "prefill", "handoff", "decode"), 0)
 
     def retry(self, flight: Flight, reason: str, now: float, counts: bool = True) -> None:
@@ -39,6 +41,8 @@ class Attempts:
             flight.not_before = now + RETRY_S * 4 ** (flight.num_failures - 2)
         self.num_redispatched += 1
         self.last_retries.append(f"{flight.request.request_id} in {flight.stage}: {reason}")
+        if flight.recovery is None:
+            flight.recovery = Recovery(flight.request.request_id, reason, now, flight.num_tokens)
         flight.enter("queue", now)
         self._state.line.join(flight)
 

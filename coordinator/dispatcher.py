@@ -98,6 +98,7 @@ class SocketDispatcher:
             "requests": {"queued": self._core.num_queued, "running": self._core.num_flights - self._core.num_queued},
             "counters": self._core.counters(),
             "last_retries": list(self._core.last_retries),
+            "last_recoveries": [asdict(recovery) for recovery in self._core.last_recoveries],
             "channel": asdict(self._channel.counters),
             "workers": [
                 {**_describe(worker, now), "requests": self._core.request_ids(worker.dispatches)}

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from ..transport.block_hash import chain, root_hash
 from ..transport.messages import FinishReason, Message, RequestSpec, TokenLogprobs, u32
 from .pools import Worker, WorkerId
+from .recovery import Recovery
 from .request import Ended, GenerationRequest
 from .time_ledger import TimeLedger
 
@@ -71,6 +72,7 @@ class Flight:
     num_failures: int = 0  # in a row, without progress
     not_before: float = 0.0  # it is dispatched again
     avoid: Worker | None = None  # where the last attempt failed: rather not there again
+    recovery: Recovery | None = None  # it was dispatched again, and has no new token yet
     num_deaths: int = 0  # in a row: workers that died while they ran it
     suspect: bool = False  # it may be what kills workers
     move: Move | None = None

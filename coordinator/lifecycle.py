@@ -30,6 +30,7 @@ from .membership import Membership
 from .placement import Placement
 from .pools import Pools, Worker, WorkerId
 from .progress import Progress
+from .recovery import Recovery
 from .request import Ended, GenerationRequest
 from .routing import Policy
 
@@ -77,6 +78,11 @@ class Lifecycle:
         return self._attempts.last_retries
 
     @property
+    def last_recoveries(self) -> deque[Recovery]:
+        """How long requests stood still that had to be dispatched again."""
+        return self._attempts.recoveries.latest
+
+    @property
     def reasons_lost(self) -> dict[WorkerId, str]:
         """Why the latest of the workers that are gone are gone."""
         return self._members.reasons_lost
@@ -87,6 +93,8 @@ class Lifecycle:
         return {
             "redispatches": self._attempts.num_redispatched,
             "refused_early": self.num_refused_early,
+            "recoveries": self._attempts.recoveries.count,
+            "recovery_seconds": self._attempts.recoveries.seconds,
             "workers_lost": members.num_workers_lost,
             "workers_left": members.num_workers_left,
             "sequences_moved": members.evacuation.num_moved,

@@ -25,6 +25,8 @@ MIN_SCRAPE_INTERVAL_S = 1.0
 LIFECYCLE_COUNTERS = {
     "redispatches": "Attempts at requests that failed or were preempted and were followed by another.",
     "refused_early": "Requests refused at once because their first token would have come too late.",
+    "recoveries": "Times a request that was dispatched again had its next token.",
+    "recovery_seconds": "Seconds from a lost attempt that was noticed to the next token, summed over recoveries.",
     "workers_lost": "Workers that were declared dead or came back as a new process.",
     "workers_left": "Workers that drained and left.",
     "sequences_moved": "Running sequences handed from a decode worker that left to another one, with their KV blocks.",

@@ -56,5 +56,8 @@ class Placement:
 
     def _dispatch(self, flight: Flight, prefill: Worker, decode: Worker, now: float) -> None:
         self._state.table.assign(flight, prefill, decode)
+        if flight.recovery is not None:
+            flight.recovery.dispatched = now
+            flight.recovery.num_attempts += 1
         flight.enter("prefill", now)
         self._state.actions.append(Send(prefill.id, Prefill(spec=flight.spec(self._state.incarnation, now), decode=decode.peer)))

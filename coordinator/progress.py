@@ -27,7 +27,7 @@ class Progress:
             flight = by_dispatch.get(dispatch)
             if flight is None or flight.decode is not worker:
                 unknown.append(dispatch)
-            elif index != len(flight.tokens) or flight.owes_prompt_logprobs or row in finished:
+            elif index != len(flight.tokens) or row in finished or flight.owes_prompt_logprobs or flight.recovery is not None:
                 self._unusual_row(flight, index, token, logprobs.get(row), finished.get(row), now)
                 ended = True
             else:
@@ -68,6 +68,8 @@ class Progress:
         if flight.stage == "prefill":
             flight.enter("handoff", now)
             flight.ledger.previous_began_later(message.queue_s)  # it waited on the worker
+        if flight.recovery is not None:
+            flight.recovery.queue_s, flight.recovery.prefill_s = message.queue_s, message.prefill_s
         self._state.table.unpromise_tokens(flight)
         if message.prompt_logprobs is not None and flight.owes_prompt_logprobs:
             flight.owes_prompt_logprobs = False
@@ -107,6 +109,9 @@ class Progress:
             flight.early.append((token, logprobs))
             flight.early_finish = finished
             return
+        if flight.recovery is not None:
+            self._attempts.recoveries.complete(flight.recovery, now)
+            flight.recovery = None
         flight.tokens.append(token)
         flight.token_at = now
         self._state.actions.append(Push(flight.request, token, logprobs))
