@@ -93,7 +93,7 @@ class ChaosCluster:
         role, address = name.partition("-")[0], self._address(name)
         command = [sys.executable, "-m", "splitserve.deploy.cli", role, "--model", str(DEMO_MODEL), "--key-file", str(self._folder / "key")]
         if role == "coordinator":
-            command += ["--host", address, "--port", str(self._http_port), "--control-address", self._control]
+            command += ["--host", address, "--open-access", "--port", str(self._http_port), "--control-address", self._control]
             command += ["--served-model-name", DEMO_MODEL_NAME]
         else:
             command += ["--name", name, "--coordinator", self._control, "--dtype", "float32", "--kv-cache-gib", "0.08"]
