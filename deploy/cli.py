@@ -23,7 +23,7 @@ from ..planner.errors import PlannerError
 from ..transport.errors import TransportError
 from .config import CONFIG_VARIABLE, SECTIONS, ConfigError, Sources, load
 from .options import SettingsCommand, given, options
-from .settings import ChatSettings, DoctorSettings
+from .settings import ChatSettings, DoctorSettings, TopSettings
 
 HELP_WIDTH = 110
 EPILOG = (
@@ -98,6 +98,12 @@ def run_decode(settings: Any) -> None:
     from ..decode.worker import run
 
     run(settings)
+
+
+def run_top(settings: TopSettings) -> int:
+    from .top import main as top
+
+    return top(settings)
 
 
 def run_chat(settings: ChatSettings) -> int:
@@ -271,6 +277,7 @@ for command in (
     settings_command("coordinator", "Run the coordinator: the HTTP server that sends requests to the workers.", run_coordinator),
     settings_command("prefill", "Run one prefill worker.", run_prefill),
     settings_command("decode", "Run one decode worker.", run_decode),
+    settings_command("top", "Live workers, latencies and requests of a running server in this terminal; q quits.", cast(Run, run_top)),
     settings_command("chat", "Chat with a running server in this terminal.", cast(Run, run_chat)),
     keygen,
     settings_command("doctor", "Check whether this machine can serve, and say what to do where it cannot.", cast(Run, run_doctor)),

@@ -42,7 +42,7 @@ from .key_settings import (
     KeysTenantSettings,
     KeysTierSettings,
 )
-from .settings import ChatSettings, DoctorSettings, UpSettings
+from .settings import ChatSettings, DoctorSettings, TopSettings, UpSettings
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "coordinator": CoordinatorSettings,
@@ -50,6 +50,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "decode": DecodeSettings,
     "up": UpSettings,
     "chat": ChatSettings,
+    "top": TopSettings,
     "doctor": DoctorSettings,
     "bench": LoadSettings,
     "keys_create": KeysCreateSettings,

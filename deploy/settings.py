@@ -40,6 +40,18 @@ class ChatSettings(BaseModel):
     temperature: float = Field(default=0, ge=0, le=100, description="Sampling temperature; 0 always takes the likeliest token.")
 
 
+class TopSettings(BaseModel):
+    """Shows a running coordinator's workers, latencies and newest requests in this terminal; q quits."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The coordinator's address.")
+    admin_key_file: Path | None = Field(
+        default=None, description="File with the coordinator's admin key, where API keys are configured and it runs on another host."
+    )
+    every_s: float = Field(default=1.0, ge=0.1, le=60, description="Seconds between two pictures.")
+
+
 class DoctorSettings(BaseModel):
     """Checks whether this machine can serve, and says what to do where it cannot."""
 

@@ -15,7 +15,22 @@ from splitserve.deploy.config import SECTIONS
 from splitserve.deploy.options import flag_of
 from splitserve.transport.errors import TransportError
 
-COMMANDS = ["up", "coordinator", "prefill", "decode", "chat", "keygen", "doctor", "bench", "keys", "trace", "version"]
+COMMANDS = [
+    "up",
+    "coordinator",
+    "prefill",
+    "decode",
+    "top",
+    "chat",
+    "keygen",
+    "doctor",
+    "bench",
+    "keys",
+    "profile",
+    "simulate",
+    "trace",
+    "version",
+]
 
 
 def splitserve(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

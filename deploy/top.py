@@ -1,0 +1,121 @@
+"""``splitserve top``: the dashboard's live picture in a terminal, from the same feed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import tty
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from .settings import TopSettings
+from .top_view import Picture, render, trouble
+
+MAX_POINTS = 450
+MAX_REQUESTS = 120
+PATIENCE_S = 4.0
+QUIT = ("q", "Q", "\x04")
+
+
+class TopError(Exception):
+    """The live data cannot be had. The message is for the user."""
+
+
+class Feed:
+    """What has been seen so far, and how to ask for the rest."""
+
+    def __init__(self, client: httpx.Client, key: str) -> None:
+        self._client = client
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._boot = ""
+        self.points: deque[dict[str, Any]] = deque(maxlen=MAX_POINTS)
+        self.requests: deque[dict[str, Any]] = deque(maxlen=MAX_REQUESTS)
+
+    def picture(self) -> Picture:
+        """What is new, added to what was there. Raises TopError."""
+        state = self._ask()
+        if state["boot"] != self._boot:  # the coordinator has started anew, and numbers from one
+            again, self._boot = bool(self._boot), state["boot"]
+            self.points.clear()
+            self.requests.clear()
+            state = self._ask() if again else state
+        self.points.extend(state["points"])
+        self.requests.extend(state["requests"])
+        return Picture(str(self._client.base_url), state, list(self.points), list(self.requests))
+
+    def _ask(self) -> dict[str, Any]:
+        after = {
+            "after_point": self.points[-1]["n"] if self.points else 0,
+            "after_request": self.requests[-1]["n"] if self.requests else 0,
+        }
+        try:
+            response = self._client.get("/dashboard/feed", params=after, headers=self._headers)
+            state: dict[str, Any] = response.json()
+        except httpx.HTTPError as error:
+            raise TopError(
+                f"no answer from {self._client.base_url} ({error or type(error).__name__}); is `splitserve up` running?"
+            ) from error
+        except ValueError as error:
+            raise TopError(f"{self._client.base_url} answers, but is no splitserve coordinator") from error
+        if response.status_code != 200:
+            raise TopError(str(state.get("error", {}).get("message", f"the server answered {response.status_code}")))
+        return state
+
+
+def main(settings: TopSettings) -> int:
+    """Shows the picture until q or Ctrl-C; once where standard output is no terminal. Returns the exit status."""
+    key = settings.admin_key_file.read_text(encoding="utf-8").strip() if settings.admin_key_file else ""
+    console = Console()
+    with httpx.Client(base_url=settings.url, timeout=PATIENCE_S, trust_env=False) as client:
+        feed = Feed(client, key)
+        if not console.is_terminal:
+            return _once(feed, console)
+        live = Live(Text("asking ..."), console=console, screen=True, auto_refresh=False)
+        with _keys() as pressed, live, contextlib.suppress(KeyboardInterrupt):
+            live.update(_look(feed, console), refresh=True)
+            while pressed(settings.every_s) not in QUIT:
+                live.update(_look(feed, console), refresh=True)
+    return 0
+
+
+def _look(feed: Feed, console: Console) -> Any:
+    try:
+        return render(feed.picture(), console.width, console.height)
+    except TopError as error:
+        return trouble(str(error))
+
+
+def _once(feed: Feed, console: Console) -> int:
+    try:
+        console.print(render(feed.picture(), max(100, console.width), 60))
+    except TopError as error:
+        print(f"splitserve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Any]:
+    """While inside, single keys are read as they are pressed: ``pressed(timeout_s)`` gives one, or nothing."""
+    terminal = os.open("/dev/tty", os.O_RDONLY)  # also where standard input is redirected
+    before = termios.tcgetattr(terminal)
+
+    def pressed(timeout_s: float) -> str:
+        ready, _, _ = select.select([terminal], [], [], timeout_s)
+        return os.read(terminal, 1).decode(errors="replace") if ready else ""
+
+    tty.setcbreak(terminal)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        os.close(terminal)
