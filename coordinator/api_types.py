@@ -6,7 +6,7 @@ What depends on the model (context length, vocabulary size, chat template) is ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -139,6 +139,12 @@ def _only(*allowed: Any) -> Callable[[Any], Any]:
     return check
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise _invalid("must be a number of tokens, or -1 for as many as there is room for")
+    return value
+
+
 def _schema(*kinds: dict[str, Any]) -> WithJsonSchema:
     """What a field takes whose check is a function."""
     return WithJsonSchema({"anyOf": [*kinds]})
@@ -189,7 +195,17 @@ class SamplingFields(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    """Requests with the same key like to meet the same workers."""
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = (
+        None
+    )
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_not_zero)] | None = None
+    """The prompt's last so many tokens are taken; -1: as many as there is room for."""
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     """Seconds until the request must have ended; ours, not OpenAI's."""
     response_format: Annotated[Any, BeforeValidator(check_response_format), RESPONSE_FORMAT] = None
@@ -241,6 +257,16 @@ class SamplingFields(_Body):
     def usage_on_every_chunk(self) -> bool:
         return self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
+    @property
+    def num_candidates(self) -> int:
+        """Sequences that are generated for each prompt."""
+        return self.n or 1
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """What the client asked for."""
+        return self.max_tokens
+
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
@@ -251,10 +277,18 @@ class CompletionRequest(SamplingFields):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: Annotated[Any, AfterValidator(_only(None, "")), WithJsonSchema({"enum": [None, ""]})] = None
 
+    @property
+    def num_candidates(self) -> int:
+        """See ``SamplingFields``: the best ``n`` of them are given back."""
+        return self.best_of or self.n or 1
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise PydanticCustomError("invalid", "best_of: must equal `n` or be left out")
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise _invalid(f"best_of: is {self.best_of}, less than the {n} choices of `n`")
+        if self.stream and self.num_candidates > n:
+            raise _invalid("best_of: cannot be streamed when more than `n`; which are best shows at the end")
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError("invalid", "max_tokens: must be at least 1, or 0 with `echo` to score the prompt")
         return self
@@ -303,6 +337,9 @@ class ChatCompletionRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[Any, BeforeValidator(check_tool_choice), TOOL_CHOICE] = None
     parallel_tool_calls: bool | None = None
+    modalities: Annotated[Any, AfterValidator(_only(None, ["text"])), WithJsonSchema({"enum": [None, ["text"]]})] = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    """For the chat template, if it knows of it."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -311,6 +348,17 @@ class ChatCompletionRequest(SamplingFields):
         if self.max_tokens == 0:
             raise PydanticCustomError("invalid", "max_tokens: must be at least 1")
         return self
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """See ``SamplingFields``."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Beside messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     @model_validator(mode="after")
     def _tools_to_choose_from(self) -> Self:

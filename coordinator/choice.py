@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
@@ -30,6 +30,8 @@ class ChoiceOptions(NamedTuple):
     logprobs: bool = False
     echo: bool = False
     usage_on_every_chunk: bool = False
+    token_ids: bool = False  # shown beside the text
+    ranked: bool = False  # the exchange will ask how likely it is
     parser_of: Callable[[Prompt], OutputParser] | None = None  # chats whose text is read for thoughts and tool calls
     max_calls: int = 1 << 30
     short_call_ids: bool = False
@@ -63,10 +65,12 @@ class Choice:
 
     __slots__ = (
         "_around",
+        "_checked",
         "_detokenizer",
         "_entries",
         "_exchange",
         "_last_write",
+        "_logprob_sum",
         "_num_chars",
         "_num_shown",
         "_opened",
@@ -75,6 +79,8 @@ class Choice:
         "_plain",
         "_step",
         "_stops",
+        "_token_ids",
+        "_told",
         "_write",
         "ended",
         "first_token_at",
@@ -103,6 +109,10 @@ class Choice:
         self._num_chars = len(shown)  # of all text, held back or not
         self._num_shown = 0
         self._plain = False
+        self._token_ids: list[int] | None = [] if options.token_ids else None  # not shown yet
+        self._told = False  # the prompt's token ids
+        self._checked = options.logprobs or options.token_ids or options.usage_on_every_chunk  # chunks hold more than text
+        self._logprob_sum = 0.0
         self._opened = False
         self._last_write = 0.0
         self._around = around_text(options.form, index) if options.streamed else (b"", b"")
@@ -125,7 +135,7 @@ class Choice:
         parts = self._parts
         if not parts or not self._options.streamed:
             return
-        if not self._opened or self._entries is not None or self._options.usage_on_every_chunk:
+        if not self._opened or self._checked:
             self._flush_checked()
             return
         text = parts[0] if len(parts) == 1 else "".join(parts)
@@ -147,6 +157,11 @@ class Choice:
             return "stop"
         return self.ended.finish_reason if self.ended else None
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens, where they were reported."""
+        return self._logprob_sum / max(1, self.num_tokens)
+
     def last_chunk(self, reason: ReportedReason) -> bytes:
         """The rest of the text and the finish reason, as a chunk."""
         return self._opening() + self._chunk(self._rest(), reason)
@@ -154,7 +169,7 @@ class Choice:
     def result(self, reason: ReportedReason) -> ChoiceResult:
         """The whole choice, if it was not streamed."""
         text = self._rest()
-        return ChoiceResult(self.index, text, self._show(text, last=True), reason)
+        return ChoiceResult(self.index, text, self._show(text, last=True), reason, more=self._more())
 
     def _push_checked(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         stops = self._stops
@@ -163,6 +178,10 @@ class Choice:
         if not self.num_tokens:
             self.first_token_at = monotonic()
         self.num_tokens += 1
+        if self._token_ids is not None:
+            self._token_ids.append(token_id)
+        if logprobs is not None:
+            self._logprob_sum += logprobs.logprob
         if self._entries is not None and logprobs is not None:
             self._entries.append(TokenEntry(token_id, logprobs, self._num_chars))
         text = self._step(token_id)
@@ -172,7 +191,7 @@ class Choice:
             if stops.matched:
                 self._exchange.stop_met(self)
         self._parts.append(text)
-        self._plain = stops is None and self._entries is None
+        self._plain = stops is None and self._entries is None and self._token_ids is None and not self._options.ranked
 
     def _flush_checked(self) -> None:
         text, num_tokens = "".join(self._parts), len(self._parts)
@@ -196,7 +215,16 @@ class Choice:
     def _chunk(self, text: str, reason: ReportedReason | None) -> bytes:
         usage = self._exchange.usage_so_far() if self._options.usage_on_every_chunk else None
         entries = self._show(text, last=reason is not None)
-        return self._options.form.chunk(self.index, text, entries=entries, finish_reason=reason, usage=usage)
+        return self._options.form.chunk(self.index, text, entries=entries, finish_reason=reason, usage=usage, more=self._more())
+
+    def _more(self) -> dict[str, Any] | None:
+        """Token ids that were not shown yet; before the first, the prompt's."""
+        if self._token_ids is None:
+            return None
+        shown, self._token_ids = self._token_ids, []
+        prompt = {} if self._told else {"prompt_token_ids": list(self.prompt.token_ids)}
+        self._told = True
+        return {**prompt, "token_ids": shown}
 
     def _show(self, text: str, *, last: bool) -> list[TokenEntry] | None:
         """Log probabilities of the tokens whose text begins before the end of what has now been shown."""

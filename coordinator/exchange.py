@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -36,6 +37,8 @@ class ExchangeOptions(NamedTuple):
     include_usage: bool
     done: Callable[[HttpExchange], None] | None = None
     """Called once, when the response is over and nothing runs for it any more."""
+    best: int | None = None
+    """Of each prompt's choices so many are given back, the likeliest; None: all, in order."""
 
 
 class HttpExchange:
@@ -177,7 +180,8 @@ class HttpExchange:
 
     def _respond_whole(self) -> None:
         self._end("200")
-        results = [choice.result(choice.finish_reason() or "error") for choice in self.choices]
+        chosen = self.choices if self._options.best is None else _best(self.choices, self._options.best)
+        results = [replace(choice.result(choice.finish_reason() or "error"), index=index) for index, choice in enumerate(chosen)]
         self._respond(200, self._choice_options.form.response(results, self._usage()), [])
 
     def _respond(self, status: int, body: bytes, headers: Headers) -> None:
@@ -245,3 +249,11 @@ class HttpExchange:
             decode_worker=ended.decode_worker,
             tenant=self._call.account.tenant,
         )
+
+
+def _best(choices: Sequence[Choice], n: int) -> list[Choice]:
+    """The ``n`` likeliest by token of each prompt's, best first."""
+    by_prompt: dict[int, list[Choice]] = {}
+    for choice in choices:
+        by_prompt.setdefault(id(choice.prompt), []).append(choice)
+    return [best for group in by_prompt.values() for best in sorted(group, key=lambda c: -c.mean_logprob)[:n]]

@@ -27,6 +27,7 @@ class ChoiceResult:
     finish_reason: ReportedReason
     tool_calls: Sequence[dict[str, Any]] = ()
     reasoning: str | None = None
+    more: dict[str, Any] | None = None  # further fields of the choice
 
 
 class Format(Protocol):
@@ -43,8 +44,9 @@ class Format(Protocol):
         entries: Sequence[TokenEntry] | None = None,
         finish_reason: ReportedReason | None = None,
         usage: Usage | None = None,
+        more: dict[str, Any] | None = None,
     ) -> bytes:
-        """One chunk of a stream. ``usage`` only where the client asked for it on every chunk."""
+        """One chunk of a stream. ``usage`` only where the client asked for it on every chunk; ``more``: further fields of the choice."""
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The chunk after the last choice's last."""
@@ -54,25 +56,31 @@ class Format(Protocol):
 
 
 class _Envelope:
-    __slots__ = ("created", "id", "include_usage", "model", "tokenizer")
+    __slots__ = ("created", "id", "include_usage", "model", "service_tier", "tokenizer")
 
-    def __init__(self, id: str, created: int, model: str, tokenizer: Tokenizer, include_usage: bool) -> None:
+    def __init__(
+        self, id: str, created: int, model: str, tokenizer: Tokenizer, include_usage: bool, service_tier: str | None = None
+    ) -> None:
         self.id = id
         self.created = created  # seconds since 1970
         self.model = model
         self.tokenizer = tokenizer
         self.include_usage = include_usage
+        self.service_tier = service_tier  # told where one was asked for
 
     def event(self, kind: str, choices: list[Any], usage: Usage | None) -> bytes:
         chunk = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
         if self.include_usage:
             chunk["usage"] = usage
+        if self.service_tier is not None:
+            chunk["service_tier"] = self.service_tier
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def body(self, kind: str, choices: list[Any], usage: Usage) -> bytes:
-        return orjson.dumps(
-            {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, "usage": usage}
-        )
+        answer = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, "usage": usage}
+        if self.service_tier is not None:
+            answer["service_tier"] = self.service_tier
+        return orjson.dumps(answer)
 
 
 class CompletionFormat(_Envelope):
@@ -93,14 +101,17 @@ class CompletionFormat(_Envelope):
         entries: Sequence[TokenEntry] | None = None,
         finish_reason: ReportedReason | None = None,
         usage: Usage | None = None,
+        more: dict[str, Any] | None = None,
     ) -> bytes:
-        return self.event(self.KIND, [self._choice(index, text, entries, finish_reason)], usage)
+        return self.event(self.KIND, [{**self._choice(index, text, entries, finish_reason), **(more or {})}], usage)
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return self.event(self.KIND, [], usage)
 
     def response(self, choices: Sequence[ChoiceResult], usage: Usage) -> bytes:
-        return self.body(self.KIND, [self._choice(c.index, c.text, c.entries, c.finish_reason) for c in choices], usage)
+        return self.body(
+            self.KIND, [{**self._choice(c.index, c.text, c.entries, c.finish_reason), **(c.more or {})} for c in choices], usage
+        )
 
     def _choice(self, index: int, text: str, entries: Sequence[TokenEntry] | None, finish_reason: ReportedReason | None) -> dict[str, Any]:
         logprobs = None if entries is None else completion_logprobs(entries, self.tokenizer.table)
@@ -126,9 +137,10 @@ class ChatFormat(_Envelope):
         entries: Sequence[TokenEntry] | None = None,
         finish_reason: ReportedReason | None = None,
         usage: Usage | None = None,
+        more: dict[str, Any] | None = None,
     ) -> bytes:
         delta = {"content": text} if text or finish_reason is None else {}
-        return self.delta_chunk(index, delta, entries=entries, finish_reason=finish_reason, usage=usage)
+        return self.delta_chunk(index, delta, entries=entries, finish_reason=finish_reason, usage=usage, more=more)
 
     def delta_chunk(
         self,
@@ -138,9 +150,10 @@ class ChatFormat(_Envelope):
         entries: Sequence[TokenEntry] | None = None,
         finish_reason: ReportedReason | None = None,
         usage: Usage | None = None,
+        more: dict[str, Any] | None = None,
     ) -> bytes:
         """A chunk with any part of a message."""
-        return self.event(self.CHUNK, [self._choice(index, delta, entries, finish_reason)], usage)
+        return self.event(self.CHUNK, [{**self._choice(index, delta, entries, finish_reason), **(more or {})}], usage)
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return self.event(self.CHUNK, [], usage)
@@ -162,7 +175,8 @@ class ChatFormat(_Envelope):
             message["reasoning_content"] = choice.reasoning
         if choice.tool_calls:
             message["tool_calls"] = choice.tool_calls
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        whole = {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return {**whole, **(choice.more or {})}
 
 
 def around_text(form: Format, index: int) -> tuple[bytes, bytes]:

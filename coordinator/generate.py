@@ -27,7 +27,7 @@ from .limits import HttpLimits
 from .metrics import Metrics
 from .prompts import Prompt, is_long, prompts_of
 from .request import Dispatcher, GenerationRequest
-from .sampling_params import GenerateRequest, for_choice, num_logprobs, sampling_of
+from .sampling_params import GenerateRequest, for_choice, is_ranked, num_logprobs, sampling_of
 from .served_model import ServedModel
 from .tenants.buckets import Shortage
 from .tenants.limiter import Admission, estimated_tokens
@@ -163,19 +163,21 @@ class GenerationApi:
         self, call: Call, request: GenerateRequest, inputs: _Inputs, arrival: float
     ) -> tuple[list[GenerationRequest], HttpExchange]:
         """The exchange and its sequences, one for each choice."""
-        n, prompts = request.n or 1, inputs.prompts
+        n, prompts = request.num_candidates, inputs.prompts
         if len(prompts) * n > self.limits.max_choices:
-            message = f"n: {len(prompts)} prompts times n are {len(prompts) * n} choices; at most {self.limits.max_choices} are allowed"
+            most = self.limits.max_choices
+            message = f"n: {len(prompts)} prompts times n (or best_of) are {len(prompts) * n} choices; at most {most} are allowed"
             raise InvalidRequest(message, param="n")
         samplings = [sampling_of(request, self._model, len(prompt.token_ids), inputs.grammar) for prompt in prompts]
         id = self._new_id("chatcmpl" if call.endpoint == "/v1/chat/completions" else "cmpl")
-        options = ExchangeOptions(id, call.endpoint, arrival, request.include_usage, self._done)
-        choice_options = self._choice_options(request, self._format(call.endpoint, id, request.include_usage))
+        best = (request.n or 1) if is_ranked(request) else None
+        options = ExchangeOptions(id, call.endpoint, arrival, request.include_usage, self._done, best)
+        choice_options = self._choice_options(request, self._format(call.endpoint, id, request))
         choice_options = read_as_chat(choice_options, request, self._model)
         exchange = HttpExchange(call, self._dispatcher, self._metrics, options, choice_options)
         deadline = arrival + timeout_of(request.timeout, call.headers, self.limits.request_timeout_s)
         account = call.account
-        session = call.headers.get(b"x-session-id", b"").decode("latin-1")[:512] or request.user or ""
+        session = call.headers.get(b"x-session-id", b"").decode("latin-1")[:512] or request.prompt_cache_key or request.user or ""
         requests = [
             GenerationRequest(
                 request_id=choice.request_id,
@@ -212,11 +214,14 @@ class GenerationApi:
             logprobs=num_logprobs(request) is not None,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
             usage_on_every_chunk=request.usage_on_every_chunk,
+            token_ids=bool(request.return_token_ids),
+            ranked=is_ranked(request),
         )
 
-    def _format(self, endpoint: Endpoint, id: str, include_usage: bool) -> Format:
+    def _format(self, endpoint: Endpoint, id: str, request: GenerateRequest) -> Format:
         kind = ChatFormat if endpoint == "/v1/chat/completions" else CompletionFormat
-        return kind(id, int(time.time()), self._model.name, self._model.tokenizer, include_usage)
+        tier = "default" if request.service_tier else None
+        return kind(id, int(time.time()), self._model.name, self._model.tokenizer, request.include_usage, tier)
 
 
 def check_model(name: str | None, model: ServedModel) -> None:

@@ -66,7 +66,7 @@ class ParsedChoice(Choice):
             {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
             for id, name, text in zip(self._ids, names, arguments, strict=True)
         ]
-        return ChoiceResult(self.index, content, self._show("", last=True), self._reason(reason), calls, thoughts or None)
+        return ChoiceResult(self.index, content, self._show("", last=True), self._reason(reason), calls, thoughts or None, self._more())
 
     def _flush_checked(self) -> None:
         num_tokens = len(self._parts)
@@ -109,7 +109,8 @@ class ParsedChoice(Choice):
         form = self._options.form
         assert isinstance(form, ChatFormat), "completions are not parsed"
         usage = self._exchange.usage_so_far() if self._options.usage_on_every_chunk else None
-        return form.delta_chunk(self.index, delta, entries=self._show("", last=reason is not None), finish_reason=reason, usage=usage)
+        entries = self._show("", last=reason is not None)
+        return form.delta_chunk(self.index, delta, entries=entries, finish_reason=reason, usage=usage, more=self._more())
 
     def _reason(self, reason: ReportedReason) -> ReportedReason:
         return "tool_calls" if self._ids and reason == "stop" else reason

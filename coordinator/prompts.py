@@ -40,7 +40,7 @@ def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: Served
     """One for a chat, one or several for a completion. Raises InvalidRequest."""
     if isinstance(request, ChatCompletionRequest):
         tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
-        prompts = [chat_prompt(request.messages, model, extra=request.chat_template_kwargs, tools=tools)]
+        prompts = [chat_prompt(request.messages, model, extra=request.template_variables, tools=tools)]
         param = "messages"
     else:
         prompts = _completion_prompts(request.prompt, model, with_text=bool(request.echo))
@@ -48,7 +48,24 @@ def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: Served
     for prompt in prompts:
         if not prompt.token_ids:
             raise InvalidRequest(f"{param}: must not be empty", param=param)
+    if request.truncate_prompt_tokens is not None:
+        keep, with_text = _num_kept(request, model), isinstance(request, CompletionRequest) and bool(request.echo)
+        return [_last_tokens(prompt, keep, model, with_text=with_text) for prompt in prompts]
     return prompts
+
+
+def _num_kept(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> int:
+    """Of a prompt's tokens: as many as asked for, or as there is room for beside the new ones."""
+    if (asked := request.truncate_prompt_tokens) is not None and asked > 0:
+        return asked
+    return max(1, model.max_model_len - (request.max_new_tokens or 1))
+
+
+def _last_tokens(prompt: Prompt, keep: int, model: ServedModel, *, with_text: bool) -> Prompt:
+    if len(prompt.token_ids) <= keep:
+        return prompt
+    token_ids = prompt.token_ids[-keep:]
+    return Prompt(token_ids, _text_of(token_ids, model) if with_text else prompt.text)
 
 
 def chat_prompt(

@@ -40,7 +40,7 @@ def sampling_of(request: GenerateRequest, model: ServedModel, num_prompt_tokens:
         seed=seed_of(request.seed, 0),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
-        logprobs=num_logprobs(request),
+        logprobs=0 if is_ranked(request) and num_logprobs(request) is None else num_logprobs(request),
         grammar=grammar,
     )
 
@@ -50,6 +50,11 @@ def num_logprobs(request: GenerateRequest) -> int | None:
     if isinstance(request, ChatCompletionRequest):
         return (request.top_logprobs or 0) if request.logprobs else None
     return request.logprobs
+
+
+def is_ranked(request: GenerateRequest) -> bool:
+    """More is generated than given back: the best is."""
+    return request.num_candidates > (request.n or 1)
 
 
 def for_choice(first: Sampling, seed: int | None, choice: int) -> Sampling:
@@ -72,10 +77,9 @@ def _or(given: float | None, default: float) -> float:
 
 def _max_tokens(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int) -> int:
     chat = isinstance(request, ChatCompletionRequest)
-    asked = request.max_tokens
-    param = "max_tokens"
-    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-        asked, param = request.max_completion_tokens, "max_completion_tokens"
+    asked = request.max_new_tokens
+    new_name = isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None
+    param = "max_completion_tokens" if new_name else "max_tokens"
     room = model.max_model_len - num_prompt_tokens
     if asked is not None:
         if asked > room:

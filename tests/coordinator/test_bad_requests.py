@@ -69,6 +69,13 @@ BAD_FOR_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"user": 5}, "user"),
+    ({"metadata": {"a": 5}}, "metadata.a"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+    ({"service_tier": "gold"}, "service_tier"),
+    ({"return_token_ids": "yes"}, "return_token_ids"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"prompt_cache_key": 5}, "prompt_cache_key"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
@@ -100,7 +107,8 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {}}, "prompt"),
     ({"prompt": ["a"] * 2049}, "prompt"),
     ({"prompt": ["a"] * 100, "n": 100}, "n"),
-    ({"best_of": 2}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 0}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": -1}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
@@ -128,6 +136,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, "tools[0].function.parameters"),
     ({"tools": 5}, "tools"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"reasoning_effort": 5}, "reasoning_effort"),
     ({"tool_choice": "always"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "b"}}, "tools": [TOOL]}, "tool_choice"),
     ({"tool_choice": "required", "tools": [TOOL], "ignore_eos": True}, "ignore_eos"),
@@ -219,12 +229,12 @@ async def test_a_body_beyond_the_limit_is_413(http: httpx.AsyncClient) -> None:
 async def test_nulls_and_unknown_fields_are_accepted(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
     names = ["temperature", "top_p", "n", "stop", "max_tokens", "seed", "logit_bias", "stream", "stream_options", "user", "logprobs"]
     nulls = dict.fromkeys([*names, "presence_penalty", "frequency_penalty"])
-    unknown = {"frobnicate": 1, "service_tier": "auto"}
+    unknown = {"frobnicate": 1, "store": True}
     with caplog.at_level(logging.INFO, "splitserve.coordinator"):
         assert (await http.post("/v1/completions", json={**TEXT, **nulls, "best_of": None, **unknown})).status_code == 200
         assert (await http.post("/v1/chat/completions", json={**CHAT, **nulls, "tools": None, **unknown})).status_code == 200
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == ["ignored unknown fields of a request: 'frobnicate', 'service_tier'"]  # once, not twice
+    assert lines == ["ignored unknown fields of a request: 'frobnicate', 'store'"]  # once, not twice
 
 
 async def test_no_worker_is_503_at_once(http: httpx.AsyncClient, dispatcher: FakeDispatcher) -> None:

@@ -13,7 +13,7 @@ from splitserve.coordinator.server import HttpServer
 
 BEYOND_A_SCHEMA = {
     *("min_tokens", "ignore_eos", "guided_choice", "tool_choice", "stream_options", "best_of", "top_logprobs", "max_tokens"),
-    *("prompt", "messages", "stop_token_ids", "logit_bias"),
+    *("prompt", "messages", "truncate_prompt_tokens", "stop_token_ids", "logit_bias"),
 }
 """Fields whose rules also depend on other fields, on the model, or on keys."""
 GOOD: list[dict[str, Any]] = [
