@@ -49,10 +49,18 @@ class Placement:
         if worker.load is not None and not worker.load.accepting and worker.dispatches:
             return False
         ahead = self._state.limits.queued_batches * worker.hello.max_batch_tokens
+        if flight.num_attempts:  # it goes before those that are computed for the first time
+            waiting = self._returning_tokens(worker)
+            return waiting == 0 or waiting + flight.num_tokens <= ahead
         if worker.pending_tokens + flight.num_tokens <= ahead:
             return True
         waiting = worker.tokens_ahead_of(flight.num_tokens)
         return waiting == 0 or waiting + flight.num_tokens <= ahead
+
+    def _returning_tokens(self, worker: Worker) -> int:
+        """Of prompts dispatched to this prefill worker and not yet computed, those of requests that have come back."""
+        flights = self._state.table.by_dispatch
+        return sum(num_tokens for dispatch, num_tokens in worker.pending.items() if flights[dispatch].num_attempts > 1)
 
     def _dispatch(self, flight: Flight, prefill: Worker, decode: Worker, now: float) -> None:
         self._state.table.assign(flight, prefill, decode)

@@ -4,14 +4,15 @@
     tenants           of one class share its part equally, counted in tokens
     one tenant's      requests go by their priority, then by arrival
 
-Weighted shares and not strict priority with aging: a class gets its part of the tokens under any load above it, so that no number has to
-be guessed after which waiting outweighs rank; what is not asked for goes to the others, so that batch work fills what gaps there are.
+Before all of them go requests that come back from a lost attempt, by arrival: they have waited their turn once, and their streams stand
+still. None of the others overtakes them.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
@@ -54,6 +55,7 @@ class WaitingLine:
         self._classes: dict[PriorityClass, _Class] = {name: _Class(weight) for name, weight in WEIGHTS.items()}
         self._shares = Shares()
         self._entries: dict[Flight, Entry] = {}
+        self._returning: list[Entry] = []  # sorted by arrival
         self._num_joined = 0
 
     def __len__(self) -> int:
@@ -64,11 +66,17 @@ class WaitingLine:
 
     def lengths(self) -> dict[PriorityClass, int]:
         """Requests that wait, by class."""
-        return {name: sum(len(t.entries) for t in line.tenants.values()) for name, line in self._classes.items()}
+        back = Counter(entry[3].request.priority_class for entry in self._returning)
+        return {name: back[name] + sum(len(t.entries) for t in line.tenants.values()) for name, line in self._classes.items()}
 
     def join(self, flight: Flight) -> None:
-        """One more waits. A request that comes back keeps the place of its arrival."""
+        """One more waits."""
         request = flight.request
+        if flight.num_attempts:
+            self._num_joined += 1
+            self._entries[flight] = (0, request.arrival, self._num_joined, flight, flight.num_tokens)
+            bisect.insort(self._returning, self._entries[flight])
+            return
         line = self._classes[request.priority_class]
         if not line.tenants:
             self._shares.joins(request.priority_class, [name for name, other in self._classes.items() if other.tenants])
@@ -86,6 +94,10 @@ class WaitingLine:
         """It waits no more."""
         entry = self._entries.pop(flight, None)
         if entry is None:
+            return
+        at = bisect.bisect_left(self._returning, entry)
+        if at < len(self._returning) and self._returning[at] is entry:
+            del self._returning[at]
             return
         request = flight.request
         line = self._classes[request.priority_class]
@@ -131,22 +143,37 @@ class WaitingLine:
 
     def serve(self, place: Callable[[Flight], bool], now: float) -> None:
         """Places from the head of the line whatever finds room."""
+        if self._serve_returning(place, now):
+            self._serve_new(place, now)
+
+    def _serve_returning(self, place: Callable[[Flight], bool], now: float) -> bool:
+        """Whether others may be served too."""
+        for entry in list(self._returning):
+            flight = entry[3]
+            if now < flight.not_before:
+                continue
+            if place(flight):
+                self.charge(flight)
+                self.leave(flight)
+            elif not flight.suspect:
+                return False
+        return True
+
+    def _serve_new(self, place: Callable[[Flight], bool], now: float) -> None:
         turns = _Turns(self._classes, self._shares)
         too_long = inf  # where a prompt finds no room, no longer one does
         for _ in range(4 * LOOK_AHEAD + len(self._entries)):
             if turns.num_passed_over == 4 * LOOK_AHEAD or (entry := turns.next()) is None:
                 return
             flight, num_tokens = entry[3:]
-            if now < flight.not_before:
-                turns.pass_over()
-            elif num_tokens < too_long and place(flight):
+            if num_tokens < too_long and place(flight):
                 self.charge(flight)
                 self.leave(flight)
                 turns.served()
-            elif now - flight.request.arrival > self._starving_s and not flight.suspect:
+            elif now - flight.request.arrival > self._starving_s:
                 return
             else:
-                too_long = too_long if flight.suspect else min(too_long, num_tokens)
+                too_long = min(too_long, num_tokens)
                 turns.pass_over()
 
 

@@ -1,8 +1,9 @@
 """Which prompt tokens are computed next: chunked prefill under a token budget, over a prefix cache. Pure.
 
-Order: shortest remaining prompt first, where every second of waiting counts as ``aging`` tokens less, so that long prompts
-are not starved. A prompt takes all its blocks when it starts (two half-computed prompts can never block each other); a prompt that has
-waited longer than ``starving_s`` for blocks keeps younger ones from taking them. A prompt whose next block is just being computed for
+Order: requests that come back from a lost attempt first, for their streams stand still; then shortest remaining prompt first, where every
+second of waiting counts as ``aging`` tokens less, so that long prompts are not starved. A prompt takes all its blocks when it starts (two
+half-computed prompts can never block each other); one that has waited longer than ``starving_s`` for blocks keeps younger ones from taking
+them. A prompt whose next block is just being computed for
 another prompt waits for it instead of computing it twice. The last chunk waits for the grammar that its token must follow.
 
 Computed blocks stay until their decode worker has them. One that takes in too little keeps at most half of the pool in this way
@@ -58,6 +59,11 @@ class PrefillSequence:
     @property
     def peer_id(self) -> PeerId:
         return (self.decode.worker_id, self.decode.incarnation)
+
+    @property
+    def returns(self) -> bool:
+        """It was dispatched before, and its attempt was lost."""
+        return self.spec.epoch > 0
 
     @property
     def scores_only(self) -> bool:
@@ -178,7 +184,7 @@ class PrefillScheduler:
         computing = {h for s in self.running.values() if (h := self._next_hash(s, s.num_computed // self.block_size))}
         crowding = self._crowding_peers()
         starved = False
-        candidates = sorted([*self.running.values(), *self.waiting.values()], key=lambda s: s.remaining - self._aging * (now - s.arrival))
+        candidates = sorted([*self.running.values(), *self.waiting.values()], key=lambda s: self._rank(s, now))
         for sequence in candidates:
             if budget == 0 or len(chunks) == self._max_num_seqs:
                 break
@@ -198,6 +204,9 @@ class PrefillScheduler:
             sequence.in_step = True
             budget -= count
         return PrefillStep(chunks, self._batch(chunks), started) if chunks else None
+
+    def _rank(self, sequence: PrefillSequence, now: float) -> tuple[bool, float]:
+        return not sequence.returns, sequence.remaining - self._aging * (now - sequence.arrival)
 
     def is_full(self, step: PrefillStep) -> bool:
         """Whether no more prompt tokens would have gone into this step: how fast it was is how fast this worker can be."""

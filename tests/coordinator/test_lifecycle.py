@@ -200,6 +200,32 @@ def test_a_short_prompt_overtakes_a_long_one_that_has_no_room_but_not_for_ever()
     assert not sent(bench.submit("late", prompt_token_ids=[4] * 8), Prefill)  # long is starving
 
 
+def test_who_comes_back_from_a_lost_worker_is_dispatched_before_all_that_wait() -> None:
+    """Even before higher priorities, and where the prefill worker has as many new prompts ahead as it is given."""
+    bench = Bench()
+    bench.submit("old", prompt_token_ids=[1] * 40, priority=9)
+    bench.first(1)
+    bench.joined(1)
+    bench.hello("d2", "decode")
+    bench.load("d", [1], blocks_free=0)
+    assert len(sent(bench.submit("new", prompt_token_ids=[2] * 40), Prefill)) == 1  # to be handed to d2
+    assert not sent(bench.submit("urgent", prompt_token_ids=[3] * 40, priority=1), Prefill)
+    (again,) = sent(bench.core.worker_ended(("d", 1), bench.now), Prefill)
+    assert again.spec.request_id == "old"
+
+
+def test_nobody_takes_the_room_that_one_who_comes_back_needs() -> None:
+    bench = Bench()
+    bench.submit("long", prompt_token_ids=[1] * 40)
+    bench.submit("other", prompt_token_ids=[2] * 4)
+    bench.load("d", [2], blocks_free=8)  # too little for the long one
+    bench.say("p", RequestFailed(coordinator=7, dispatch=1, kind="preempted", message="no"))
+    assert bench.core.num_queued == 1
+    assert not sent(bench.submit("short", prompt_token_ids=[3] * 4), Prefill)
+    (again, after) = sent(bench.load("d", [2], blocks_free=50), Prefill)
+    assert (again.spec.request_id, after.spec.request_id) == ("long", "short")
+
+
 def test_refusals() -> None:
     empty = Lifecycle(7, "hybrid")
     request = GenerationRequest("r", [1], Sampling(max_tokens=1), Sink(), 0.0, 10.0)

@@ -101,6 +101,14 @@ def test_short_prompts_do_not_starve_a_long_one() -> None:
     assert 0 not in scheduler.running
 
 
+def test_who_comes_back_goes_before_shorter_and_older_prompts() -> None:
+    scheduler = make(budget=8)
+    scheduler.add(spec(1, [1] * 6), PEER, 0.0)
+    scheduler.add(spec(2, [2] * 20).model_copy(update={"epoch": 1}), PEER, 1.0)
+    scheduler.add(spec(3, [3] * 2), PEER, 1.0)
+    assert [run(scheduler, 1.0) for _ in range(3)] == [[2], [2], [2, 1]]
+
+
 def test_a_starving_prompt_keeps_blocks_from_younger_ones() -> None:
     scheduler = make(num_blocks=10)
     scheduler.add(spec(1, list(range(24))), PEER, 0.0)
