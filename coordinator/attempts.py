@@ -86,6 +86,7 @@ class Attempts:
             prefill_worker=flight.route[0],
             decode_worker=flight.route[1],
             ledger=flight.ledger,
+            kv_byte_seconds=flight.kv_byte_seconds(),
         )
         self._state.actions.append(End(flight.request, complete))
 

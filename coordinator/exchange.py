@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import monotonic
+from time import monotonic, time
 from typing import Any, NamedTuple
 
 from .call import JSON, Call, Headers
@@ -23,6 +23,7 @@ from .prompts import Prompt
 from .request import Dispatcher, Ended, GenerationRequest
 from .request_record import RequestRecord
 from .tenants.limiter import Admission
+from .tenants.usage_record import UsageRecord
 from .time_ledger import NAMES, TimeLedger, server_timing
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class ExchangeOptions(NamedTuple):
     arrival: float  # monotonic seconds
     include_usage: bool
     done: Callable[[HttpExchange], None] | None = None
-    """Called once, when the response is over and nothing runs for it any more."""
+    """Called once, when the response is complete or its client gone, and nothing runs for it any more."""
     best: int | None = None
     """Of each prompt's choices so many are given back, the likeliest; None: all, in order."""
 
@@ -59,6 +60,7 @@ class HttpExchange:
         self._num_open = 0  # choices that have not ended
         self._num_running = 0  # of these, with the dispatcher
         self._done = options.done
+        self._closed = False
         self.more_headers: Headers = []
         self.admission: Admission | None = None
         self._over = False  # the response is complete, or nobody waits for it
@@ -100,6 +102,30 @@ class HttpExchange:
         prompts = {id(choice.prompt): len(choice.prompt.token_ids) for choice in self.choices}
         num_prompt, num_output = sum(prompts.values()), sum(choice.num_tokens for choice in self.choices)
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+
+    def usage_record(self) -> UsageRecord:
+        """For billing: as it stands now."""
+        now, account, used, stages = monotonic(), self._call.account, self.usage_so_far(), self._ledger.stages()
+        return UsageRecord(
+            id=self._options.id,
+            started=time() - (now - self._options.arrival),
+            tenant=account.tenant,
+            key=account.key,
+            model=self._metrics.model_name,
+            endpoint=self._options.endpoint,
+            priority_class=account.priority_class,
+            status=self._status,
+            prompt_tokens=used["prompt_tokens"],
+            cached_tokens=self._num_cached(),
+            completion_tokens=used["completion_tokens"],
+            kv_byte_seconds=sum(choice.ended.kv_byte_seconds for choice in self.choices if choice.ended is not None),
+            parse_s=stages.parse,
+            queue_s=stages.queue,
+            prefill_s=stages.prefill,
+            handoff_s=stages.handoff,
+            decode_s=stages.decode,
+            stream_s=stages.stream,
+        )
 
     def num_used_tokens(self) -> int:
         """Prompts and answers, for limits; 0 where the server gave nothing for the prompt."""
@@ -161,6 +187,8 @@ class HttpExchange:
     def let_go(self) -> None:
         """The response is complete: exchange and choices are freed at once, without waiting for the collector of cycles."""
         self._metrics.request_closed(self._record(monotonic()))
+        self._closed = True
+        self._look_if_done()
         if not self._num_open:
             self.choices.clear()
 
@@ -191,10 +219,9 @@ class HttpExchange:
         self._over = True
         self._status = status
         self._metrics.request_ended(self._options.endpoint, status)
-        self._look_if_done()
 
     def _look_if_done(self) -> None:
-        if self._over and not self._num_running and self._done is not None:
+        if self._closed and not self._num_running and self._done is not None:
             done, self._done = self._done, None
             done(self)
 
@@ -203,16 +230,20 @@ class HttpExchange:
 
     def _usage(self) -> dict[str, Any]:
         """Tokens, and under ``splitserve`` where the time of the slowest choice went."""
-        cached: dict[int, int] = {}  # choices of one prompt share it: what was cached before the first of them counts
-        for choice in self.choices:
-            assert choice.ended is not None
-            cached[id(choice.prompt)] = min(cached.get(id(choice.prompt), 1 << 62), choice.ended.num_cached_tokens)
-        num_cached = sum(cached.values())
+        num_cached = self._num_cached()
         return {
             **self.usage_so_far(),
             "prompt_tokens_details": {"cached_tokens": num_cached},
             "splitserve": self._account(num_cached),
         }
+
+    def _num_cached(self) -> int:
+        """Choices of one prompt share it: what was cached before the first of them counts."""
+        cached: dict[int, int] = {}
+        for choice in self.choices:
+            if choice.ended is not None:
+                cached[id(choice.prompt)] = min(cached.get(id(choice.prompt), 1 << 62), choice.ended.num_cached_tokens)
+        return sum(cached.values())
 
     def _account(self, num_cached: int) -> dict[str, float]:
         """Seconds by stage."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from ..transport.block_hash import chain, root_hash
-from ..transport.messages import FinishReason, Message, RequestSpec, TokenLogprobs, u32
+from ..transport.messages import FinishReason, Message, ModelIdentity, RequestSpec, TokenLogprobs, u32
 from .pools import Worker, WorkerId
 from .recovery import Recovery
 from .request import Ended, GenerationRequest
@@ -79,6 +79,7 @@ class Flight:
     moved_at: float = -1e9  # when a move was last given up
     num_cached_tokens: int = 0
     pending_blocks: int = 0  # promised to the decode worker
+    model: ModelIdentity | None = None  # of the workers of the last attempt
     charged: float = 0.0  # of its tenant's share
     owes_prompt_logprobs: bool = False
     early: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)  # tokens that overtook the prompt's logprobs
@@ -122,6 +123,16 @@ class Flight:
         """Prompt and the tokens the client has, as uint32."""
         self.prompt = self.prompt or u32(self.request.prompt_token_ids)
         return self.prompt + u32(self.tokens) if self.tokens else self.prompt
+
+    def kv_byte_seconds(self) -> float:
+        """Bytes of blocks times seconds: its prompt's during prefill, twice those during the handoff, and while it generates the mean of
+        what it had at the beginning and at the end. Prefix blocks count for each who uses them."""
+        if self.model is None:
+            return 0.0
+        stages, size = self.ledger.stages(), self.model.block_size
+        prompt, whole = -(-len(self.request.prompt_token_ids) // size), -(-self.num_tokens // size)
+        seconds = prompt * (stages.prefill + 2 * stages.handoff) + (prompt + whole) / 2 * stages.decode
+        return self.model.block_bytes * seconds
 
     def spec(self, coordinator: int, now: float, dispatch: int | None = None) -> RequestSpec:
         """This attempt, as the workers hear of it; ``dispatch``: the one it is to go on under, where not its own."""

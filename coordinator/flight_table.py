@@ -34,6 +34,7 @@ class FlightTable:
         flight.dispatch = self._number(flight)
         flight.prefill, flight.decode = prefill, decode
         flight.route = (prefill.hello.worker_id, decode.hello.worker_id)
+        flight.model = decode.hello.model
         flight.num_tokens_before = len(flight.tokens)
         flight.pending_blocks = decode.blocks_for(flight.num_tokens)
         prefill.pending[flight.dispatch] = flight.num_tokens

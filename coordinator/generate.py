@@ -136,12 +136,16 @@ class GenerationApi:
         else:
             exchange.admission, exchange.more_headers = answer, headers_of(answer.room)
             call.responder = self.open[call] = exchange
+            if self._tenancy.meter is not None:
+                self._tenancy.meter.began(exchange.usage_record())
             exchange.submit(requests)
 
     def _done(self, exchange: HttpExchange) -> None:
-        """Nothing of it runs any more: what was taken by estimate is set right."""
+        """Nothing of it runs any more: what was taken by estimate is set right, and what was used is written down."""
         if exchange.admission is not None:
             self._tenancy.limiter.settle(exchange.admission, exchange.num_used_tokens())
+            if self._tenancy.meter is not None:
+                self._tenancy.meter.ended(exchange.usage_record())
 
     def _parse(self, call: Call) -> GenerateRequest:
         if call.method != "POST":

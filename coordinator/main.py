@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import time
+from pathlib import Path
 
 import uvloop
 
@@ -25,8 +26,11 @@ from .settings import CoordinatorSettings, is_loopback
 from .tenants.admin_api import tenant_routes
 from .tenants.directory import KeyDirectory, directory_of
 from .tenants.limiter import Limiter, NoLimits
+from .tenants.meter import Meter
 from .tenants.shared_limiter import SharedLimiter
 from .tenants.tenancy import Tenancy
+from .tenants.usage_api import usage_routes
+from .tenants.usage_database import SQLITE
 
 PROBE_TOKENS = 4
 GC_THRESHOLD = 10_000  # objects: a burst of 64 requests makes so many, and none of them is part of a cycle when it ends
@@ -53,15 +57,18 @@ async def serve(settings: CoordinatorSettings) -> None:
     limits = HttpLimits(max_body_bytes=int(settings.max_body_mib * 2**20), request_timeout_s=settings.request_timeout_s)
     directory = directory_of(settings.tenants_file)
     admin = AdminRoutes(dispatcher, admin_key(settings.admin_key_file))
-    more_admin = None if settings.admin_port is None else tenant_routes(settings.tenants_file, admin.operators)
-    limiter = limiter_of(settings)
-    app = create_app(dispatcher, model, limits, dispatcher.system, admin, Tenancy(directory, limiter), more_admin)
+    routes = [*tenant_routes(settings.tenants_file, admin.operators), *usage_routes(settings.metered_to, admin.operators)]
+    more_admin = None if settings.admin_port is None else routes
+    limiter, meter = limiter_of(settings), meter_of(settings)
+    app = create_app(dispatcher, model, limits, dispatcher.system, admin, Tenancy(directory, limiter, meter), more_admin)
     server = HttpServer(app, host=settings.listen_host, port=settings.port)
     say_who_may(settings)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     await limiter.start()
+    if meter is not None:
+        meter.start()
     dispatcher.start()
     await server.start()
     admin_port = None if settings.admin_port is None else admin_server(app.admin, settings.admin_host, settings.admin_port)
@@ -85,7 +92,18 @@ async def serve(settings: CoordinatorSettings) -> None:
         await admin_port.stop()
     dispatcher.stop()
     await limiter.stop()
+    if meter is not None:
+        await asyncio.to_thread(meter.stop)
     directory.close()
+
+
+def meter_of(settings: CoordinatorSettings) -> Meter | None:
+    """As configured. Raises TenantsFileError."""
+    url = settings.metered_to
+    if url is None:
+        return None
+    beside = settings.tenants_file or Path(url.removeprefix(SQLITE) if url.startswith(SQLITE) else "usage").absolute()
+    return Meter(url, beside.parent, f"{beside.name}-journal-")
 
 
 def limiter_of(settings: CoordinatorSettings) -> Limiter:

@@ -88,7 +88,7 @@ class Metrics:
         """Hear of each request that is over."""
         self.requests: defaultdict[tuple[str, str], int] = defaultdict(int)  # by endpoint and status
         self.sequences: defaultdict[str, int] = defaultdict(int)  # by finish reason
-        self._model_name = model_name
+        self.model_name = model_name
         self._scraped_at = float("-inf")
         self._text = b""
         self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
@@ -148,7 +148,7 @@ class Metrics:
         return self._text
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> BatchedHistogram:
-        histogram = BatchedHistogram(f"splitserve_{name}", text, bounds, {"model_name": self._model_name})
+        histogram = BatchedHistogram(f"splitserve_{name}", text, bounds, {"model_name": self.model_name})
         self.registry.register(histogram)
         return histogram
 

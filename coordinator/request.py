@@ -30,6 +30,8 @@ class Ended:
     prefill_worker: str = ""  # of the last attempt
     decode_worker: str = ""
     ledger: TimeLedger | None = None
+    kv_byte_seconds: float = 0.0
+    """Bytes of KV cache times the seconds they were held for it, on all workers."""
 
     @property
     def stages(self) -> Stages:

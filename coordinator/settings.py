@@ -104,6 +104,12 @@ class CoordinatorSettings(BaseModel):
         description="Tenants and API keys, made by `splitserve keys`. Default: no keys are asked for, and the HTTP server listens "
         "on this host's loopback only.",
     )
+    usage_url: str | None = Field(
+        default=None,
+        pattern=r"^(sqlite:///|postgres(ql)?://).+$",
+        description="Database for one record of each request: sqlite:///PATH or postgresql://USER@HOST/DATABASE (needs `pip install "
+        "splitserve[postgres]`). Default: a SQLite file beside the tenants file, where there is one; else nothing is metered.",
+    )
     redis_url: str | None = Field(
         default=None,
         pattern=r"^rediss?://\S+$|^unix://\S+$",
@@ -118,6 +124,13 @@ class CoordinatorSettings(BaseModel):
     def model_name(self) -> str:
         """The name under which the API serves the model."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def metered_to(self) -> str | None:
+        """The database for usage records; None: nothing is metered."""
+        if self.usage_url is None and self.tenants_file is not None:
+            return f"sqlite:///{self.tenants_file}-usage"
+        return self.usage_url
 
     @property
     def ttft_slo_s(self) -> dict[str, float]:

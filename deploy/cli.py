@@ -212,6 +212,12 @@ def run_keys(name: str, settings: Any) -> None:
     commands[name](settings)
 
 
+def run_usage(settings: Any) -> int:
+    from .usage import show
+
+    return show(settings)
+
+
 def run_up(config: Path | None, **flags: Any) -> None:
     from .local_cluster import run
     from .up import plan
@@ -283,6 +289,7 @@ for command in (
     settings_command("doctor", "Check whether this machine can serve, and say what to do where it cannot.", cast(Run, run_doctor)),
     settings_command("bench", "Send load to an OpenAI-compatible server and measure latency, throughput and goodput.", run_bench),
     keys_group(),
+    settings_command("usage", "Show what requests have used, by tenant, key, model or day.", run_usage),
     trace_group(),
     settings_command("simulate", "Run a trace through a cluster of any size under virtual time.", run_simulate),
     settings_command("profile", "Measure how long a worker's steps take, for the simulator, the planner and paced runners.", run_profile),

@@ -43,6 +43,7 @@ from .key_settings import (
     KeysTierSettings,
 )
 from .settings import ChatSettings, DoctorSettings, TopSettings, UpSettings
+from .usage import UsageSettings
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "coordinator": CoordinatorSettings,
@@ -53,6 +54,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "top": TopSettings,
     "doctor": DoctorSettings,
     "bench": LoadSettings,
+    "usage": UsageSettings,
     "keys_create": KeysCreateSettings,
     "keys_list": KeysListSettings,
     "keys_rotate": KeysRotateSettings,

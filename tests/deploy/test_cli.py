@@ -29,6 +29,7 @@ COMMANDS = [
     "profile",
     "simulate",
     "trace",
+    "usage",
     "version",
 ]
 

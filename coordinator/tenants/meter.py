@@ -1,0 +1,131 @@
+"""Metering: each request's record into the journal at once, and from a thread into the database, within a second.
+
+The hot path writes two lines of a file (some microseconds each). The thread takes what has come together into the database in one
+transaction, and keeps at it while the database is away. What a killed process has left behind, the next one finds in its journal: requests
+that had ended are kept, requests that were running are kept as "lost", and the log names them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from datetime import UTC, datetime
+from pathlib import Path
+
+from .usage_database import UsageDatabase, open_database
+from .usage_journal import UsageJournal, journal_path, left_behind
+from .usage_record import UsageRecord
+
+WRITE_EVERY_S = 0.5
+MAX_JOURNAL_BYTES = 32 << 20
+NAMED_IDS = 20
+_log = logging.getLogger(__name__)
+
+
+class Meter:
+    """``began`` and ``ended`` are called on the event loop and do not block."""
+
+    def __init__(self, url: str, folder: Path, stem: str, write_every_s: float = WRITE_EVERY_S) -> None:
+        """``folder`` and ``stem``: where journals lie, and how their names begin. Raises TenantsFileError."""
+        self._database: UsageDatabase = open_database(url)
+        self._folder, self._stem, self._every_s = folder, stem, write_every_s
+        self._running: dict[str, UsageRecord] = {}
+        self._pending: deque[UsageRecord] = deque()  # appended to by the loop, emptied by the thread
+        self._num_journals = 0
+        self._journal = self._new_journal()
+        self._full: deque[tuple[UsageJournal, int]] = deque()  # and how many records had ended by then
+        self._num_ended = self._num_kept = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="meter", daemon=True)
+
+    @property
+    def num_waiting(self) -> int:
+        """Records that the database does not have yet."""
+        return self._num_ended - self._num_kept
+
+    def began(self, record: UsageRecord) -> None:
+        """A request is taken in; what is not known yet is 0."""
+        self._running[record.id] = record
+        self._journal.began(record)
+
+    def ended(self, record: UsageRecord) -> None:
+        """It is over. Once for each that began."""
+        self._running.pop(record.id, None)
+        self._journal.ended(record)
+        self._pending.append(record)
+        self._num_ended += 1
+        if self._journal.num_bytes > MAX_JOURNAL_BYTES:
+            self._full.append((self._journal, self._num_ended))
+            self._journal = self._new_journal()
+            for running in self._running.values():
+                self._journal.began(running)
+
+    def start(self) -> None:
+        """Before the first request. What killed processes left behind is taken in first."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """After the last request: everything is in the database, or stays in a journal for the next process."""
+        self._stopping.set()
+        self._thread.join(30)
+        if not self._pending and not self._running and not self._thread.is_alive():
+            self._journal.remove()
+        self._database.close()
+
+    def _new_journal(self) -> UsageJournal:
+        self._num_journals += 1
+        return UsageJournal(journal_path(self._folder, self._stem, self._num_journals))
+
+    # --- on the thread ---------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        complained = False
+        recovered = False
+        while True:
+            stopping = self._stopping.wait(self._every_s)
+            try:
+                if not recovered:
+                    self._recover()
+                    recovered = True
+                self._write()
+                complained = False
+            except Exception as error:  # whatever a driver raises: the journal has it all
+                if not complained or stopping:
+                    _log.error("the usage database does not answer, %d records wait in the journal: %s", self.num_waiting, error)
+                complained = True
+            if stopping:
+                return
+
+    def _write(self) -> None:
+        if not self._pending:
+            return
+        journal = self._journal
+        batch = [self._pending.popleft() for _ in range(len(self._pending))]
+        try:
+            journal.sync(time.time())
+            self._database.insert(batch)
+        except BaseException:
+            self._pending.extendleft(reversed(batch))
+            raise
+        self._num_kept += len(batch)
+        while self._full and self._full[0][1] <= self._num_kept:
+            self._full.popleft()[0].remove()
+
+    def _recover(self) -> None:
+        with left_behind(self._folder, self._stem) as left:
+            if not left.paths:
+                return
+            self._database.insert([*left.ended, *left.lost])
+            left.remove()
+            whole = datetime.fromtimestamp(left.ended_at, UTC).isoformat(" ", "milliseconds")
+            _log.warning(
+                "a coordinator process was killed at about %s: %d requests of its journal had ended and are metered; %d were running and "
+                "are metered as lost: %s%s",
+                whole,
+                len(left.ended),
+                len(left.lost),
+                ", ".join(record.id for record in left.lost[:NAMED_IDS]) or "none",
+                ", ..." if len(left.lost) > NAMED_IDS else "",
+            )

@@ -1,0 +1,77 @@
+"""GET /admin/usage: totals of what was metered.
+
+?by=tenant,day         one row for each; of tenant, key, model, endpoint, priority_class, status, day
+?since=2026-11-01      from this day on (or unix seconds), by default the beginning of this month
+?until=2026-12-01      up to this day, by default now
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, cast, get_args
+
+import anyio.to_thread
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..admin import AdminCheck
+from ..errors import InvalidRequest
+from .usage_database import By, open_database
+
+
+def usage_routes(url: str | None, operators: AdminCheck) -> list[Route]:
+    """None where nothing is metered."""
+    if url is None:
+        return []
+
+    async def usage(request: Request) -> Response:
+        operators.check(request)
+        query = request.query_params
+        by = groups(query.get("by", "tenant"))
+        since, until = moment(query.get("since", ""), month_start()), moment(query.get("until", ""), time.time())
+        rows = await anyio.to_thread.run_sync(lambda: totals(url, by, since, until))
+        return Response(orjson.dumps({"since": since, "until": until, "usage": rows}), media_type="application/json")
+
+    return [Route("/admin/usage", usage)]
+
+
+def totals(url: str, by: Sequence[By], since: float, until: float) -> list[dict[str, Any]]:
+    """Opens the database for this once."""
+    database = open_database(url)
+    try:
+        return database.totals(by, since, until)
+    finally:
+        database.close()
+
+
+def groups(text: str) -> list[By]:
+    """Of a list with commas. Raises InvalidRequest."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in get_args(By):
+            raise InvalidRequest(f"by: {name[:40]!r} is none of {', '.join(get_args(By))}", param="by")
+    return cast(list[By], names)
+
+
+def moment(text: str, default: float) -> float:
+    """Unix seconds, of a date, a date and time (UTC where it says nothing else), or unix seconds. Raises InvalidRequest."""
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        date = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidRequest(f"{text[:40]!r} is no time; write 2026-11-30, 2026-11-30T12:00 or unix seconds", param="since") from None
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+
+
+def month_start() -> float:
+    """Of the current month, by UTC."""
+    return datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0).timestamp()

@@ -1,0 +1,124 @@
+"""What a process has to say of its requests before the database has it: a file that outlives the process.
+
+    {"began": [...]}   a request is taken in: a record of what is known by then
+    {"ended": [...]}   it is over: its whole record
+    {"at": seconds}    everything before this was on disk by then
+
+A line is one write, which the kernel keeps when the process is killed in the next instant. Only a host that goes down can lose lines:
+those after the last ``at``, which is at most a second old. Whoever owns a journal holds a lock on it, which ends with its process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import orjson
+
+from .usage_record import FIELDS, LOST, UsageRecord
+
+
+class UsageJournal:
+    """One file, from its first line until ``remove``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        self.num_bytes = 0
+
+    def began(self, record: UsageRecord) -> None:
+        self._write(b'{"began":%b}\n' % orjson.dumps(tuple(record)))
+
+    def ended(self, record: UsageRecord) -> None:
+        self._write(b'{"ended":%b}\n' % orjson.dumps(tuple(record)))
+
+    def sync(self, now: float) -> None:
+        """Everything so far is on disk when this returns. May be called on another thread."""
+        os.fsync(self._fd)
+        self._write(b'{"at":%b}\n' % orjson.dumps(now))
+
+    def remove(self) -> None:
+        """The database has all of it."""
+        self.path.unlink()
+        os.close(self._fd)
+
+    def _write(self, line: bytes) -> None:
+        self.num_bytes += os.write(self._fd, line)
+
+
+@dataclass(slots=True)
+class Left:
+    """What processes that ended without a farewell have left. ``ended_at``: when the last of their journals was written to."""
+
+    paths: list[Path] = field(default_factory=list)
+    ended: list[UsageRecord] = field(default_factory=list)
+    running: dict[str, UsageRecord] = field(default_factory=dict)
+    ended_at: float = 0.0
+
+    @property
+    def lost(self) -> list[UsageRecord]:
+        """Those that were running, and ended in no journal."""
+        ended = {record.id for record in self.ended}
+        return [record for id, record in self.running.items() if id not in ended]
+
+    def remove(self) -> None:
+        """The database has all of it."""
+        for path in self.paths:
+            path.unlink()
+
+
+@contextmanager
+def left_behind(folder: Path, stem: str) -> Iterator[Left]:
+    """All journals whose owners are gone, together: a request may have begun in one and ended in the next. One process at a time looks; who
+    comes meanwhile finds nothing."""
+    left = Left()
+    with ExitStack() as files:
+        if _locked(files.enter_context((folder / f".{stem}recovery").open("wb"))):
+            for path in sorted(folder.glob(f"{stem}*")):
+                if _locked(files.enter_context(path.open("rb"))):
+                    read(path, left)
+        yield left
+
+
+def _locked(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False  # its owner lives
+    return True
+
+
+def read(path: Path, left: Left) -> None:
+    """Adds a journal's contents; a line that was cut off is none."""
+    left.paths.append(path)
+    left.ended_at = max(left.ended_at, path.stat().st_mtime)
+    for line in path.read_bytes().splitlines():
+        try:
+            entry = orjson.loads(line)
+            if "began" in entry:
+                record = _record(entry["began"])
+                left.running[record.id] = record._replace(status=LOST)
+            elif "ended" in entry:
+                record = _record(entry["ended"])
+                left.running.pop(record.id, None)
+                left.ended.append(record)
+        except (orjson.JSONDecodeError, TypeError, ValueError):
+            continue
+
+
+def journal_path(folder: Path, stem: str, number: int) -> Path:
+    """A name that no other process of this host uses, now or before."""
+    return folder / f"{stem}{time.time_ns():x}-{os.getpid()}-{number}"
+
+
+def _record(values: list[object]) -> UsageRecord:
+    if len(values) != len(FIELDS):
+        raise ValueError(f"{len(values)} fields, not {len(FIELDS)}")
+    return UsageRecord(*values)  # type: ignore[arg-type]
