@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from .call import Call, CallHandler, Endpoint, Headers
 
 MAX_HEADER_BYTES = 64 << 10
+WEBSOCKET_PATH = b"/v1/stream"
 MAX_PIPELINED = 16  # requests that a client may send ahead on one connection
 ENDPOINTS: Final[dict[bytes, Endpoint]] = {b"/v1/completions": "/v1/completions", b"/v1/chat/completions": "/v1/chat/completions"}
 
@@ -62,6 +63,11 @@ class HttpProtocol(HttpToolsProtocol):
             if len(self.pipeline) >= MAX_PIPELINED:
                 self.flow.pause_reading()  # not sooner: while nothing is read, nobody notices that the client goes away
             self.pipeline.appendleft((cast(Any, call), self.app))
+
+    def _should_upgrade(self) -> bool:
+        """To a WebSocket: on its own path alone, and only once all earlier requests of this connection have been answered."""
+        free = self.cycle is None or self.cycle.response_complete
+        return free and self.url.partition(b"?")[0] == WEBSOCKET_PATH and super()._should_upgrade()
 
     def on_body(self, body: bytes) -> None:
         cycle: object = self.cycle

@@ -16,6 +16,7 @@ from ..transport.keys import KeyFile
 from ..transport.messages import Sampling
 from .admin import AdminRoutes, admin_key
 from .admin_server import admin_server
+from .batch.runner import BatchOptions
 from .dispatcher import SocketDispatcher, prove
 from .lifecycle import Lifecycle, LifecycleLimits
 from .limits import HttpLimits
@@ -60,7 +61,8 @@ async def serve(settings: CoordinatorSettings) -> None:
     routes = [*tenant_routes(settings.tenants_file, admin.operators), *usage_routes(settings.metered_to, admin.operators)]
     more_admin = None if settings.admin_port is None else routes
     limiter, meter = limiter_of(settings), meter_of(settings)
-    app = create_app(dispatcher, model, limits, dispatcher.system, admin, Tenancy(directory, limiter, meter), more_admin)
+    batches = None if settings.batch_file is None else BatchOptions(settings.batch_file, settings.batch_max_running)
+    app = create_app(dispatcher, model, limits, dispatcher.system, admin, Tenancy(directory, limiter, meter), more_admin, batches)
     server = HttpServer(app, host=settings.listen_host, port=settings.port)
     say_who_may(settings)
     stopping = asyncio.Event()

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from .api_types import DetokenizeRequest, TokenizeRequest
 from .body import ClientGone, read_body
@@ -32,7 +32,7 @@ class OrdinaryRoutes:
     """Everything but generation."""
 
     def __init__(
-        self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, metrics: Metrics, more: Sequence[Route] = ()
+        self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, metrics: Metrics, more: Sequence[BaseRoute] = ()
     ) -> None:
         self._dispatcher = dispatcher
         self._model = model

@@ -10,10 +10,12 @@ from time import monotonic
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from .admin import AdminRoutes
+from .batch.routes import BatchRoutes
+from .batch.runner import BatchOptions, BatchRunner
 from .dashboard_routes import Dashboard
 from .errors import Unavailable
 from .generate import GenerationApi
@@ -26,6 +28,7 @@ from .routes import OrdinaryRoutes
 from .served_model import ServedModel
 from .tenants.gate import Gate, OperatorsOnly
 from .tenants.tenancy import Tenancy
+from .websocket_stream import WebSocketStreams
 
 BACKLOG = 4096
 KEEP_ALIVE_S = 75
@@ -44,17 +47,22 @@ class HttpApp:
         admin: AdminRoutes | None = None,
         tenancy: Tenancy | None = None,
         more_admin: Sequence[Route] | None = None,
+        batches: BatchOptions | None = None,
     ) -> None:
         """``more_admin``: the admin API has a port of its own, and these routes beside its usual ones."""
         self.metrics = Metrics(model.name, system)
         self.dashboard = Dashboard(model.name, system)
         self.metrics.listeners.append(self.dashboard.view.note)
         self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy)
+        self.batches = None if batches is None else BatchRunner(batches.path, self.generation, batches.max_running)
+        clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]
+        if self.batches is not None:
+            clients += BatchRoutes(self.batches).routes()
         admin = admin or AdminRoutes(dispatcher, None)
         admin_routes = [*admin.routes(), *(more_admin or ())]
 
         def pages(more: Sequence[Route]) -> Starlette:
-            return OrdinaryRoutes(dispatcher, model, limits, self.metrics, [*self.dashboard.routes(), *more]).application()
+            return OrdinaryRoutes(dispatcher, model, limits, self.metrics, [*self.dashboard.routes(), *clients, *more]).application()
 
         self._pages = Gate(pages(admin_routes if more_admin is None else ()), (tenancy or Tenancy()).directory, admin.operators)
         self.admin = OperatorsOnly(pages(admin_routes), admin.operators)
@@ -82,10 +90,11 @@ def create_app(
     admin: AdminRoutes | None = None,
     tenancy: Tenancy | None = None,
     more_admin: Sequence[Route] | None = None,
+    batches: BatchOptions | None = None,
 ) -> HttpApp:
     """The application. ``system`` is asked at each scrape of /metrics; ``admin``: default: for this host only, without a key;
-    ``tenancy``: keys and limits; default: none; ``more_admin``: see ``HttpApp``."""
-    return HttpApp(dispatcher, model, limits or HttpLimits(), system, admin, tenancy, more_admin)
+    ``tenancy``: keys and limits; default: none; ``more_admin``: see ``HttpApp``; ``batches``: where they are kept; default: none are."""
+    return HttpApp(dispatcher, model, limits or HttpLimits(), system, admin, tenancy, more_admin, batches)
 
 
 class HttpServer:
@@ -99,7 +108,9 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             http=HttpProtocol,
-            ws="none",
+            ws="websockets-sansio",
+            ws_max_size=app.generation.limits.max_body_bytes,
+            ws_per_message_deflate=False,
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -123,9 +134,13 @@ class HttpServer:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         await self._server.start()
         self._following = asyncio.create_task(self.app.dashboard.follow())
+        if self.app.batches is not None:
+            self.app.batches.start()
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Ends open requests as ``HttpApp.drain`` says, then all connections."""
         self._following.cancel()
+        if self.app.batches is not None:
+            await self.app.batches.stop()
         await self.app.drain(grace_s)
         await self._server.stop()

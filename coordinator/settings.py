@@ -117,6 +117,14 @@ class CoordinatorSettings(BaseModel):
         "redis://HOST:6379/0 (needs `pip install splitserve[redis]`). Default: a file beside the tenants file, for one host.",
     )
     open_access: bool = Field(default=False, description="Without API keys, listen on --host all the same: whoever reaches it may use it.")
+    batch_file: Path | None = Field(
+        default=None,
+        description="SQLite file of /v1/files and /v1/batches, made where it is not there; several coordinators of one host may share it. "
+        "Default: no batches.",
+    )
+    batch_max_running: int = Field(
+        default=16, ge=1, le=4096, description="Requests of batches that run at a time, behind everybody else's."
+    )
     max_body_mib: float = Field(default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413.")
     log_level: LogLevel = Field(default="info", description="Least level that is logged.")
 

@@ -20,6 +20,7 @@ from .directory import Directory, Everyone
 from .limits import ANONYMOUS
 
 OPEN = {"/health", "/ready", "/openapi.json"}
+KEY_SUBPROTOCOL = "openai-insecure-api-key."
 CLIENTS = {"/tokenize", "/detokenize"}
 
 
@@ -42,9 +43,16 @@ class Gate:
         """Raises Unauthorized or Forbidden."""
         path: str = scope["path"]
         if path.startswith("/v1/") or path in CLIENTS:
-            scope["account"] = self._directory.account(Headers(scope=scope).get("authorization", "").encode("latin-1"))
+            authorization = Headers(scope=scope).get("authorization") or _key_in_subprotocols(scope)
+            scope["account"] = self._directory.account(authorization.encode("latin-1"))
         elif path not in OPEN and not is_open(path) and not isinstance(self._directory, Everyone):
             self._admin.check(HTTPConnection(scope), browsers=True)
+
+
+def _key_in_subprotocols(scope: Scope) -> str:
+    """Browsers cannot give a WebSocket other headers: OpenAI's clients put the key there."""
+    offered: list[str] = scope.get("subprotocols", [])
+    return next((f"Bearer {name.removeprefix(KEY_SUBPROTOCOL)}" for name in offered if name.startswith(KEY_SUBPROTOCOL)), "")
 
 
 class OperatorsOnly:

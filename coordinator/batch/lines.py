@@ -1,0 +1,86 @@
+"""The lines of a batch's files, as OpenAI's: what is asked, and what was answered. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import orjson
+
+MAX_LINES = 50_000
+MAX_ERRORS = 20
+
+
+class Line(NamedTuple):
+    """One request of a batch; ``number`` counts from 1."""
+
+    number: int
+    custom_id: str
+    body: bytes
+
+
+class LineError(NamedTuple):
+    """Why a batch cannot be taken."""
+
+    number: int | None
+    message: str
+    code: str = "invalid_request"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a batch's ``errors`` list them."""
+        return {"code": self.code, "line": self.number, "message": self.message, "param": None}
+
+
+def read_lines(content: bytes, endpoint: str) -> tuple[list[Line], list[LineError]]:
+    """All requests, or what is wrong with some of them."""
+    lines: list[Line] = []
+    errors: list[LineError] = []
+    seen: set[str] = set()
+    for number, raw in enumerate(content.splitlines(), start=1):
+        if not raw.strip() or len(errors) >= MAX_ERRORS:
+            continue
+        try:
+            lines.append(_line(number, raw, endpoint, seen))
+        except ValueError as error:
+            errors.append(LineError(number, str(error)))
+    if not lines and not errors:
+        errors.append(LineError(None, "the file holds no request", "empty_file"))
+    if len(lines) > MAX_LINES:
+        errors.append(LineError(None, f"the file holds {len(lines)} requests; at most {MAX_LINES} are allowed", "too_many_requests"))
+    return lines, errors
+
+
+def _line(number: int, raw: bytes, endpoint: str, seen: set[str]) -> Line:
+    """Raises ValueError."""
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the line is not valid JSON: {error}") from error
+    if not isinstance(value, dict) or not isinstance(value.get("body"), dict):
+        raise ValueError('a line must be an object with custom_id, method, url and an object "body"')
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
+        raise ValueError("custom_id must be a string of 1 to 512 characters")
+    if custom_id in seen:
+        raise ValueError(f"custom_id {custom_id[:80]!r} is used twice")
+    seen.add(custom_id)
+    if value.get("method") != "POST" or value.get("url") != endpoint:
+        raise ValueError(f'method must be "POST" and url the batch\'s endpoint, "{endpoint}"')
+    if value["body"].get("stream"):
+        raise ValueError("stream: a batch's answers are not streamed")
+    return Line(number, custom_id, orjson.dumps(value["body"]))
+
+
+def output_line(batch_id: str, line: Line, status: int, body: bytes, request_id: str) -> bytes:
+    """One line of the output file, or of the error file."""
+    response = {"status_code": status, "request_id": request_id, "body": orjson.Fragment(body)}
+    return _output(batch_id, line, response, None)
+
+
+def unanswered_line(batch_id: str, line: Line, code: str, message: str) -> bytes:
+    """One line of the error file, for a request that was never answered."""
+    return _output(batch_id, line, None, {"code": code, "message": message})
+
+
+def _output(batch_id: str, line: Line, response: Any, error: Any) -> bytes:
+    id = f"batch_req_{batch_id.removeprefix('batch_')}_{line.number}"
+    return orjson.dumps({"id": id, "custom_id": line.custom_id, "response": response, "error": error})

@@ -1,0 +1,184 @@
+"""/v1/files and /v1/batches, as OpenAI's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..body import read_body
+from ..errors import BodyTooLarge, InvalidRequest, NotFound, from_validation
+from ..tenants.limits import ANONYMOUS, Account
+from .runner import BatchRunner, pack_account
+from .store import Counts, StoredBatch, StoredFile
+
+MAX_FILE_BYTES = 200 << 20
+MAX_BODY_BYTES = 1 << 20
+WINDOW_S = 24 * 3600
+PAGE, MAX_PAGE = 20, 100
+MAX_FILES_PAGE = 10_000
+TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
+
+
+class BatchRequest(BaseModel):
+    """POST /v1/batches."""
+
+    model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"]
+    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+
+
+class BatchRoutes:
+    """Everybody sees their own tenant's."""
+
+    def __init__(self, runner: BatchRunner) -> None:
+        self._runner = runner
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/files", self._upload, methods=["POST"]),
+            Route("/v1/files", self._list_files, methods=["GET"]),
+            Route("/v1/files/{id}", self._file, methods=["GET"]),
+            Route("/v1/files/{id}", self._delete_file, methods=["DELETE"]),
+            Route("/v1/files/{id}/content", self._content, methods=["GET"]),
+            Route("/v1/batches", self._create, methods=["POST"]),
+            Route("/v1/batches", self._list_batches, methods=["GET"]),
+            Route("/v1/batches/{id}", self._batch, methods=["GET"]),
+            Route("/v1/batches/{id}/cancel", self._cancel, methods=["POST"]),
+        ]
+
+    async def _upload(self, request: Request) -> Response:
+        announced = request.headers.get("content-length", "")
+        if announced.isdigit() and int(announced) > MAX_FILE_BYTES + (1 << 20):
+            raise BodyTooLarge(MAX_FILE_BYTES)
+        try:
+            async with request.form(max_files=1, max_fields=10) as form:
+                file, purpose = form.get("file"), form.get("purpose")
+                content = await file.read(MAX_FILE_BYTES + 1) if isinstance(file, UploadFile) else b""
+        except HTTPException as error:
+            raise InvalidRequest(f"The body must be multipart/form-data: {error.detail}") from error
+        if not isinstance(file, UploadFile):
+            raise InvalidRequest("file: must be a file of a multipart/form-data body", param="file")
+        if purpose != "batch":
+            raise InvalidRequest("purpose: must be 'batch' on this server", param="purpose")
+        name, tenant = file.filename or "file", _account(request).tenant
+        if len(content) > MAX_FILE_BYTES:
+            raise BodyTooLarge(MAX_FILE_BYTES)
+        return _json(_file(await self._runner.call(lambda store: store.add_file(tenant, name[:255], "batch", content, time.time()))))
+
+    async def _list_files(self, request: Request) -> Response:
+        query, tenant = request.query_params, _account(request).tenant
+        limit, newest = _limit(request, MAX_FILES_PAGE, MAX_FILES_PAGE), query.get("order", "desc") != "asc"
+        found = await self._runner.call(
+            lambda store: store.files(tenant, query.get("purpose"), query.get("after"), limit, newest_first=newest)
+        )
+        return _list([_file(file) for file in found[:limit]], more=len(found) > limit)
+
+    async def _file(self, request: Request) -> Response:
+        return _json(_file(await self._found_file(request)))
+
+    async def _content(self, request: Request) -> Response:
+        file, tenant = await self._found_file(request), _account(request).tenant
+        content = await self._runner.call(lambda store: store.content(tenant, file.id))
+        return Response(content or b"", media_type="application/octet-stream")
+
+    async def _delete_file(self, request: Request) -> Response:
+        file, tenant = await self._found_file(request), _account(request).tenant
+        await self._runner.call(lambda store: store.delete_file(tenant, file.id))
+        return _json({"id": file.id, "object": "file", "deleted": True})
+
+    async def _create(self, request: Request) -> Response:
+        body = await read_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES)
+        try:
+            asked = BatchRequest.model_validate_json(body)
+        except ValidationError as error:
+            raise from_validation(error) from error
+        account, now = _account(request), time.time()
+        if await self._runner.call(lambda store: store.file(account.tenant, asked.input_file_id)) is None:
+            raise NotFound(f"There is no file {asked.input_file_id!r}.", param="input_file_id")
+        details = {**asked.model_dump(), "created_at": int(now), "expires_at": int(now) + WINDOW_S}
+        batch = await self._runner.call(lambda store: store.add_batch(account.tenant, pack_account(account), details, now))
+        self._runner.wake()
+        return _json(_batch(batch, Counts(0, 0, 0)))
+
+    async def _list_batches(self, request: Request) -> Response:
+        tenant, after, limit = _account(request).tenant, request.query_params.get("after"), _limit(request, PAGE, MAX_PAGE)
+        found = await self._runner.call(lambda store: [(b, store.counts(b.id)) for b in store.batches(tenant, after, limit)])
+        return _list([_batch(batch, counts) for batch, counts in found[:limit]], more=len(found) > limit)
+
+    async def _batch(self, request: Request) -> Response:
+        return _json(await self._found_batch(request))
+
+    async def _cancel(self, request: Request) -> Response:
+        found = await self._found_batch(request)
+        id, now = found["id"], int(time.time())
+        changed = await self._runner.call(
+            lambda store: store.change(id, "cancelling", {"cancelling_at": now}, ("validating", "in_progress"))
+        )
+        if changed is None and found["status"] not in ("cancelling", "cancelled"):
+            raise InvalidRequest(f"The batch is {found['status']} and cannot be cancelled any more.")
+        self._runner.wake()
+        return _json(await self._found_batch(request))
+
+    async def _found_file(self, request: Request) -> StoredFile:
+        id, tenant = request.path_params["id"], _account(request).tenant
+        file = await self._runner.call(lambda store: store.file(tenant, id))
+        if file is None:
+            raise NotFound(f"There is no file {id!r}.", param="file_id")
+        return file
+
+    async def _found_batch(self, request: Request) -> dict[str, Any]:
+        id, tenant = request.path_params["id"], _account(request).tenant
+        batch = await self._runner.call(lambda store: store.batch(tenant, id))
+        if batch is None:
+            raise NotFound(f"There is no batch {id!r}.", param="batch_id")
+        return _batch(batch, await self._runner.call(lambda store: store.counts(id)))
+
+
+def _account(request: Request) -> Account:
+    account: Account = request.scope.get("account", ANONYMOUS)
+    return account
+
+
+def _limit(request: Request, default: int, most: int) -> int:
+    text = request.query_params.get("limit", str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > 6 or not 1 <= int(text) <= most:
+        raise InvalidRequest(f"limit: must be a number from 1 to {most}", param="limit")
+    return int(text)
+
+
+def _file(file: StoredFile) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": int(file.created),
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+    }
+
+
+def _batch(batch: StoredBatch, counts: Counts) -> dict[str, Any]:
+    times = dict.fromkeys(TIMES)
+    more = {"output_file_id": None, "error_file_id": None, "errors": None}
+    return {"id": batch.id, "object": "batch", "status": batch.status, **times, **more, **batch.details, "request_counts": counts._asdict()}
+
+
+def _list(items: list[dict[str, Any]], *, more: bool) -> Response:
+    ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
+    return _json({"object": "list", "data": items, **ends, "has_more": more})
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

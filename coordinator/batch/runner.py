@@ -1,0 +1,223 @@
+"""Runs batches: a few of their requests at a time, behind everybody else's, and again after a restart what was not answered before."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import IO, NamedTuple, TypeVar
+
+import msgpack
+
+from ..call import CallHandler, Endpoint, Headers
+from ..inner_call import InnerCall
+from ..tenants.limits import Account
+from .lines import Line, output_line, read_lines, unanswered_line
+from .store import BatchStore, Status, StoredBatch
+
+T = TypeVar("T")
+LOOK_EVERY_S = 1.0  # for what other processes have put there
+WAIT_S = 1.0  # before a request that found no room is tried again, where the answer says nothing
+MAX_TIMEOUTS = 10  # of one request
+AGAIN = (429, 503, 504)
+_log = logging.getLogger(__name__)
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class BatchOptions(NamedTuple):
+    """Where batches are kept, and how many of their requests run at a time."""
+
+    path: Path
+    max_running: int = 16
+
+
+class BatchRunner:
+    """``start`` and ``stop`` in the loop that serves. Of several processes with one file, the first runs the batches."""
+
+    def __init__(self, path: Path, generation: CallHandler, max_running: int) -> None:
+        """Raises sqlite3.Error where the file cannot be used."""
+        self._path, self._generation, self._max_running = path, generation, max_running
+        self._store = BatchStore(path)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._changed = asyncio.Event()
+        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._lock: IO[bytes] | None = None
+
+    async def call(self, work: Callable[[BatchStore], T]) -> T:
+        """Something done with the store, on its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
+
+    def wake(self) -> None:
+        """Something has changed in the store."""
+        self._changed.set()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """What runs is given up; it will run again."""
+        for task in (self._task, *self._running.values()):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(task for task in (self._task, *self._running.values()) if task is not None), return_exceptions=True)
+        self._thread.shutdown()
+        self._store.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                if self._is_ours():
+                    await self._advance()
+            except Exception:
+                _log.exception("running batches failed; trying again")
+            try:
+                await asyncio.wait_for(self._changed.wait(), LOOK_EVERY_S)
+            except TimeoutError:
+                continue
+
+    def _is_ours(self) -> bool:
+        """Whether this process holds the lock, which ends with it."""
+        if self._lock is None:
+            lock = self._path.with_name(self._path.name + ".lock").open("ab")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                return False
+            self._lock = lock
+        return True
+
+    async def _advance(self) -> None:
+        for batch in await self.call(BatchStore.open_batches):
+            if batch.status == "validating":
+                await self.call(partial(_validate, batch=batch))
+            elif batch.status == "cancelling":
+                await self._end(batch, "cancelled", "batch_cancelled", "The batch was cancelled before this request was run.")
+            elif time.time() >= batch.details["expires_at"]:
+                await self._end(batch, "expired", "batch_expired", "The batch expired before this request was run.")
+            elif not await self.call(partial(_has_open_lines, batch=batch)):
+                await self.call(partial(_finish, batch=batch, status="completed"))
+        await self._fill()
+
+    async def _fill(self) -> None:
+        """As many requests as may run."""
+        limit = self._max_running + len(self._running)
+        found = await self.call(lambda store: store.open_lines(None, limit))
+        for batch_id, line in found:
+            if len(self._running) >= self._max_running:
+                return
+            key = (batch_id, line.number)
+            if key not in self._running:
+                self._running[key] = asyncio.create_task(self._answer(batch_id, line))
+
+    async def _answer(self, batch_id: str, line: Line) -> None:
+        try:
+            batch = await self.call(lambda store: store.batch(None, batch_id))
+            assert batch is not None, "its line is there"
+            answer = await self._ask_until_answered(batch, line)
+            request_id = dict(answer.headers).get(b"x-request-id", b"").decode()
+            output = output_line(batch_id, line, answer.status, answer.body, request_id)
+            await self.call(lambda store: store.answer(batch_id, line.number, answer.status, output))
+        finally:
+            del self._running[batch_id, line.number]
+            self.wake()
+
+    async def _ask_until_answered(self, batch: StoredBatch, line: Line) -> Answer:
+        """No room, no workers, a limit reached: it waits and asks again."""
+        account = unpack_account(batch.account)
+        num_timeouts = 0
+        while True:
+            answer = await self._ask(batch.details["endpoint"], line.body, account)
+            num_timeouts += answer.status == 504
+            if answer.status not in AGAIN or num_timeouts > MAX_TIMEOUTS:
+                return answer
+            wait = dict(answer.headers).get(b"retry-after", b"")
+            await asyncio.sleep(float(wait) if wait.isdigit() else WAIT_S)
+
+    async def _ask(self, endpoint: Endpoint, body: bytes, account: Account) -> Answer:
+        listener = _Waiting()
+        call = InnerCall(self._generation, endpoint, body, account, listener, {})
+        call.begin()
+        try:
+            return await listener.answer
+        finally:
+            call.abandon()
+
+    async def _end(self, batch: StoredBatch, status: Status, code: str, message: str) -> None:
+        """Before all of it is answered."""
+        mine = [task for (batch_id, _), task in self._running.items() if batch_id == batch.id]
+        for task in mine:
+            task.cancel()
+        await asyncio.gather(*mine, return_exceptions=True)
+
+        def end(store: BatchStore) -> None:
+            while found := store.open_lines(batch.id, 1000):
+                for _, line in found:
+                    store.answer(batch.id, line.number, 0, unanswered_line(batch.id, line, code, message))
+            _finish(store, batch, status)
+
+        await self.call(end)
+
+
+class _Waiting:
+    """A ``Listener`` for one whole answer."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+    def answered(self, status: int, headers: Headers, body: bytes) -> None:
+        if not self.answer.done():
+            self.answer.set_result(Answer(status, headers, body))
+
+    def streamed(self, data: bytes, *, last: bool) -> None:
+        raise AssertionError("batches are not streamed")
+
+
+def _validate(store: BatchStore, batch: StoredBatch) -> None:
+    content = store.content(store.tenant_of(batch.id), batch.details["input_file_id"])
+    lines, errors = read_lines(content or b"", batch.details["endpoint"])
+    if errors:
+        told = {"object": "list", "data": [error.as_dict() for error in errors]}
+        store.change(batch.id, "failed", {"errors": told, "failed_at": int(time.time())}, ("validating",))
+        return
+    store.add_lines(batch.id, lines)
+    store.change(batch.id, "in_progress", {"in_progress_at": int(time.time())}, ("validating",))
+
+
+def _has_open_lines(store: BatchStore, batch: StoredBatch) -> bool:
+    return bool(store.open_lines(batch.id, 1))
+
+
+def _finish(store: BatchStore, batch: StoredBatch, status: Status) -> None:
+    """Writes the files. After a crash in between it is done again, and a file may lie there twice."""
+    if status == "completed":
+        store.change(batch.id, "finalizing", {"finalizing_at": int(time.time())}, ("in_progress",))
+    tenant, made = store.tenant_of(batch.id), {}
+    for field, good in (("output_file_id", True), ("error_file_id", False)):
+        if content := store.outputs(batch.id, good=good):
+            made[field] = store.add_file(tenant, f"{batch.id}_{field[:-8]}.jsonl", "batch_output", content, time.time()).id
+    store.change(batch.id, status, {**made, f"{status}_at": int(time.time())})
+
+
+def pack_account(account: Account) -> bytes:
+    """For the store: whose requests they are when they run, behind all others."""
+    packed: bytes = msgpack.packb({**account.model_dump(), "priority_class": "batch"})
+    return packed
+
+
+def unpack_account(packed: bytes) -> Account:
+    return Account.model_validate(msgpack.unpackb(packed))

@@ -1,0 +1,176 @@
+"""Files and batches in SQLite. One file serves all coordinators of a host; each answered request is there for good at once."""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from .lines import Line
+
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, content BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, account BLOB NOT NULL, status TEXT NOT NULL, details BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS lines (
+    batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB NOT NULL, status INTEGER, output BLOB,
+    PRIMARY KEY (batch, number)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS open_lines ON lines (number, batch) WHERE status IS NULL;
+"""
+
+
+class StoredFile(NamedTuple):
+    """A file without its content."""
+
+    id: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created: float  # unix seconds
+
+
+class StoredBatch(NamedTuple):
+    """``details``: what OpenAI's object has beside id, status and counts. ``account``: who pays, packed."""
+
+    id: str
+    status: Status
+    details: dict[str, Any]
+    account: bytes
+
+
+class Counts(NamedTuple):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchStore:
+    """All methods block for a disk's time: they are called on one thread of their own."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+        self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + SCHEMA)
+
+    def close(self) -> None:
+        self._db.close()
+
+    # --- files -----------------------------------------------------------------------------------
+
+    def add_file(self, tenant: str, filename: str, purpose: str, content: bytes, now: float) -> StoredFile:
+        file = StoredFile(f"file-{secrets.token_hex(12)}", filename, purpose, len(content), now)
+        self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", (file.id, tenant, now, filename, purpose, len(content), content))
+        return file
+
+    def file(self, tenant: str, id: str) -> StoredFile | None:
+        row = self._db.execute(f"{_FILE} WHERE id = ? AND tenant = ?", (id, tenant)).fetchone()
+        return None if row is None else StoredFile(*row)
+
+    def content(self, tenant: str, id: str) -> bytes | None:
+        row = self._db.execute("SELECT content FROM files WHERE id = ? AND tenant = ?", (id, tenant)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def files(self, tenant: str, purpose: str | None, after: str | None, limit: int, *, newest_first: bool) -> list[StoredFile]:
+        order = "DESC" if newest_first else "ASC"
+        rows = self._db.execute(f"{_FILE} WHERE tenant = ? ORDER BY created {order}, id {order}", (tenant,))
+        found = [StoredFile(*row) for row in rows if purpose is None or row[2] == purpose]
+        return _page(found, after, limit)
+
+    def delete_file(self, tenant: str, id: str) -> bool:
+        return self._db.execute("DELETE FROM files WHERE id = ? AND tenant = ?", (id, tenant)).rowcount > 0
+
+    # --- batches ---------------------------------------------------------------------------------
+
+    def add_batch(self, tenant: str, account: bytes, details: dict[str, Any], now: float) -> StoredBatch:
+        batch = StoredBatch(f"batch_{secrets.token_hex(12)}", "validating", details, account)
+        row = (batch.id, tenant, now, account, batch.status, orjson.dumps(details))
+        self._db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?)", row)
+        return batch
+
+    def batch(self, tenant: str | None, id: str) -> StoredBatch | None:
+        """``tenant`` None: anybody's."""
+        row = self._db.execute(f"{_BATCH} WHERE id = ? AND tenant = coalesce(?, tenant)", (id, tenant)).fetchone()
+        return None if row is None else _batch(row)
+
+    def batches(self, tenant: str, after: str | None, limit: int) -> list[StoredBatch]:
+        rows = self._db.execute(f"{_BATCH} WHERE tenant = ? ORDER BY created DESC, id DESC", (tenant,))
+        return _page([_batch(row) for row in rows], after, limit)
+
+    def open_batches(self) -> list[StoredBatch]:
+        """Those that are not over, oldest first."""
+        marks = ", ".join("?" * len(OPEN))
+        return [_batch(row) for row in self._db.execute(f"{_BATCH} WHERE status IN ({marks}) ORDER BY created", OPEN)]
+
+    def change(self, id: str, status: Status, details: dict[str, Any], only_from: Collection[str] = OPEN) -> StoredBatch | None:
+        """A new status and new details; None, and nothing happens, where the batch is in none of ``only_from``."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            batch = self.batch(None, id)
+            if batch is None or batch.status not in only_from:
+                return None
+            changed = batch._replace(status=status, details={**batch.details, **details})
+            self._db.execute("UPDATE batches SET status = ?, details = ? WHERE id = ?", (status, orjson.dumps(changed.details), id))
+            return changed
+        finally:
+            self._db.execute("COMMIT")
+
+    # --- their requests --------------------------------------------------------------------------
+
+    def add_lines(self, batch: str, lines: Sequence[Line]) -> None:
+        """Again after a restart: those that are there stay as they are."""
+        self._db.execute("BEGIN IMMEDIATE")
+        rows = [(batch, line.number, line.custom_id, line.body) for line in lines]
+        self._db.executemany("INSERT OR IGNORE INTO lines (batch, number, custom_id, body) VALUES (?, ?, ?, ?)", rows)
+        self._db.execute("COMMIT")
+
+    def open_lines(self, batch: str | None, limit: int) -> list[tuple[str, Line]]:
+        """Requests without an answer, of this batch or of all in progress: the first of each, then the second."""
+        rows = self._db.execute(
+            "SELECT batch, number, custom_id, body FROM lines WHERE status IS NULL AND batch = coalesce(?1, batch)"
+            " AND (?1 IS NOT NULL OR batch IN (SELECT id FROM batches WHERE status = 'in_progress')) ORDER BY number, batch LIMIT ?2",
+            (batch, limit),
+        )
+        return [(row[0], Line(row[1], row[2], bytes(row[3]))) for row in rows]
+
+    def answer(self, batch: str, number: int, status: int, output: bytes) -> None:
+        """For good. A second answer changes nothing."""
+        query = "UPDATE lines SET status = ?, output = ? WHERE batch = ? AND number = ? AND status IS NULL"
+        self._db.execute(query, (status, output, batch, number))
+
+    def outputs(self, batch: str, *, good: bool) -> bytes:
+        """The content of the output file, or of the error file."""
+        query = "SELECT output FROM lines WHERE batch = ? AND status IS NOT NULL AND (status = 200) = ? ORDER BY number"
+        return b"".join(bytes(row[0]) + b"\n" for row in self._db.execute(query, (batch, good)))
+
+    def counts(self, batch: str) -> Counts:
+        query = "SELECT count(*), coalesce(sum(status = 200), 0), coalesce(sum(status <> 200), 0) FROM lines WHERE batch = ?"
+        return Counts(*self._db.execute(query, (batch,)).fetchone())
+
+    def tenant_of(self, batch: str) -> str:
+        tenant: str = self._db.execute("SELECT tenant FROM batches WHERE id = ?", (batch,)).fetchone()[0]
+        return tenant
+
+
+_FILE = "SELECT id, filename, purpose, num_bytes, created FROM files"
+_BATCH = "SELECT id, status, details, account FROM batches"
+
+
+def _batch(row: Any) -> StoredBatch:
+    return StoredBatch(row[0], row[1], orjson.loads(row[2]), bytes(row[3]))
+
+
+def _page(found: list[Any], after: str | None, limit: int) -> list[Any]:
+    """One more than ``limit``, where there is more."""
+    ids = [item.id for item in found]
+    start = ids.index(after) + 1 if after in ids else 0
+    return found[start : start + limit + 1]

@@ -1,0 +1,187 @@
+"""Batches through the real client: everything answered once, in files, whatever stops and starts in between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from support.http_fakes import ANSWER, FakeDispatcher
+
+from splitserve.coordinator.batch.lines import read_lines
+from splitserve.coordinator.batch.runner import BatchOptions, pack_account, unpack_account
+from splitserve.coordinator.batch.store import BatchStore
+from splitserve.coordinator.limits import HttpLimits
+from splitserve.coordinator.served_model import ServedModel
+from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.tenants.limits import Account, Limits
+
+CHAT = "/v1/chat/completions"
+OVER = ("completed", "failed", "cancelled", "expired")
+
+
+def line(number: int, **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"Hi {number}"}]
+    return {"custom_id": f"r{number}", "method": "POST", "url": CHAT, "body": {"messages": messages, "temperature": 0, **body}}
+
+
+def jsonl(*lines: dict[str, Any]) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+@asynccontextmanager
+async def serving(dispatcher: FakeDispatcher, model: ServedModel, path: Path) -> AsyncIterator[AsyncOpenAI]:
+    app = create_app(dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(path, max_running=4))
+    server = HttpServer(app)
+    await server.start()
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    await server.stop(grace_s=0)
+    assert not dispatcher.running
+
+
+@pytest.fixture
+async def client(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> AsyncIterator[AsyncOpenAI]:
+    async with serving(dispatcher, model, tmp_path / "batches.db") as client:
+        yield client
+
+
+async def submit(client: AsyncOpenAI, content: bytes) -> Any:
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    return await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"})
+
+
+async def until(look: Callable[[], Awaitable[Any]], condition: Callable[[Any], bool]) -> Any:
+    deadline = time.monotonic() + 20
+    while not condition(found := await look()):
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def ended(client: AsyncOpenAI, id: str) -> Any:
+    return await until(lambda: client.batches.retrieve(id), lambda batch: batch.status in OVER)
+
+
+async def answers(client: AsyncOpenAI, file_id: str) -> list[Any]:
+    content = await client.files.content(file_id)
+    return [json.loads(each) for each in content.text.splitlines()]
+
+
+async def test_every_request_is_answered_in_a_file(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
+    batch = await submit(client, jsonl(*(line(i) for i in range(9)), line(9, temperature="warm")))
+    assert batch.object == "batch"
+    batch = await ended(client, batch.id)
+    assert batch.status == "completed"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (10, 9, 1)
+    assert batch.metadata == {"a": "b"}
+    good = await answers(client, batch.output_file_id)
+    assert [each["custom_id"] for each in good] == [f"r{i}" for i in range(9)]
+    assert {each["response"]["body"]["choices"][0]["message"]["content"] for each in good} == {ANSWER}
+    (bad,) = await answers(client, batch.error_file_id)
+    assert bad["custom_id"] == "r9"
+    assert bad["response"]["status_code"] == 400
+    assert bad["response"]["body"]["error"]["param"] == "temperature"
+    assert {request.priority_class for request in dispatcher.requests} == {"batch"}
+    assert [listed.id async for listed in client.batches.list()] == [batch.id]
+    assert {file.purpose async for file in client.files.list()} == {"batch", "batch_output"}
+
+
+async def test_a_restart_goes_on_with_what_was_not_answered(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
+    path, num_lines = tmp_path / "batches.db", 30
+    async with serving(dispatcher, model, path) as client:
+        batch = await submit(client, jsonl(*(line(i) for i in range(num_lines))))
+        before = await until(lambda: client.batches.retrieve(batch.id), lambda b: b.request_counts.completed >= 3)
+        dispatcher.hold = True
+    assert before.status == "in_progress"
+    store = BatchStore(path)
+    num_answered = store.counts(batch.id).completed
+    store.close()
+    assert 3 <= num_answered < num_lines
+    dispatcher.hold, num_asked = False, len(dispatcher.requests)
+    async with serving(dispatcher, model, path) as client:
+        batch = await ended(client, batch.id)
+        assert batch.request_counts.completed == num_lines
+        assert [each["custom_id"] for each in await answers(client, batch.output_file_id)] == [f"r{i}" for i in range(num_lines)]
+    assert len(dispatcher.requests) - num_asked == num_lines - num_answered  # nothing answered was asked again
+
+
+async def test_no_room_is_no_failure(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
+    dispatcher.workers = False
+    batch = await submit(client, jsonl(line(0)))
+    await until(lambda: client.batches.retrieve(batch.id), lambda b: b.status == "in_progress")
+    dispatcher.workers = True
+    assert (await ended(client, batch.id)).request_counts.completed == 1
+
+
+async def test_a_cancelled_batch_gives_what_there_is(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
+    batch = await submit(client, jsonl(*(line(i) for i in range(40))))
+    await until(lambda: client.batches.retrieve(batch.id), lambda b: b.request_counts.completed >= 1)
+    dispatcher.hold = True
+    assert (await client.batches.cancel(batch.id)).status in ("cancelling", "cancelled")
+    batch = await ended(client, batch.id)
+    assert batch.status == "cancelled"
+    assert batch.request_counts.completed + batch.request_counts.failed == 40
+    errors = await answers(client, batch.error_file_id)
+    assert {each["error"]["code"] for each in errors} == {"batch_cancelled"}
+    failed = await ended(client, (await submit(client, b"{}")).id)
+    with pytest.raises(BadRequestError, match="is failed"):
+        await client.batches.cancel(failed.id)
+
+
+async def test_files_come_and_go(client: AsyncOpenAI) -> None:
+    file = await client.files.create(file=("in.jsonl", b"abc"), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose) == (3, "in.jsonl", "batch")
+    assert (await client.files.retrieve(file.id)).id == file.id
+    assert (await client.files.delete(file.id)).deleted
+    for call in (client.files.retrieve, client.files.content, client.batches.retrieve):
+        with pytest.raises(NotFoundError):
+            await call(file.id)
+    with pytest.raises(BadRequestError, match="purpose"):
+        await client.files.create(file=("in.jsonl", b"abc"), purpose="fine-tune")
+    with pytest.raises(NotFoundError, match="no file"):
+        await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    with pytest.raises(BadRequestError, match="endpoint"):
+        await client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    ids = [(await client.files.create(file=("in.jsonl", b"x"), purpose="batch")).id for _ in range(5)]
+    assert [file.id async for file in client.files.list(limit=2, order="asc")] == ids
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "no request"),
+        (b"{", "not valid JSON"),
+        (jsonl({**line(0), "url": "/v1/completions"}), "url"),
+        (jsonl(line(0), line(0)), "used twice"),
+        (jsonl(line(0, stream=True)), "not streamed"),
+        (jsonl({**line(0), "body": 5}), "body"),
+    ],
+)
+async def test_a_file_that_is_none_fails_the_batch(client: AsyncOpenAI, content: bytes, reason: str) -> None:
+    batch = await ended(client, (await submit(client, content)).id)
+    assert batch.status == "failed"
+    assert reason in batch.errors.data[0].message
+    assert read_lines(content, CHAT)[1]
+
+
+def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "batches.db")
+    file = store.add_file("a", "in", "batch", b"x", 1.0)
+    batch = store.add_batch("a", b"", {}, 1.0)
+    assert store.file("b", file.id) is store.content("b", file.id) is store.batch("b", batch.id) is None
+    assert store.files("b", None, None, 9, newest_first=True) == store.batches("b", None, 9) == []
+    assert not store.delete_file("b", file.id)
+    assert store.content("a", file.id) == b"x"
+    store.close()
+
+
+def test_an_account_survives_the_store() -> None:
+    account = Account(tenant="t", salt=b"\xff\x00", key_limits=Limits(requests_per_minute=5), digest=b"\x80")
+    assert unpack_account(pack_account(account)) == account.model_copy(update={"priority_class": "batch"})
