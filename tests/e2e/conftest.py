@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from e2e.cluster import Cluster, running
+from e2e.forked_cluster import ForkedCluster, forked
 from support.models import make_checkpoint
 from transformers import PreTrainedModel
 
@@ -24,4 +25,11 @@ def cluster(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPat
     """Two prefill and two decode workers."""
     arguments = ("--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1")
     with running(tiny[0], tmp_path_factory.mktemp("cluster"), *arguments) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def forked_cluster(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedCluster]:
+    """Two prefill and two decode workers, batch-invariant, that are back at once when they are killed."""
+    with forked(tiny[0], tmp_path_factory.mktemp("forked"), "--exact", "--dtype", "float32", "--kv-cache-gib", "0.1") as cluster:
         yield cluster

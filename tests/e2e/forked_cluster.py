@@ -1,0 +1,98 @@
+"""A cluster whose workers are forked, and started again, in a fraction of a second: for tests that kill many."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from e2e.cluster import MODEL_NAME, START_S, Cluster, free_port, wait_for
+
+from splitserve.transport.keys import generate_key
+
+TESTS = Path(__file__).parent.parent
+LOOK_S = 0.03
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+class ForkedCluster(Cluster):
+    """One coordinator, and a prefill and decode workers; whichever worker ends is started again, until ``close``."""
+
+    def __init__(self, model: Path, folder: Path, *options: str, num_prefill: int = 2, num_decode: int = 2) -> None:
+        self._folder, self._options = folder, options
+        self._common = ["--model", str(model), "--key-file", str(folder / "key")]
+        generate_key(folder / "key")
+        self._port, self._control = free_port(), f"tcp://127.0.0.1:{free_port()}"
+        super().__init__(f"http://127.0.0.1:{self._port}", self.start_coordinator(), folder / "coordinator.log")
+        environ = {**ENVIRON, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, "-m", "support.worker_nursery"]
+        self._nursery = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+        self._pidfds: dict[str, int] = {}
+        self.num_started = 0
+        for name in [*(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]:
+            self._start(name)
+        self._closing = threading.Event()
+        self._keeper = threading.Thread(target=self._keep)
+        self._keeper.start()
+
+    def start_coordinator(self) -> subprocess.Popen[bytes]:
+        """As the only one, or after it was killed."""
+        command = [sys.executable, "-m", "splitserve.deploy.cli", "coordinator", *self._common, "--served-model-name", MODEL_NAME]
+        command += ["--port", str(self._port), "--control-address", self._control]
+        with (self._folder / "coordinator.log").open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRON)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._keeper.join()
+        self.client.close()
+        assert self._nursery.stdin is not None
+        self._nursery.stdin.close()
+        self._nursery.wait(10)
+        self.process.kill()
+        self.process.wait(10)
+        for fd in self._pidfds.values():
+            os.close(fd)
+        assert self._nursery.stdout is not None
+        self._nursery.stdout.close()
+
+    def _start(self, name: str) -> None:
+        role = name.partition("-")[0]
+        argv = [*self._common, "--name", name, "--coordinator", self._control, *self._options]
+        nursery = self._nursery
+        assert nursery.stdin is not None
+        assert nursery.stdout is not None
+        nursery.stdin.write(json.dumps({"role": role, "argv": argv, "log": str(self._folder / f"{name}.log")}) + "\n")
+        nursery.stdin.flush()
+        pid = int(nursery.stdout.readline())
+        self.num_started += 1
+        try:
+            self._pidfds[name] = os.pidfd_open(pid)
+        except ProcessLookupError as error:
+            raise AssertionError(f"{name} could not start: {(self._folder / f'{name}.log').read_text()[-2000:]}") from error
+
+    def _keep(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            ended = set(select.select(list(self._pidfds.values()), [], [], 0)[0])
+            for name, fd in list(self._pidfds.items()):
+                if fd in ended:
+                    os.close(fd)
+                    self._start(name)
+
+
+@contextmanager
+def forked(model: Path, folder: Path, *options: str, num_prefill: int = 2, num_decode: int = 2) -> Iterator[ForkedCluster]:
+    """The cluster, ready, until the block ends."""
+    cluster = ForkedCluster(model, folder, *options, num_prefill=num_prefill, num_decode=num_decode)
+    try:
+        wait_for(f"the cluster is ready (logs: {folder})", cluster.ready, START_S)
+        cluster.wait_whole(num_prefill, num_decode)
+        yield cluster
+    finally:
+        cluster.close()

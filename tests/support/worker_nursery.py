@@ -1,0 +1,75 @@
+"""Forks worker processes for tests: torch is imported once, so that a worker that was killed is back in a fraction of a second.
+
+    python -m support.worker_nursery        reads {"role", "argv", "log"} as JSON lines, answers each with the new worker's process id
+
+A worker from here is `splitserve prefill` or `splitserve decode`, but for one thing: a request with a seed of ``KILLS`` kills the worker of
+that role that computes it. Workers die with the nursery, which ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+KILLS = {"prefill": 66_601, "decode": 66_602}
+
+
+def main() -> None:
+    import splitserve.decode.worker
+    import splitserve.prefill.worker  # noqa: F401
+
+    libc = ctypes.CDLL(None)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            be_worker(order)
+        print(pid, flush=True)
+
+
+def be_worker(order: dict[str, Any]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    status = 1
+    try:
+        die_of(KILLS[order["role"]])
+        sys.argv = ["splitserve", order["role"], *order["argv"]]
+        from splitserve.deploy.cli import main as splitserve
+
+        splitserve()
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def die_of(seed: int) -> None:
+    """From now on a batch with a sequence of this seed is the end of this process."""
+    from splitserve.engine.batch import Batch
+    from splitserve.engine.model_runner import ModelRunner
+
+    execute = ModelRunner.execute
+
+    def deadly(self: ModelRunner, batch: Batch, *args: Any) -> Any:
+        if any(state is not None and state.params.seed == seed for state in batch.sampling):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return execute(self, batch, *args)
+
+    ModelRunner.execute = deadly  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
