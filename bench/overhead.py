@@ -34,6 +34,7 @@ from .null_workers import start_null_worker
 
 BATCH = 64
 WARM_S, WINDOW_S, WINDOWS = 2.0, 1.0, 5
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"  # answered with {"status": ...}
 
 
 def decode_loop() -> dict[str, Any]:
@@ -101,7 +102,7 @@ def time_to_first_token(requests: int = 300) -> dict[str, Any]:
     """Milliseconds from sending a request to its first streamed token, one request at a time, and to the last of four."""
     with _null_cluster() as port, socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        floors = [_exchange(connection, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n\r\n")[0] for _ in range(100)]
+        floors = [_exchange(connection, HEALTH, b"}")[1] for _ in range(100)]
         firsts, lasts, stages = [], [], []
         for i in range(requests + 20):
             first, last, text = _exchange(connection, _request(i), b"0\r\n\r\n")
