@@ -5,7 +5,6 @@ The files say nothing of anybody and are for everyone; the feed is an operators'
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from importlib.resources import files
@@ -17,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .errors import InvalidRequest, NotFound
-from .live_view import PERIOD_S, LiveView
-from .metrics import SystemSnapshot
+from .live_view import LiveView
+from .system_snapshot import SystemSnapshot
 
 FEED = "/dashboard/feed"
 TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
@@ -32,7 +31,7 @@ HEADERS = {
 
 
 class Dashboard:
-    """Keeps the history and serves the page. ``system`` is asked every two seconds, and once for each second that somebody looks."""
+    """Keeps the history and serves the page. ``system`` is asked once for each second that somebody looks."""
 
     def __init__(self, model_name: str, system: Callable[[], SystemSnapshot]) -> None:
         self.view = LiveView(monotonic(), time.time())
@@ -46,12 +45,6 @@ class Dashboard:
             Route(FEED, self._feed),
             Route("/dashboard/{path:path}", self._file),
         ]
-
-    async def follow(self) -> None:
-        """Samples until it is cancelled."""
-        while True:
-            await asyncio.sleep(PERIOD_S)
-            self.view.sample(monotonic(), self._system())
 
     async def _page(self, request: Request) -> Response:
         return self._answer("index.html")

@@ -19,10 +19,10 @@ from ..transport.messages import FROM_WORKER, Message
 from .flight import Action, End, Push, PushPromptLogprobs, Send
 from .lifecycle import Lifecycle
 from .membership import DRAINED
-from .metrics import SystemSnapshot, WorkerSnapshot
 from .pools import Worker, WorkerId
 from .process_watch import ProcessWatch
 from .request import GenerationRequest, Sink
+from .system_snapshot import SystemSnapshot, WorkerSnapshot
 
 TICK_S = 0.05
 TICK_LIMIT = 10_000  # messages
@@ -264,6 +264,8 @@ def _measure(worker: Worker) -> WorkerSnapshot:
         draining=worker.draining,
         host=hello.host.partition("/")[0],
         pid=hello.pid,
+        device=hello.device,
+        gauges=load.gauges if load else {},
         steps=load.steps if load else 0,
         counters=load.counters if load else {},
     )

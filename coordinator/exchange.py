@@ -168,6 +168,7 @@ class HttpExchange:
             chunks = b"".join(choice.last_chunk("error") for choice in unfinished)
             self._call.finish(chunks + error_event(error.body()) + self._closing())
         else:
+            self._metrics.refused(error)
             self._respond(error.status, error.body(), error.headers())
         self._loop.call_soon(self._cancel_rest)  # not from within the dispatcher's own call
 

@@ -87,6 +87,7 @@ class GenerationApi:
     def refuse(self, call: Call, error: ApiError) -> None:
         """An error as the whole response."""
         self._metrics.request_ended(call.endpoint, str(error.status))
+        self._metrics.refused(error)
         call.respond(error.status, [JSON, *error.headers()], error.body())
 
     def closed(self, call: Call) -> None:

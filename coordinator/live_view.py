@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .metrics import SystemSnapshot
+from .counter_growth import CounterGrowth
 from .request_record import RequestRecord
+from .system_snapshot import SystemSnapshot, WorkerSnapshot
 
 PERIOD_S = 2.0
 NUM_POINTS = 450  # 15 minutes
@@ -38,7 +39,7 @@ class LiveView:
         self._tenants: dict[str, dict[str, int]] = {}
         self._statuses: Counter[str] = Counter()
         self._num_requests = self._num_points = 0
-        self._counted: dict[tuple[str, str], float] = {}
+        self._growth = CounterGrowth(*COUNTED.values())
 
     def note(self, record: RequestRecord) -> None:
         """A request is over."""
@@ -58,7 +59,7 @@ class LiveView:
     def sample(self, now: float, system: SystemSnapshot) -> None:
         """One more point of the history."""
         fresh, self._fresh = self._fresh, []
-        seconds = max(1e-3, now - self._sampled_at)
+        seconds, grown = max(1e-3, now - self._sampled_at), self._growth.since_last(system.workers)
         self._sampled_at = now
         self._num_points += 1
         answered = [r for r in fresh if r.status == "200" and r.first_token_at]
@@ -68,7 +69,7 @@ class LiveView:
                 "t": round(self._wall + now - self._began, 2),
                 "requests": _rate(len(fresh), seconds),
                 "errors": _rate(sum(r.status >= "429" and r.status.isdigit() for r in fresh), seconds),
-                **{name: _rate(grown, seconds) for name, grown in self._growth(system).items()},
+                **{name: _rate(grown[key], seconds) for name, key in COUNTED.items()},
                 "ttft": _quantiles([r.first_token_at - r.ledger.begin for r in answered]),
                 "tpot": _quantiles([_per_token(r) for r in answered if r.num_output_tokens > 1]),
                 "e2e": _quantiles([r.total for r in answered]),
@@ -118,22 +119,8 @@ class LiveView:
             "tenant": record.tenant,
         }
 
-    def _growth(self, system: SystemSnapshot) -> dict[str, float]:
-        """How much the workers' token counters have grown; one that starts anew counts from zero."""
-        counted = {
-            (worker.worker_id, key): worker.counters[key] for worker in system.workers for key in COUNTED.values() if key in worker.counters
-        }
-        grown = dict.fromkeys(COUNTED, 0.0)
-        for name, key in COUNTED.items():
-            for (worker_id, counter), value in counted.items():
-                before = self._counted.get((worker_id, counter), value)
-                if counter == key:
-                    grown[name] += value - before if value >= before else value
-        self._counted = counted
-        return grown
 
-
-def _worker(worker: Any) -> dict[str, Any]:
+def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
     return {
         "id": worker.worker_id,
         "role": worker.role,
@@ -145,6 +132,7 @@ def _worker(worker: Any) -> dict[str, Any]:
         "waiting_tokens": worker.num_waiting_tokens,
         "draining": worker.draining,
         "counters": dict(worker.counters),
+        "gauges": dict(worker.gauges),
     }
 
 

@@ -62,7 +62,17 @@ async def serve(settings: CoordinatorSettings) -> None:
     more_admin = None if settings.admin_port is None else routes
     limiter, meter = limiter_of(settings), meter_of(settings)
     batches = None if settings.batch_file is None else BatchOptions(settings.batch_file, settings.batch_max_running)
-    app = create_app(dispatcher, model, limits, dispatcher.system, admin, Tenancy(directory, limiter, meter), more_admin, batches)
+    app = create_app(
+        dispatcher,
+        model,
+        limits,
+        dispatcher.system,
+        admin,
+        Tenancy(directory, limiter, meter),
+        more_admin,
+        batches,
+        settings.price_per_hour,
+    )
     server = HttpServer(app, host=settings.listen_host, port=settings.port)
     say_who_may(settings)
     stopping = asyncio.Event()

@@ -22,10 +22,12 @@ from .generate import GenerationApi
 from .http_protocol import HttpProtocol
 from .limits import HttpLimits
 from .listening_server import ListeningServer, bind
-from .metrics import Metrics, SystemSnapshot
+from .metrics import Metrics
 from .request import Dispatcher
 from .routes import OrdinaryRoutes
+from .sampler import Sampler
 from .served_model import ServedModel
+from .system_snapshot import SystemSnapshot
 from .tenants.gate import Gate, OperatorsOnly
 from .tenants.tenancy import Tenancy
 from .websocket_stream import WebSocketStreams
@@ -48,11 +50,13 @@ class HttpApp:
         tenancy: Tenancy | None = None,
         more_admin: Sequence[Route] | None = None,
         batches: BatchOptions | None = None,
+        price_per_hour: float | None = None,
     ) -> None:
         """``more_admin``: the admin API has a port of its own, and these routes beside its usual ones."""
-        self.metrics = Metrics(model.name, system)
+        self.metrics = Metrics(model.name, system, price_per_hour)
         self.dashboard = Dashboard(model.name, system)
         self.metrics.listeners.append(self.dashboard.view.note)
+        self.sampler = Sampler(system, [self.dashboard.view.sample, self.metrics.efficiency.sample])
         self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy)
         self.batches = None if batches is None else BatchRunner(batches.path, self.generation, batches.max_running)
         clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]
@@ -91,10 +95,11 @@ def create_app(
     tenancy: Tenancy | None = None,
     more_admin: Sequence[Route] | None = None,
     batches: BatchOptions | None = None,
+    price_per_hour: float | None = None,
 ) -> HttpApp:
     """The application. ``system`` is asked at each scrape of /metrics; ``admin``: default: for this host only, without a key;
     ``tenancy``: keys and limits; default: none; ``more_admin``: see ``HttpApp``; ``batches``: where they are kept; default: none are."""
-    return HttpApp(dispatcher, model, limits or HttpLimits(), system, admin, tenancy, more_admin, batches)
+    return HttpApp(dispatcher, model, limits or HttpLimits(), system, admin, tenancy, more_admin, batches, price_per_hour)
 
 
 class HttpServer:
@@ -133,7 +138,7 @@ class HttpServer:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         await self._server.start()
-        self._following = asyncio.create_task(self.app.dashboard.follow())
+        self._following = asyncio.create_task(self.app.sampler.follow())
         if self.app.batches is not None:
             self.app.batches.start()
 

@@ -126,6 +126,13 @@ class CoordinatorSettings(BaseModel):
         default=16, ge=1, le=4096, description="Requests of batches that run at a time, behind everybody else's."
     )
     max_body_mib: float = Field(default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413.")
+    price_per_hour: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e9,
+        description="Price of one GPU for an hour, or of one worker that has none, in any currency; /metrics then says what a million "
+        "output tokens cost.",
+    )
     log_level: LogLevel = Field(default="info", description="Least level that is logged.")
 
     @property

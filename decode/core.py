@@ -63,6 +63,7 @@ class DecodeCore:
         self._cache_reporter = CacheReporter(scheduler.blocks)
         self._actions: list[DecodeAction] = []
         self.num_steps = 0
+        self.num_step_sequences = 0
         self.num_tokens = 0
 
     @property
@@ -128,6 +129,7 @@ class DecodeCore:
     def complete(self, step: DecodeStep, output: StepOutput, now: float) -> None:
         """The oldest step in flight has run: all its tokens go to the coordinator in one message."""
         self.num_steps += 1
+        self.num_step_sequences += step.batch.num_seqs
         result = self.scheduler.complete(step, output)
         self._report(result)
         for sequence, reason in result.failed.items():
@@ -213,6 +215,7 @@ class DecodeCore:
             counters={
                 "preemptions": s.num_preemptions,
                 "output_tokens": self.num_tokens,
+                "step_sequences": self.num_step_sequences,
                 "corrupt_blocks": r.num_corrupt_blocks,
                 "handed_over": self.moving.num_moved if self.moving else 0,
                 "mover_fallbacks": self.moving.sender.num_fallbacks if self.moving else 0,

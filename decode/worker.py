@@ -24,6 +24,7 @@ import zmq
 
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar
+from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
 from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
@@ -40,6 +41,7 @@ from ..transport.movers.checksum import block_checksum
 from ..transport.movers.opening import offered
 from ..transport.movers.shm import SharedPool
 from ..transport.movers.targets import MoverTargets
+from ..transport.reports import with_telemetry
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
 from .core import DecodeAction, DecodeCore
@@ -62,6 +64,7 @@ class DecodeWorker:
         """``shared``: the pool's memory, where other processes of this host may map it."""
         self._settings, self._model, self._shared = settings, model, shared
         self._identity = ModelIdentity.model_validate(model.identity)
+        self._telemetry = telemetry_of(model.device)
         self._wakeup = Wakeup()
         self._stopping = self._leaving = False
         self._ticked = self._reported = 0.0
@@ -206,7 +209,7 @@ class DecodeWorker:
         self._bury_dead_writers(now)
         if self._link.coordinator is None:
             return
-        self._link.send(self._core.load())
+        self._link.send(with_telemetry(self._core.load(), self._telemetry))
         if (events := self._core.block_events()) is not None:
             self._link.send(events)
 
@@ -317,6 +320,7 @@ class DecodeWorker:
             num_blocks=len(model.pool),
             max_num_seqs=settings.max_num_seqs,
             max_batch_tokens=settings.max_num_seqs,
+            device=self._telemetry.uuid if self._telemetry else "",
             peer_address=advertised_address(self._peers.address, advertised_host(settings)),
         )
 
@@ -341,6 +345,8 @@ class DecodeWorker:
     def _close(self) -> None:
         self._steps.stop()
         self._grammars.stop()
+        if self._telemetry is not None:
+            self._telemetry.stop()
         self._movers.close_all()
         self._sending.close()
         self._peers.close()

@@ -61,6 +61,8 @@ class PrefillCore:
         self._past: dict[Key, None] = {}  # dispatches that have come, or were cancelled
         self._actions: list[PrefillAction] = []
         self.num_steps = 0
+        self.num_step_sequences = 0
+        self.num_output_tokens = 0  # first tokens
         self.num_full_step_tokens = 0
         self.full_step_s = 0.0
         self._step_began = 0.0
@@ -148,6 +150,7 @@ class PrefillCore:
     def complete(self, step: PrefillStep, output: StepOutput, now: float) -> None:
         """A step has run: its finished blocks leave, and a prompt that is complete reports its first token."""
         self.num_steps += 1
+        self.num_step_sequences += len(step.chunks)
         if self.scheduler.is_full(step):
             self.num_full_step_tokens += step.batch.num_tokens
             self.full_step_s += max(0.0, now - self._step_began)
@@ -227,6 +230,8 @@ class PrefillCore:
             num_cache_reports=self._cache_reporter.num_reports,
             counters={
                 "prompt_tokens": s.num_prompt_tokens,
+                "output_tokens": self.num_output_tokens,
+                "step_sequences": self.num_step_sequences,
                 "cached_tokens": s.num_cached_tokens,
                 "mover_fallbacks": self.sender.num_fallbacks,
                 "full_step_tokens": self.num_full_step_tokens,
@@ -282,6 +287,7 @@ class PrefillCore:
         if (matcher := sequence.state.matcher) is not None and matcher.failure:
             self._fail(sequence.key, "refused", f"response_format: {matcher.failure}")
             return
+        self.num_output_tokens += 1
         finished = self._finish_reason(sequence, token, index)
         prompt_logprobs = self._prompt_logprobs.pop(sequence.key, None)
         message = FirstToken(

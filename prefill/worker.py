@@ -21,6 +21,7 @@ import zmq
 
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar
+from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
 from ..engine.layer_progress import LayerProgress
 from ..engine.step_thread import StepThread
@@ -32,6 +33,7 @@ from ..transport.keys import ClusterKey, load_key
 from ..transport.layer_slicing import LayerSlicing
 from ..transport.messages import Goodbye, Hello, Meet, ModelIdentity
 from ..transport.movers.opening import offered
+from ..transport.reports import with_telemetry
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
 from .core import PrefillAction, PrefillCore
@@ -50,6 +52,7 @@ class PrefillWorker:
     def __init__(self, settings: PrefillSettings, model: WorkerModel, key: ClusterKey | None) -> None:
         self._settings, self._model = settings, model
         self._identity = ModelIdentity.model_validate(model.identity)
+        self._telemetry = telemetry_of(model.device)
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
         self._stopping = self._leaving = False
@@ -166,8 +169,8 @@ class PrefillWorker:
         self._reported = now
         load = self._core.load()
         transfers = self._sending.transfers
-        counters = {**load.counters, "handoff_bytes": transfers.num_bytes, "handoff_seconds": transfers.seconds}
-        self._link.send(load.model_copy(update={"counters": counters}))
+        load.counters.update(handoff_bytes=transfers.num_bytes, handoff_seconds=transfers.seconds)
+        self._link.send(with_telemetry(load, self._telemetry))
         if (events := self._core.block_events()) is not None:
             self._link.send(events)
 
@@ -204,6 +207,7 @@ class PrefillWorker:
             num_blocks=len(model.pool),
             max_num_seqs=settings.max_num_seqs,
             max_batch_tokens=settings.max_batch_tokens,
+            device=self._telemetry.uuid if self._telemetry else "",
         )
 
     def welcomed(self, coordinator: int) -> None:
@@ -236,6 +240,8 @@ class PrefillWorker:
     def _close(self) -> None:
         self._steps.stop()
         self._grammars.stop()
+        if self._telemetry is not None:
+            self._telemetry.stop()
         self._sending.close()
         self._link.close(LINGER_S)
         self._wakeup.close()

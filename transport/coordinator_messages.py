@@ -41,6 +41,7 @@ class Hello(Message):
     max_num_seqs: Count
     max_batch_tokens: Count
     peer_address: Address = ""  # where prefill workers reach this decode worker
+    device: Annotated[str, Field(max_length=64)] = ""  # its GPU's UUID
 
 
 class Load(Message):
@@ -62,6 +63,7 @@ class Load(Message):
     dispatches: RowColumn = b""  # every dispatch this worker holds anything of: lost and orphaned ones show here
     num_cache_reports: Count = 0  # BlockEvents said so far: one that was lost shows here
     counters: dict[str, float] = Field(default_factory=dict, max_length=64)  # cumulative since start
+    gauges: dict[str, float] = Field(default_factory=dict, max_length=64)  # as they are now
 
 
 class BlockEvents(Message):

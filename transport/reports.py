@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from .handoff import PeerId
-from .messages import BlockEvents, TokenLogprobs
+from .messages import BlockEvents, Load, TokenLogprobs
 
 
 class PrefixCache(Protocol):
@@ -55,3 +56,20 @@ class CacheReporter:
 def logprobs_message(entry: LogprobsEntry) -> TokenLogprobs:
     """The engine's logprobs as they travel."""
     return TokenLogprobs(logprob=entry.logprob, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs)
+
+
+class Telemetry(Protocol):
+    """What a worker's device says of itself."""
+
+    @property
+    def gauges(self) -> Mapping[str, float]: ...
+    @property
+    def counters(self) -> Mapping[str, float]: ...
+
+
+def with_telemetry(load: Load, telemetry: Telemetry | None) -> Load:
+    """The heartbeat, and what the device says."""
+    if telemetry is not None:
+        load.counters.update(telemetry.counters)
+        load.gauges.update(telemetry.gauges)
+    return load

@@ -214,7 +214,7 @@ async def test_a_long_prompt_of_a_client_that_goes_away_is_not_submitted(server:
         writer.write(request_bytes({**TEXT, "prompt": "the quick brown fox " * 20_000}))
         await soon(lambda: server.app.metrics.num_open == 1)
     await soon(lambda: server.app.metrics.num_open == 0)
-    assert server.app.metrics.requests == {("/v1/completions", "cancelled"): 1}
+    assert server.app.metrics.counts.requests == {("/v1/completions", "cancelled"): 1}
     assert dispatcher.requests == []
 
 

@@ -9,9 +9,9 @@ import pytest
 from support.browser import CHROMIUM, browser
 from support.http_fakes import ANSWER, FakeDispatcher
 
-from splitserve.coordinator.metrics import SystemSnapshot, WorkerSnapshot
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.system_snapshot import SystemSnapshot, WorkerSnapshot
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")

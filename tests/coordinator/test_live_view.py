@@ -10,10 +10,10 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.admin import AdminRoutes
 from splitserve.coordinator.live_view import NUM_POINTS, NUM_RECENT, LiveView
-from splitserve.coordinator.metrics import SystemSnapshot, WorkerSnapshot
 from splitserve.coordinator.request_record import RequestRecord
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.system_snapshot import SystemSnapshot, WorkerSnapshot
 from splitserve.coordinator.tenants.limits import ANONYMOUS, Account
 from splitserve.coordinator.tenants.tenancy import Tenancy
 from splitserve.coordinator.time_ledger import Stage, TimeLedger

@@ -21,8 +21,8 @@ import pytest
 from rich.console import Console
 
 from splitserve.coordinator.live_view import LiveView
-from splitserve.coordinator.metrics import SystemSnapshot, WorkerSnapshot
 from splitserve.coordinator.request_record import RequestRecord
+from splitserve.coordinator.system_snapshot import SystemSnapshot, WorkerSnapshot
 from splitserve.coordinator.time_ledger import TimeLedger
 from splitserve.deploy.top_view import Picture, render
 

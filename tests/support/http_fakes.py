@@ -10,8 +10,8 @@ from typing import get_args
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from splitserve.coordinator.metrics import SystemSnapshot, WorkerSnapshot
 from splitserve.coordinator.request import Ended, GenerationRequest
+from splitserve.coordinator.system_snapshot import SystemSnapshot, WorkerSnapshot
 from splitserve.coordinator.time_ledger import Stage, TimeLedger
 from splitserve.transport.messages import TokenLogprobs
 

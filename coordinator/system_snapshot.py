@@ -1,0 +1,43 @@
+"""The serving system at one moment, as metrics and dashboard read it. Plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+NOTHING: Mapping[str, float] = {}
+
+
+class WorkerSnapshot(NamedTuple):
+    """One worker as it last reported."""
+
+    worker_id: str
+    role: str
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_used: int
+    blocks_leased: int
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    steps: int
+    counters: Mapping[str, float] = NOTHING  # cumulative since the worker's start
+    draining: bool = False
+    host: str = ""
+    pid: int = 0
+    device: str = ""  # its GPU's UUID
+    gauges: Mapping[str, float] = NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class SystemSnapshot:
+    """The serving system behind the HTTP server. ``counters`` are the lifecycle's own, cumulative since the start."""
+
+    ready: bool = False
+    num_waiting: int = 0  # requests not yet dispatched
+    num_running: int = 0  # dispatched and not ended
+    workers: Sequence[WorkerSnapshot] = ()
+    counters: Mapping[str, float] = field(default_factory=dict)
+    stages: Mapping[str, int] = field(default_factory=dict)  # requests by the stage that they are in

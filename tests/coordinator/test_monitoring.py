@@ -1,0 +1,159 @@
+"""Metrics as Prometheus reads them, and the alert rules and the Grafana dashboard that come with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from support.http_fakes import FakeDispatcher
+
+from splitserve.coordinator.efficiency import Efficiency
+from splitserve.coordinator.lifecycle import Lifecycle
+from splitserve.coordinator.served_model import ServedModel
+from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.system_collector import WORKER_COUNTERS, WORKER_GAUGES
+from splitserve.coordinator.system_snapshot import SystemSnapshot, WorkerSnapshot
+
+MONITORING = Path(__file__).resolve().parents[2] / "deploy" / "monitoring"
+PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
+needs_prometheus = pytest.mark.skipif(not (PROMTOOL and PROMETHEUS), reason="no prometheus here: apt-get install prometheus")
+
+
+def worker(name: str, role: str, device: str = "", **more: float) -> WorkerSnapshot:
+    counters, gauges = {**dict.fromkeys(WORKER_COUNTERS, 5.0), **more}, dict.fromkeys(WORKER_GAUGES, 0.5) if device else {}
+    return WorkerSnapshot(name, role, 100, 50, 20, 30, 0, 2, 1, 17, 5, counters, device=device, gauges=gauges)
+
+
+def everything() -> SystemSnapshot:
+    """Workers with GPUs, and whatever the lifecycle counts."""
+    counters = Lifecycle(1, "hybrid").counters()
+    return SystemSnapshot(ready=True, workers=[worker("p", "prefill", "GPU-1"), worker("d", "decode", "GPU-2")], counters=counters)
+
+
+@pytest.fixture
+async def metrics(dispatcher: FakeDispatcher, model: ServedModel) -> str:
+    """All that /metrics can have."""
+    server = HttpServer(create_app(dispatcher, model, system=everything, price_per_hour=2.0))
+    await server.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as http:
+        for body in ({"prompt": "quick", "max_tokens": 5, "stream": True}, {"prompt": "quick"}, {"prompt": 3}):
+            await http.post("/v1/completions", json=body)
+        for now, grown in ((0.0, 0.0), (10.0, 100.0)):
+            more = {"output_tokens": grown, "gpu_energy_joules": grown}
+            server.app.metrics.efficiency.sample(now, SystemSnapshot(workers=[worker("d", "decode", "GPU-2", **more)]))
+        text = (await http.get("/metrics")).text
+    await server.stop(grace_s=0)
+    return text
+
+
+def names_in(text: str) -> set[str]:
+    return set(re.findall(r"\bsplitserve_[a-z0-9_]+", text))
+
+
+async def test_every_query_names_a_metric_that_exists(metrics: str) -> None:
+    known = set(re.findall(r"^(splitserve_[a-z0-9_]+)", metrics, re.M))
+    dashboard = json.loads((MONITORING / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(queries) > 50
+    used = {name for query in queries for name in names_in(query)}
+    assert used - known == set()
+    alerts = re.sub(r"^ +(summary|description):.*$", "", (MONITORING / "alerts.yml").read_text(), flags=re.M)
+    assert names_in(alerts) - known == set()
+    told = {name for name in known if not name.endswith(("_created", "_bucket"))}
+    assert {"splitserve_refusals_total", "splitserve_cost_per_million_tokens", "splitserve_joules_per_token"} <= told
+
+
+async def test_refusals_are_counted_by_reason(metrics: str) -> None:
+    assert re.search(r'^splitserve_refusals_total\{model_name="tiny",reason="invalid_request_error"\} 1\.0$', metrics, re.M)
+
+
+async def test_without_a_gpu_or_a_price_nothing_is_made_up(http: httpx.AsyncClient) -> None:
+    text = (await http.get("/metrics")).text
+    assert not re.search(r"^splitserve_\w*(gpu|joule|cost)", text, re.M)
+
+
+def test_efficiency_counts_a_shared_gpu_once() -> None:
+    efficiency = Efficiency(price_per_hour=3.6)
+    for second in range(0, 101, 10):
+        grown = {"output_tokens": 10.0 * second, "gpu_energy_joules": 700.0 * second}
+        shared = [worker("p", "prefill", "GPU-1", **grown), worker("d", "decode", "GPU-1", **grown)]
+        efficiency.sample(float(second), SystemSnapshot(workers=shared))
+    gauges = efficiency.gauges()
+    assert gauges["tokens_per_gpu_hour"] == pytest.approx(20 * 3600)
+    assert gauges["joules_per_token"] == pytest.approx(35.0)
+    assert gauges["cost_per_million_tokens"] == pytest.approx(3.6 / 3600 / 20 * 1e6)
+    assert (efficiency.gpu_s, efficiency.cost) == (pytest.approx(100), pytest.approx(0.1))
+
+
+def test_workers_without_a_gpu_cost_too() -> None:
+    efficiency = Efficiency(price_per_hour=1.0)
+    for now in (0.0, 3600.0):
+        efficiency.sample(now, SystemSnapshot(workers=[worker("p", "prefill"), worker("d", "decode")]))
+    assert (efficiency.cost, efficiency.gpu_s) == (2.0, 0.0)
+    assert "tokens_per_gpu_hour" not in efficiency.gauges()
+
+
+@needs_prometheus
+async def test_promtool_accepts_metrics_and_rules(metrics: str) -> None:
+    checked = subprocess.run([str(PROMTOOL), "check", "metrics"], input=metrics, capture_output=True, text=True, timeout=60, check=False)
+    assert (checked.returncode, checked.stderr) == (0, ""), checked.stderr
+    config = subprocess.run(
+        [str(PROMTOOL), "check", "config", str(MONITORING / "prometheus.yml")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert config.returncode == 0, config.stdout + config.stderr
+    assert re.search(r"SUCCESS: 13 rules found", config.stdout)
+
+
+@contextmanager
+def prometheus(target: str, folder: Path) -> Iterator[str]:
+    """A real one that scrapes ``target`` four times a second; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    config = (MONITORING / "prometheus.yml").read_text().replace("127.0.0.1:8000", target).replace("interval: 5s", "interval: 250ms")
+    (folder / "prometheus.yml").write_text(config)
+    shutil.copy(MONITORING / "alerts.yml", folder)
+    command = [str(PROMETHEUS), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    with subprocess.Popen([*command, f"--web.listen-address={address}"], stderr=subprocess.DEVNULL) as process:
+        try:
+            yield f"http://{address}"
+        finally:
+            process.terminate()
+
+
+@needs_prometheus
+async def test_a_real_prometheus_scrapes_it(server: HttpServer, http: httpx.AsyncClient, tmp_path: Path) -> None:
+    await http.post("/v1/completions", json={"prompt": "quick", "max_tokens": 5})
+    with prometheus(f"127.0.0.1:{server.port}", tmp_path) as address:
+        async with httpx.AsyncClient(base_url=address) as asker:
+            found = await answered(asker, 'splitserve_requests_total{status="200"}')
+            assert found["value"][1] == "1"
+            assert found["metric"]["job"] == "splitserve"
+            assert (await answered(asker, "histogram_quantile(0.5, splitserve_e2e_request_latency_seconds_bucket)"))["value"]
+            rules = (await asker.get("/api/v1/rules")).json()["data"]["groups"]
+            assert len(rules[0]["rules"]) == 13
+
+
+async def answered(asker: httpx.AsyncClient, query: str, timeout_s: float = 60.0) -> dict[str, dict[str, str]]:
+    """The first result of a query, as soon as there is one."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            results = (await asker.get("/api/v1/query", params={"query": query})).json()["data"]["result"]
+        except (httpx.HTTPError, ValueError, KeyError):
+            results = []  # it has not begun to listen, or to answer
+        if results:
+            result: dict[str, dict[str, str]] = results[0]
+            return result
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"Prometheus knows nothing of {query} after {timeout_s:g} s")
