@@ -36,6 +36,9 @@ from .routing import Policy
 
 CHARGE_EVERY_S = 0.25
 
+LATE_TICK_S = 0.2
+"""Ticks come at least ten times a second: after so long without one the coordinator itself stood still."""
+
 
 class Lifecycle:
     """The coordinator's decisions. Feed it messages, submissions and ``tick``; carry out what each call returns."""
@@ -243,7 +246,7 @@ class Lifecycle:
 
     def _forgive_own_stall(self, now: float) -> None:
         """A worker was not silent while nobody listened."""
-        if self._ticked is not None and (stall := now - self._ticked) > self.limits.heartbeat_s:
+        if self._ticked is not None and (stall := now - self._ticked) > max(self.limits.heartbeat_s, LATE_TICK_S):
             self.pools.forgive(stall)
         self._ticked = now
 

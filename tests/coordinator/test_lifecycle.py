@@ -330,3 +330,12 @@ def test_a_lost_attempt_whose_successor_fails_too_is_one_recovery() -> None:
     bench.joined(3)
     (recovery,) = bench.core.last_recoveries
     assert (recovery.reason, recovery.noticed, recovery.dispatched, recovery.token, recovery.num_attempts) == ("no", 1.0, 2.0, 3.0, 2)
+
+
+def test_a_silent_worker_is_dead_after_a_while_also_with_heartbeats_quicker_than_ticks() -> None:
+    bench = Bench(heartbeat_s=0.01, dead_after_s=0.5)
+    for _ in range(9):
+        bench.now += 0.06
+        bench.load("d", [])
+        bench.core.tick(bench.now)
+    assert list(bench.core.reasons_lost) == [("p", 1)]

@@ -18,6 +18,7 @@ from splitserve.transport.keys import generate_key
 
 TESTS = Path(__file__).parent.parent
 LOOK_S = 0.03
+HEARTBEAT_S = 0.02  # how soon the state of the workers is known
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -44,7 +45,7 @@ class ForkedCluster(Cluster):
     def start_coordinator(self) -> subprocess.Popen[bytes]:
         """As the only one, or after it was killed."""
         command = [sys.executable, "-m", "splitserve.deploy.cli", "coordinator", *self._common, "--served-model-name", MODEL_NAME]
-        command += ["--port", str(self._port), "--control-address", self._control]
+        command += ["--port", str(self._port), "--control-address", self._control, "--heartbeat-s", str(HEARTBEAT_S)]
         with (self._folder / "coordinator.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRON)
 

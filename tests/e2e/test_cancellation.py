@@ -1,0 +1,49 @@
+"""Clients that hang up, at random moments: every block of their requests is free again at once, on prefill and decode workers."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import statistics
+import time
+
+import pytest
+from e2e.cluster import MODEL_NAME, wait_for
+from e2e.forked_cluster import HEARTBEAT_S, ForkedCluster
+
+NUM_MOMENTS = 30
+LONGEST_WAIT_S = 0.4  # about as long as the requests take
+WITHIN_S = 0.1  # from the worker's next loop turn
+BESIDE_S = 0.05 + 0.1 + HEARTBEAT_S
+"""What is measured begins earlier and ends later than that: the client closes its socket, the worker's turn comes (an idle loop's wait, or a
+step that is under way), it frees the blocks, a heartbeat tells it, a poll reads it."""
+STARVED_S = 5.0
+"""Where other programs have the machine's cores, one turn of a loop may come late: only the median is held to the promise, and no single
+case to more than this. (tests/decode/test_cancellation.py holds every case to it, in every state, on a clock of its own.)"""
+
+
+def hang_up_after(cluster: ForkedCluster, body: dict[str, object], wait_s: float) -> None:
+    """Asks for a stream, and closes the connection after so many seconds."""
+    host, _, port = cluster.url.removeprefix("http://").partition(":")
+    data = json.dumps({"model": MODEL_NAME, "stream": True, "ignore_eos": True, **body}).encode()
+    with socket.create_connection((host, int(port)), 5) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        client.sendall(head.encode() + data)
+        time.sleep(wait_s)
+
+
+def test_who_hangs_up_holds_no_block(forked_cluster: ForkedCluster, record_property: pytest.RecordProperty) -> None:
+    cluster, draw = forked_cluster, random.Random(3)
+    cluster.wait_whole(2, 2)
+    seconds = []
+    for number in range(NUM_MOMENTS):
+        prompt = [draw.randrange(250) for _ in range(draw.choice([5, 100, 1000, 2500]))]
+        hang_up_after(cluster, {"prompt": prompt, "max_tokens": 1000, "n": 1 + number % 2}, draw.uniform(0, LONGEST_WAIT_S))
+        closed = time.monotonic()
+        wait_for("no block is held for it", cluster.at_rest, STARVED_S)
+        seconds.append(time.monotonic() - closed)
+    p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100, method="inclusive")[98]
+    record_property("freed_after_s", {"p50": round(p50, 4), "p99": round(p99, 4)})
+    print(f"freed after: p50 {p50:.3f} s, p99 {p99:.3f} s")
+    assert p50 <= WITHIN_S + BESIDE_S
