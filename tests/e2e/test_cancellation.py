@@ -16,8 +16,8 @@ NUM_MOMENTS = 30
 LONGEST_WAIT_S = 0.4  # about as long as the requests take
 WITHIN_S = 0.1  # from the worker's next loop turn
 BESIDE_S = 0.05 + 0.1 + HEARTBEAT_S
-"""What is measured begins earlier and ends later than that: the client closes its socket, the worker's turn comes (an idle loop's wait, or a
-step that is under way), it frees the blocks, a heartbeat tells it, a poll reads it."""
+"""What is measured begins earlier and ends later: the client closes its socket, the worker's turn comes (an idle loop waits, or a step
+is under way), it frees the blocks, a heartbeat tells it, a poll reads it."""
 STARVED_S = 5.0
 """Where other programs have the machine's cores, one turn of a loop may come late: only the median is held to the promise, and no single
 case to more than this. (tests/decode/test_cancellation.py holds every case to it, in every state, on a clock of its own.)"""

@@ -1,0 +1,100 @@
+"""Workers are killed, frozen and told to leave, one after the other, while clients stream: every byte is as without a fault.
+
+(Ten minutes of it, with a network that loses packets: ``python -m splitserve.bench.chaos``.)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from e2e.cluster import wait_for
+from e2e.forked_cluster import ForkedCluster
+from e2e.test_exact_streams import BODIES, Answer, Streams
+
+FAULTS = [
+    ("decode", signal.SIGKILL),
+    ("prefill", signal.SIGSTOP),
+    ("decode", signal.SIGTERM),
+    ("prefill", signal.SIGKILL),
+    ("decode", signal.SIGSTOP),
+    ("prefill", signal.SIGTERM),
+]
+
+
+class Clients:
+    """One that streams each of the bodies, again and again, and checks every answer."""
+
+    def __init__(self, cluster: ForkedCluster, bodies: dict[str, dict[str, Any]], expected: dict[str, Answer]) -> None:
+        self._cluster, self._bodies, self._expected = cluster, bodies, expected
+        self._stop = threading.Event()
+        self.num_answers = 0
+        self._pool = ThreadPoolExecutor(len(bodies))
+        self._futures = [self._pool.submit(self._ask, name) for name in bodies]
+
+    def _ask(self, name: str) -> None:
+        while not self._stop.is_set():
+            answer = Streams(self._cluster, {name: self._bodies[name]}).answers()[name]
+            assert answer == self._expected[name], name
+            self.num_answers += 1
+
+    def end(self) -> None:
+        """Raises what was wrong."""
+        self._stop.set()
+        self._pool.shutdown()
+        for future in self._futures:
+            future.result()
+
+
+@pytest.fixture(scope="module")
+def bodies(forked_cluster: ForkedCluster) -> dict[str, dict[str, Any]]:
+    """Greedy and sampled, several choices, logprobs, penalties, and a stop string from late in an answer."""
+    body = BODIES["sampled, penalties"]
+    text = Streams(forked_cluster, {"": body}).answers()[""][0]["text"]
+    return {**BODIES, "stop string": {**body, "stop": [text[len(text) * 2 // 3 :][:12]]}}
+
+
+@pytest.fixture(scope="module")
+def expected(forked_cluster: ForkedCluster, bodies: dict[str, dict[str, Any]]) -> dict[str, Answer]:
+    """Without faults, one at a time."""
+    return {name: Streams(forked_cluster, {name: body}).answers()[name] for name, body in bodies.items()}
+
+
+def hurt(cluster: ForkedCluster, role: str, number: int) -> None:
+    """Does this to the busiest worker of the role; returns when it is gone, and the cluster whole again."""
+    wait_for("it has work", lambda: bool(cluster.busy_worker(role)["dispatches"]), 10)
+    victim = cluster.busy_worker(role)
+    name = (victim["worker_id"], victim["incarnation"])
+    os.kill(victim["pid"], number)
+    try:
+        gone = lambda: name not in [(w["worker_id"], w["incarnation"]) for w in cluster.workers(role)]  # noqa: E731
+        wait_for(f"{name[0]} is gone", gone, 15)
+    finally:
+        if number == signal.SIGSTOP:
+            os.kill(victim["pid"], signal.SIGCONT)
+    cluster.wait_whole(2, 2)
+
+
+def test_whatever_befalls_workers_no_byte_differs(
+    forked_cluster: ForkedCluster, bodies: dict[str, dict[str, Any]], expected: dict[str, Answer]
+) -> None:
+    cluster = forked_cluster
+    cluster.wait_whole(2, 2)
+    before, began = cluster.state()["counters"], time.monotonic()
+    clients = Clients(cluster, bodies, expected)
+    try:
+        for role, number in FAULTS:
+            hurt(cluster, role, number)
+    finally:
+        clients.end()
+    cluster.wait_at_rest()
+    after = cluster.state()["counters"]
+    print(f"{clients.num_answers} answers in {time.monotonic() - began:.1f} s, {after['recoveries'] - before['recoveries']:g} recoveries")
+    assert after["workers_lost"] - before["workers_lost"] >= 4
+    assert after["workers_left"] - before["workers_left"] == 2
+    assert after["recoveries"] > before["recoveries"]
