@@ -1,4 +1,4 @@
-"""What an operator may tell the running system: POST /admin/drain/{worker}, and who is an operator.
+"""What an operator may tell the running system: POST /admin/drain/{worker} and /admin/log-level/{level}, and who is an operator.
 
 Without an admin key it answers to this host only; with one, to whoever has the key, from wherever. A browser's request is refused in
 either case: a web page that is open on this host must not reach it.
@@ -7,8 +7,10 @@ either case: a web page that is open on this host must not reach it.
 from __future__ import annotations
 
 import hmac
+import logging
 from ipaddress import ip_address
 from pathlib import Path
+from typing import get_args
 
 import orjson
 from starlette.requests import HTTPConnection, Request
@@ -17,8 +19,10 @@ from starlette.routing import Route
 
 from .errors import Forbidden, InvalidRequest, NotFound, Unauthorized
 from .request import Dispatcher
+from .settings import LogLevel
 
 MIN_KEY_CHARS = 16
+_log = logging.getLogger(__name__)
 
 
 class AdminCheck:
@@ -49,7 +53,10 @@ class AdminRoutes:
         self.operators = AdminCheck(key)
 
     def routes(self) -> list[Route]:
-        return [Route("/admin/drain/{worker:path}", self._drain, methods=["POST"])]
+        return [
+            Route("/admin/drain/{worker:path}", self._drain, methods=["POST"]),
+            Route("/admin/log-level/{level}", self._set_log_level, methods=["POST"]),
+        ]
 
     async def _drain(self, request: Request) -> Response:
         self.operators.check(request)
@@ -59,6 +66,15 @@ class AdminRoutes:
             known = ", ".join(sorted(_worker_ids(self._dispatcher.snapshot()))) or "none"
             raise NotFound(f"There is no worker {worker_id!r} here; there are: {known}.", param="worker")
         return Response(orjson.dumps(held), 202, media_type="application/json")
+
+    async def _set_log_level(self, request: Request) -> Response:
+        self.operators.check(request)
+        level = request.path_params["level"]
+        if level not in get_args(LogLevel):
+            raise InvalidRequest(f"level: {level[:40]!r} is none of {', '.join(get_args(LogLevel))}", param="level")
+        logging.getLogger().setLevel(level.upper())
+        _log.warning("log level is now %s", level)
+        return Response(orjson.dumps({"level": level}), media_type="application/json")
 
 
 def admin_key(path: Path | None) -> str | None:

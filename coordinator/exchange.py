@@ -180,7 +180,7 @@ class HttpExchange:
 
     def client_too_slow(self) -> None:
         """Called from within a write."""
-        logger.warning("a client reads its stream too slowly and is cut off")
+        logger.warning("a client reads its stream too slowly and is cut off", extra={"fields": {"request_id": self._options.id}})
         if not self._over:
             self._end("too_slow")
             self._loop.call_soon(self._cancel_rest)

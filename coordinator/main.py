@@ -21,6 +21,7 @@ from .dispatcher import SocketDispatcher, prove
 from .lifecycle import Lifecycle, LifecycleLimits
 from .limits import HttpLimits
 from .request import GenerationRequest, Sink
+from .request_log import log_request
 from .served_model import ServedModel
 from .server import HttpServer, create_app
 from .settings import CoordinatorSettings, is_loopback
@@ -73,6 +74,8 @@ async def serve(settings: CoordinatorSettings) -> None:
         batches,
         settings.price_per_hour,
     )
+    if settings.log_requests:
+        app.metrics.listeners.append(log_request)
     server = HttpServer(app, host=settings.listen_host, port=settings.port)
     say_who_may(settings)
     stopping = asyncio.Event()

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 
 def is_loopback(host: str) -> bool:
@@ -133,7 +134,9 @@ class CoordinatorSettings(BaseModel):
         description="Price of one GPU for an hour, or of one worker that has none, in any currency; /metrics then says what a million "
         "output tokens cost.",
     )
-    log_level: LogLevel = Field(default="info", description="Least level that is logged.")
+    log_level: LogLevel = Field(default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again.")
+    log_requests: bool = Field(default=False, description="Log a line for each request that is over, with where its time went.")
+    log_format: LogFormat = Field(default="text", description="text, or json: one object a line, with request ids where there are any.")
 
     @property
     def model_name(self) -> str:

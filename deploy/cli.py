@@ -6,7 +6,6 @@ Everything heavy is imported by the command that needs it, so that ``--help`` is
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from ..planner.errors import PlannerError
 from ..transport.errors import TransportError
 from .config import CONFIG_VARIABLE, SECTIONS, ConfigError, Sources, load
 from .options import SettingsCommand, given, options
+from .process_log import log_to_stderr
 from .settings import ChatSettings, DoctorSettings, TopSettings
 
 HELP_WIDTH = 110
@@ -66,15 +66,11 @@ def _name(section: str) -> str:
     return section.rpartition("_")[2]
 
 
-def log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-
-
 def run_coordinator(settings: Any) -> None:
     from ..coordinator.main import run
     from .checks import require_model, require_port
 
-    log_to_stderr(settings.log_level)
+    log_to_stderr(settings.log_level, settings.log_format, "coordinator")
     require_model(settings.model, weights=False)
     require_port(settings.listen_host, settings.port)
     run(settings)
@@ -83,7 +79,7 @@ def run_coordinator(settings: Any) -> None:
 def run_prefill(settings: Any) -> None:
     from .checks import require_model
 
-    log_to_stderr(settings.log_level)
+    log_to_stderr(settings.log_level, settings.log_format, settings.worker_id)
     require_model(settings.model, weights=settings.runner == "model")
     from ..prefill.worker import run
 
@@ -93,7 +89,7 @@ def run_prefill(settings: Any) -> None:
 def run_decode(settings: Any) -> None:
     from .checks import require_model
 
-    log_to_stderr(settings.log_level)
+    log_to_stderr(settings.log_level, settings.log_format, settings.worker_id)
     require_model(settings.model, weights=settings.runner == "model")
     from ..decode.worker import run
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from .child_process import Command, Log
 from .config import ENV_PREFIX
+from .process_log import json_line
 from .settings import ChatSettings
 from .supervisor import Supervisor
 from .up import Plan
@@ -38,7 +39,8 @@ def run(plan: Plan) -> int:
 async def _run(plan: Plan) -> int:
     interactive = plan.up.chat or plan.up.prompt is not None
     names = ["coordinator", *(worker.name for worker in plan.workers)]
-    log = prefixed_log((plan.run_dir / "log").open("a", encoding="utf-8") if interactive else sys.stdout, names)
+    stream = (plan.run_dir / "log").open("a", encoding="utf-8") if interactive else sys.stdout
+    log = json_log(stream) if plan.coordinator.log_format == "json" else prefixed_log(stream, names)
     supervisor = Supervisor(
         commands(plan),
         is_ready=lambda: is_ready(plan.url),
@@ -52,6 +54,7 @@ async def _run(plan: Plan) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP) if interactive else (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stop)
     loop.add_signal_handler(signal.SIGUSR1, supervisor.roll)
+    loop.add_signal_handler(signal.SIGUSR2, supervisor.signal_all, signal.SIGUSR2)  # debug on, off
     say(f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and {plan.up.decode} decode workers ...")
     status = await supervisor.run(_work(plan))
     if supervisor.failure:
@@ -130,6 +133,15 @@ def prefixed_log(stream: TextIO, names: list[str]) -> Log:
 
     def log(name: str, line: str) -> None:
         print(prefixes[name], line, file=stream, flush=True)
+
+    return log
+
+
+def json_log(stream: TextIO) -> Log:
+    """Lines that are JSON as they are, others as a message in JSON."""
+
+    def log(name: str, line: str) -> None:
+        print(line if line.startswith("{") else json_line(name, line), file=stream, flush=True)
 
     return log
 

@@ -54,7 +54,7 @@ class Supervisor:
     def stop(self) -> None:
         """Ends ``run``; called again, kills what still runs."""
         if self._stopping.is_set():
-            self._signal_all(signal.SIGKILL)
+            self.signal_all(signal.SIGKILL)
         self._stopping.set()
 
     def roll(self) -> None:
@@ -159,11 +159,11 @@ class Supervisor:
                 await asyncio.wait_for(self._stopping.wait(), delay)
 
     async def _stop_all(self, keepers: list[asyncio.Task[None]]) -> None:
-        self._signal_all(signal.SIGTERM)
-        self._signal_all(signal.SIGCONT)  # a stopped process hears SIGTERM only when it goes on
+        self.signal_all(signal.SIGTERM)
+        self.signal_all(signal.SIGCONT)  # a stopped process hears SIGTERM only when it goes on
         _, late = await asyncio.wait(keepers, timeout=self._grace_s)
         if late:
-            self._signal_all(signal.SIGKILL)
+            self.signal_all(signal.SIGKILL)
             await asyncio.wait(late)
         for keeper in keepers:
             keeper.result()
@@ -172,7 +172,7 @@ class Supervisor:
         """A line of the supervisor's own, in the form of the processes' lines."""
         self._log(child.command.name, f"{time.strftime('%H:%M:%S')} WARNING {text}")
 
-    def _signal_all(self, number: int) -> None:
+    def signal_all(self, number: int) -> None:
         for child in self.children:
             child.signal(number)
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Mover = Literal["auto", "shm", "nccl", "nixl", "zmq"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 
 class WorkerSettings(BaseModel):
@@ -87,7 +88,8 @@ class WorkerSettings(BaseModel):
     orphaned_after_s: float = Field(
         default=10, ge=1, le=3600, description="Seconds without a word of the coordinator after which a worker frees all it holds."
     )
-    log_level: LogLevel = Field(default="info", description="Least level that is logged.")
+    log_level: LogLevel = Field(default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again.")
+    log_format: LogFormat = Field(default="text", description="text, or json: one object a line, with request ids where there are any.")
 
     @property
     def worker_id(self) -> str:

@@ -1,0 +1,63 @@
+"""How a process logs: to standard error, as text or as one JSON object a line, with a level that can be changed while it runs."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from typing import Literal
+
+import orjson
+
+LogFormat = Literal["text", "json"]
+TEXT = "%(asctime)s %(levelname)-7s %(message)s"
+
+
+class JsonFormatter(logging.Formatter):
+    """``process``: whose log it is. A record's own fields (``extra={"fields": {...}}``: request ids, say) stand beside the message."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": timestamp(record.created),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str).decode()
+
+
+def log_to_stderr(level: str, form: LogFormat, process: str) -> None:
+    """Sets this process's log up. SIGUSR2 turns debug on, and off again."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if form == "json" else logging.Formatter(TEXT, datefmt="%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    signal.signal(signal.SIGUSR2, lambda *_: toggle_debug(level))
+
+
+def toggle_debug(level: str) -> None:
+    """Between debug and ``level``."""
+    root = logging.getLogger()
+    root.setLevel(level.upper() if root.level == logging.DEBUG else "DEBUG")
+    logging.getLogger(__name__).warning("log level is now %s", logging.getLevelName(root.level).lower())
+
+
+def json_line(process: str, message: str) -> str:
+    """What a process says that is no JSON itself, as a line of the same kind."""
+    return orjson.dumps({"time": timestamp(time.time()), "process": process, "message": message}).decode()
+
+
+def timestamp(seconds: float) -> str:
+    """RFC 3339, UTC, with milliseconds."""
+    whole = int(seconds)
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)) + f".{int((seconds - whole) * 1000):03d}Z"

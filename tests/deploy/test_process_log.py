@@ -1,0 +1,89 @@
+"""Logs as JSON, and a level that changes while a process runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from support.http_fakes import FakeDispatcher
+
+from splitserve.coordinator.admin import AdminRoutes
+from splitserve.coordinator.request_log import log_request
+from splitserve.coordinator.request_record import RequestRecord
+from splitserve.coordinator.routes import error_handlers
+from splitserve.coordinator.time_ledger import TimeLedger
+from splitserve.deploy.local_cluster import json_log
+from splitserve.deploy.process_log import JsonFormatter
+
+PROGRAM = """
+import logging, os, signal
+from splitserve.deploy.process_log import log_to_stderr
+log_to_stderr("info", "json", "decode-0")
+logging.debug("hidden")
+os.kill(os.getpid(), signal.SIGUSR2)
+logging.debug("seen", extra={"fields": {"request_id": "r1"}})
+os.kill(os.getpid(), signal.SIGUSR2)
+logging.debug("hidden")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.exception("broke")
+"""
+
+
+def test_a_process_logs_json_and_a_signal_turns_debug_on_and_off() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["message"] for line in lines] == ["log level is now debug", "seen", "log level is now info", "broke"]
+    assert {line["process"] for line in lines} == {"decode-0"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", lines[0]["time"])
+    assert (lines[1]["level"], lines[1]["request_id"]) == ("debug", "r1")
+    assert "ZeroDivisionError" in lines[3]["exception"]
+
+
+def test_each_request_is_a_line_with_its_id_and_its_stages(caplog: pytest.LogCaptureFixture) -> None:
+    ledger = TimeLedger("parse", 1.0)
+    ledger.enter("decode", 1.5)
+    ledger.close(3.0)
+    record = RequestRecord("cmpl-1", "/v1/completions", "200", ledger, ledger.stages(), 2.0, 10, 4, 7, 1, "p0", "d0", "acme")
+    with caplog.at_level(logging.INFO):
+        log_request(record)
+    (logged,) = caplog.records
+    assert (
+        logged.getMessage()
+        == "cmpl-1 200 in 2000.0 ms (parse 500.0, decode 1500.0): 10 prompt tokens (4 cached), 7 output tokens, p0 to d0"
+    )
+    line = json.loads(JsonFormatter("coordinator").format(logged))
+    assert (line["request_id"], line["tenant"], line["seconds"]) == ("cmpl-1", "acme", 2.0)
+    assert sum(line["stages"].values()) == pytest.approx(line["seconds"], rel=0.01)
+
+
+async def test_an_operator_changes_the_level() -> None:
+    app = Starlette(routes=AdminRoutes(FakeDispatcher(lambda request: []), None).routes(), exception_handlers=error_handlers())
+    before = logging.getLogger().level
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+            assert (await http.post("/admin/log-level/error")).json() == {"level": "error"}
+            assert logging.getLogger().level == logging.ERROR
+            refused = await http.post("/admin/log-level/loud")
+            assert refused.status_code == 400
+            assert "debug, info, warning, error" in refused.json()["error"]["message"]
+    finally:
+        logging.getLogger().setLevel(before)
+
+
+def test_a_local_cluster_passes_json_on_and_makes_json_of_the_rest() -> None:
+    stream = io.StringIO()
+    log = json_log(stream)
+    log("decode-0", '{"message":"hello"}')
+    log("decode-0", "Segmentation fault")
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first == {"message": "hello"}
+    assert (second["process"], second["message"]) == ("decode-0", "Segmentation fault")
