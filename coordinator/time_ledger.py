@@ -87,10 +87,13 @@ class TimeLedger:
                 yield Span(stage, began, ended)
 
     def stages(self) -> Stages:
-        seconds = Stages()
-        for stage, began, ended in self.spans():
-            setattr(seconds, stage, getattr(seconds, stage) + ended - began)
-        return seconds
+        seconds = dict.fromkeys(NAMES, 0.0)
+        stage, began = self._marks[0]
+        for next_stage, ended in self._marks[1:]:
+            seconds[stage] += ended - began
+            stage, began = next_stage, ended
+        seconds[stage] += self.end - began
+        return Stages(**seconds)
 
 
 def server_timing(stages: Stages, total: float) -> bytes:
