@@ -105,24 +105,25 @@ class DecodeRows:
     def build(self) -> DecodeStep:
         """The step of all rows; the rows are then those of the step after it."""
         n = len(self.sequences)
-        positions = self._positions[:n].copy()
-        width = int(np.maximum.reduce(positions)) // self._block_size + 1
+        positions, slots, indices, fed_from = self._positions[:n], self._slots[:n], self._indices[:n], self._fed_from[:n]
+        seq_lens = positions + 1
+        width = (int(np.maximum.reduce(positions)) // self._block_size) + 1
         batch = Batch(
             token_ids=self._tokens[:n].copy(),
-            positions=positions,
+            positions=positions.copy(),
             query_start_loc=self._arange[: n + 1],
-            seq_lens=positions + 1,
+            seq_lens=seq_lens,
             block_tables=self._tables[:n, :width].copy(),
-            slot_mapping=self._slots[:n].copy(),
+            slot_mapping=slots.copy(),
             sampling=[sequence.state for sequence in self.sequences],
-            fed_from=self._fed_from[:n].copy(),
+            fed_from=fed_from.copy(),
         )
-        step = DecodeStep(self.sequences.copy(), batch, self._dispatches[:n].copy(), self._indices[:n].copy())
-        self._fed_from[:n] = self._arange[:n]
-        self._positions[:n] += 1
-        self._slots[:n] += 1
-        self._indices[:n] += 1
-        for row in (self._positions[:n] % self._block_size == 0).nonzero()[0].tolist():
+        step = DecodeStep(self.sequences.copy(), batch, self._dispatches[:n].copy(), indices.copy())
+        fed_from[:] = self._arange[:n]
+        positions[:] = seq_lens
+        slots += 1
+        indices += 1
+        for row in (seq_lens % self._block_size == 0).nonzero()[0].tolist():
             self.beginning.add(self.sequences[row])
         return step
 

@@ -14,7 +14,7 @@ from simulation.network import LATE_S
 from simulation.scenario import NAMED, Scenario, draw_scenario
 from simulation.world import World
 
-REQUESTS = 250
+REQUESTS = 500
 """Requests a world."""
 FAULTS_GO_ON_S = 6.0
 """After the last arrival, until most have been served among faults; in so many (virtual) seconds at most."""

@@ -33,17 +33,16 @@ class Memory:
         size = NUM_LAYERS * self.block_size
         return hash(tuple(self.values[block * size : (block + 1) * size])) & MASK
 
-    def execute(self, batch: Batch, from_layer: int = 0) -> StepOutput:
+    def execute(self, batch: Batch, token_ids: list[int], from_layer: int = 0) -> StepOutput:
         """The layers from ``from_layer`` on, and what is sampled."""
         if from_layer:
             for layer in range(from_layer, NUM_LAYERS):
-                self.write_layer(batch, layer)
+                self.write_layer(batch, token_ids, layer)
         else:
-            self._write_all(batch)
+            self._write_all(batch, token_ids)
         tokens, logprobs, prompt_logprobs = [], {}, {}
-        for row, (state, table, length) in enumerate(
-            zip(batch.sampling, batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True)
-        ):
+        rows = zip(batch.sampling, batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True)
+        for row, (state, table, length) in enumerate(rows):
             token = -1 if state is None else next_token(self._total(table, length))
             tokens.append(token)
             if state is not None and state.params.logprobs is not None:
@@ -52,11 +51,11 @@ class Memory:
                 prompt_logprobs[row] = [Logprobs(logprob(token)) for token in batch.next_prompt_ids[row]]
         return StepOutput(np.array(tokens, np.int32), logprobs, prompt_logprobs)
 
-    def write_layer(self, batch: Batch, layer: int) -> None:
+    def write_layer(self, batch: Batch, token_ids: list[int], layer: int) -> None:
         """Writes each token's value of this layer: from the token and its predecessor's in layer 0, from the layer below in others."""
         size, values, sums = self.block_size, self.values, self._sums
         if layer == 0:
-            for kv, place in self._first_layer(batch):
+            for kv, place in self._first_layer(batch, token_ids):
                 values[place] = kv
             return
         for slot in batch.slot_mapping.tolist():
@@ -65,29 +64,29 @@ class Memory:
             values[place] = deeper(values[place - size])
             sums[block] = None
 
-    def _write_all(self, batch: Batch) -> None:
+    def _write_all(self, batch: Batch, token_ids: list[int]) -> None:
         """All layers at once."""
         size, values, layers = self.block_size, self.values, range(1, NUM_LAYERS)
-        for kv, place in self._first_layer(batch):
+        for kv, place in self._first_layer(batch, token_ids):
             values[place] = kv
             for _ in layers:
                 place += size
-                kv = values[place] = (3 * kv + 7) & MASK  # deeper(kv), a third quicker
+                kv = values[place] = deeper(kv)
 
-    def _first_layer(self, batch: Batch) -> Iterator[tuple[int, int]]:
+    def _first_layer(self, batch: Batch, token_ids: list[int]) -> Iterator[tuple[int, int]]:
         """Each token's value in layer 0, and where it goes; a token's predecessor has been written when the token's turn comes."""
         size, values, sums = self.block_size, self.values, self._sums
-        starts, positions, ids = batch.query_start_loc.tolist(), batch.positions.tolist(), batch.token_ids.tolist()
-        slots = batch.slot_mapping.tolist()
+        block_values = NUM_LAYERS * size
+        starts, positions, slots = batch.query_start_loc.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist()
         for row, table in enumerate(batch.block_tables.tolist()):
             start, end = starts[row], starts[row + 1]
-            block, offset = divmod(positions[start] - 1, size)
-            kv = values[table[block] * NUM_LAYERS * size + offset] if positions[start] else 0
+            before = positions[start] - 1
+            kv = 0 if before < 0 else values[table[before // size] * block_values + before % size]
             for i in range(start, end):
-                kv = mix(kv, ids[i])
-                block, offset = divmod(slots[i], size)
+                kv = mix(kv, token_ids[i])
+                block = slots[i] // size
                 sums[block] = None
-                yield kv, block * NUM_LAYERS * size + offset
+                yield kv, block * block_values + slots[i] % size
 
     def _total(self, table: list[int], length: int) -> int:
         """The sum of a sequence's values; a whole block's is kept until the block is written again."""

@@ -73,11 +73,11 @@ class PrefillProcess(WorkerProcess):
     def _layer_done(self, step: Any, layer: int, stride: int) -> None:
         if self.steps.running is not step or self._num_layers != layer or self.hung_until > self.world.queue.now:
             return  # the step has ended, or does not go on
-        self.memory.write_layer(step.batch, layer)
+        self.memory.write_layer(step.batch, step.batch.token_ids.tolist(), layer)
         self._num_layers = layer + 1
         if self._num_layers % stride == 0:
             self.core.layers_done(step, self._num_layers)
             self.turn()
 
     def finish(self, step: Any) -> Any:
-        return self.memory.execute(step.batch, from_layer=self._num_layers)
+        return self.memory.execute(step.batch, step.batch.token_ids.tolist(), from_layer=self._num_layers)

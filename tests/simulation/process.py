@@ -63,16 +63,16 @@ class Process:
             self._backlog.append((event, args))
             self._wake_later()
         else:
-            self._execute(event, args)
+            self._inside = True
+            event(*args)
+            self._inside = False
+            if self._rest:
+                self._stop_in_the_middle()
 
-    def _execute(self, event: Event, args: tuple[Any, ...]) -> None:
-        self._inside = True
-        event(*args)
-        self._inside = False
-        if self._rest:
-            self._backlog.extendleft(reversed(self._rest))
-            self._rest.clear()
-            self._wake_later()
+    def _stop_in_the_middle(self) -> None:
+        self._backlog.extendleft(reversed(self._rest))
+        self._rest.clear()
+        self._wake_later()
 
     def _wake_later(self) -> None:
         if not self._waking:
@@ -83,6 +83,10 @@ class Process:
         self._waking = False
         while self._backlog and self.alive and not self.frozen:
             event, args = self._backlog.popleft()
-            self._execute(event, args)
+            self._inside = True
+            event(*args)
+            self._inside = False
+            if self._rest:
+                self._stop_in_the_middle()
         if self._backlog and self.alive:
             self._wake_later()

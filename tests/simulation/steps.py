@@ -6,10 +6,7 @@ A decode worker's next step is made before the one that runs has ended, and begi
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 if TYPE_CHECKING:
     from simulation.worker_process import WorkerProcess
@@ -25,7 +22,7 @@ class Steps:
         self._steps: deque[Any] = deque()  # submitted and not collected
         self._outcomes: deque[Any] = deque()  # of the first of these: an output, FAILED or SKIPPED
         self._nearly_done = False  # of the one that runs
-        self._sampled_last = np.empty(0, np.int32)
+        self._sampled_last: list[int] = []
 
     @property
     def running(self) -> Any:
@@ -38,16 +35,21 @@ class Steps:
 
     def submit(self, step: Any) -> None:
         batch, size = step.batch, self._process.memory.block_size
-        tables = [row[: -(-n // size)] for row, n in zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True)]
-        self._process.blocks.begin_step(step, tables, {slot // size for slot in batch.slot_mapping.tolist()})
+        blocks: set[int] = set()
+        for table, length in zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True):
+            blocks.update(table[: -(-length // size)])
+        self._process.blocks.begin_step(step, blocks, {slot // size for slot in batch.slot_mapping.tolist()})
         self._steps.append(step)
         if self.running is step:
             self._begin()
 
     def collect(self) -> list[tuple[Any, Any]]:
         """(step, outcome)."""
+        if not self._outcomes:
+            return []
         ended = [(self._steps.popleft(), self._outcomes.popleft()) for _ in range(len(self._outcomes))]
-        self._world.counts["steps made ahead"] += bool(ended and self._steps)
+        if self._steps:
+            self._world.counts["steps made ahead"] += 1
         return ended
 
     def _begin(self) -> None:
@@ -57,7 +59,7 @@ class Steps:
         if world.queue.now < process.slow_until:
             duration *= 20
         # A step reads and writes at any time between its begin and its end: now and then at once, else as late as may be.
-        output = process.memory.execute(self.fed(step.batch)) if world.random.random() < 0.3 else None
+        output = process.memory.execute(step.batch, self.token_ids(step.batch)) if world.random.random() < 0.3 else None
         process.after(duration, self._end, step, output)
         if output is None:
             process.begin(step, duration)
@@ -84,7 +86,7 @@ class Steps:
                 process.blocks.end_step(behind)
                 self._outcomes.append(SKIPPED)
         else:
-            self._sampled_last = output.token_ids
+            self._sampled_last = output.token_ids.tolist()
             self._outcomes.append(output)
         if self.running is not None:
             self._begin()
@@ -92,8 +94,11 @@ class Steps:
                 return  # the loop has other things to do, and hears of it later
         process.turn()
 
-    def fed(self, batch: Any) -> Any:
-        """The batch with the tokens that the step before has sampled for it."""
-        if batch.fed_from is None or not (batch.fed_from >= 0).any():
-            return batch
-        return replace(batch, token_ids=np.where(batch.fed_from >= 0, self._sampled_last[batch.fed_from], batch.token_ids))
+    def token_ids(self, batch: Any) -> list[int]:
+        """Of the batch, with those that the step before has sampled for it."""
+        tokens: list[int] = batch.token_ids.tolist()
+        if batch.fed_from is not None:
+            for row, source in enumerate(batch.fed_from.tolist()):
+                if source >= 0:
+                    tokens[row] = self._sampled_last[source]
+        return tokens

@@ -23,9 +23,10 @@ class WatchedBlocks(BlockManager):
     def allocate(self, count: int) -> list[int] | None:
         blocks = super().allocate(count)
         for block in blocks or ():
-            if any(block in blocks for blocks in self._in_flight.values()):
-                self._violated(f"block {block} is given out while a step uses it")
             self.times_given[block] += 1
+            for used in self._in_flight.values():
+                if block in used:
+                    self._violated(f"block {block} is given out while a step uses it")
             for writer, writing in self._process.writers.items():
                 if block in writing:
                     self._violated(f"block {block} is given out while {writer.name} is about to write it")
@@ -44,9 +45,9 @@ class WatchedBlocks(BlockManager):
             if not self._references[block]:
                 self._violated(f"block {block} is sent, but nothing here holds it")
 
-    def begin_step(self, step: object, tables: Sequence[Sequence[int]], written: Iterable[int]) -> None:
+    def begin_step(self, step: object, blocks: set[int], written: Iterable[int]) -> None:
         """A step is going to run: what it writes is one sequence's alone."""
-        self._in_flight[id(step)] = {block for table in tables for block in table}
+        self._in_flight[id(step)] = blocks
         for block in written:
             if self._references[block] != 1:
                 self._violated(f"block {block} is written with {self._references[block]} references")

@@ -139,7 +139,7 @@ class WorkerProcess(Process):
 
     def finish(self, step: Any) -> Any:
         """What is left of a step; its output."""
-        return self.memory.execute(self.steps.fed(step.batch))
+        return self.memory.execute(step.batch, self.steps.token_ids(step.batch))
 
     def _carry_out(self, action: Any, me: PeerId) -> None:
         if type(action) is ToCoordinator:
