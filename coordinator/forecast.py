@@ -3,26 +3,27 @@
     time to first token = (tokens on the workers + tokens ahead in the line + its own) x share not cached / tokens per second
 
 Workers report tokens and seconds of steps that were full: a step with room tells how long a step takes, not how much one could hold.
-Older measurements count half after ``HALF_LIFE_S`` seconds of such steps. As long as nobody has had a full step there is no forecast, and
-nobody is refused by one.
+A worker's speed is the median of its latest reports: one step that hung for seconds says nothing of the next ones, and must not turn
+requests away. As long as nobody has reported full steps a few times there is no forecast, and nobody is refused by one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
 
 from ..transport.messages import Load
 from .pools import Worker, WorkerId
 
-HALF_LIFE_S = 10.0
-MIN_SECONDS = 0.05  # of full steps, before they count for anything
+MIN_REPORTS, MAX_REPORTS = 3, 15  # with full steps in them
+HALF_LIFE_TOKENS = 50_000.0  # of what is known of the prefix cache
 
 
 @dataclass(slots=True)
 class _Measured:
     counters: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)  # as last reported, cumulative
-    full_tokens: float = 0.0
-    full_seconds: float = 0.0
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_REPORTS))  # tokens a second in full steps, by report
     prompt_tokens: float = 0.0
     cached_tokens: float = 0.0
 
@@ -40,8 +41,9 @@ class Forecast:
         known = self._measured.setdefault(worker.id, _Measured())
         tokens, seconds, prompt, cached = (max(0.0, new - old) for new, old in zip(now, known.counters, strict=True))
         known.counters = now
-        keep = 0.5 ** (seconds / HALF_LIFE_S)
-        known.full_tokens, known.full_seconds = known.full_tokens * keep + tokens, known.full_seconds * keep + seconds
+        if tokens and seconds:
+            known.rates.append(tokens / seconds)
+        keep = 0.5 ** (prompt / HALF_LIFE_TOKENS)
         known.prompt_tokens, known.cached_tokens = known.prompt_tokens * keep + prompt, known.cached_tokens * keep + cached
 
     def forget(self, worker: Worker) -> None:
@@ -50,9 +52,8 @@ class Forecast:
 
     def tokens_per_s(self, workers: list[Worker]) -> float | None:
         """Of all these prefill workers; one that was not measured counts as the mean of the others. None: none was."""
-        rates = [
-            m.full_tokens / m.full_seconds for w in workers if (m := self._measured.get(w.id)) is not None and m.full_seconds >= MIN_SECONDS
-        ]
+        measured = [m.rates for w in workers if (m := self._measured.get(w.id)) is not None]
+        rates = [median(latest) for latest in measured if len(latest) >= MIN_REPORTS]
         return sum(rates) / len(rates) * len(workers) if rates else None
 
     def share_to_compute(self) -> float:

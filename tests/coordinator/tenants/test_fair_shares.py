@@ -173,7 +173,8 @@ def test_tokens_ahead_are_those_that_are_served_before() -> None:
 def measured(**limits: Any) -> Bench:
     """Its prefill worker computes 10 tokens a second, and three requests run already: no more fit."""
     bench = Bench(**limits)
-    bench.load("p", [], counters={"full_step_tokens": 100.0, "full_step_seconds": 10.0})
+    for n in (1, 2, 3):
+        bench.load("p", [], counters={"full_step_tokens": 100.0 * n, "full_step_seconds": 10.0 * n})
     for n in range(4):
         bench.submit(f"running-{n}")
     return bench
@@ -211,10 +212,14 @@ def test_the_forecast_follows_the_workers_and_their_caches() -> None:
         assert worker.load is not None
         forecast.hear(worker, worker.load)
 
-    hear(full_step_tokens=1000.0, full_step_seconds=10.0, prompt_tokens=100.0, cached_tokens=75.0)
+    for n in (1, 2):
+        hear(full_step_tokens=1000.0 * n, full_step_seconds=10.0 * n, prompt_tokens=100.0, cached_tokens=75.0)
+        assert forecast.tokens_per_s([worker]) is None, "too little is known"
+    hear(full_step_tokens=2010.0, full_step_seconds=50.0, prompt_tokens=100.0, cached_tokens=75.0)  # a step hung
     assert forecast.tokens_per_s([worker, worker]) == 200
     assert forecast.seconds([worker], 300, 100) == pytest.approx(1.0)  # a quarter of 400 at 100 a second
-    hear(full_step_tokens=1000.0 + 20_000, full_step_seconds=110.0, prompt_tokens=100.0, cached_tokens=75.0)
+    for n in range(1, 16):
+        hear(full_step_tokens=2010.0 + 20_000 * n, full_step_seconds=50.0 + 100 * n, prompt_tokens=100.0, cached_tokens=75.0)
     assert forecast.tokens_per_s([worker]) == pytest.approx(200, rel=0.01)
     forecast.forget(worker)
     assert forecast.tokens_per_s([worker]) is None
