@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 TOKENS = range(1, VOCABULARY)
-FAIR_ENDS = ("deadline", "unavailable")
+FAIR_ENDS = ("deadline", "unavailable", "overloaded")
 """Errors that a client may meet; whether each was due is checked."""
 
 
@@ -152,9 +152,10 @@ class Clients:
 
     def _problems(self, client: Client, ended: Ended, coordinator: CoordinatorProcess) -> Iterable[str]:
         request, now = client.request, coordinator.now
-        too_late = ended.error == "overloaded" and request.deadline - request.arrival < 2.0  # by the forecast
-        if ended.error is not None and ended.error not in FAIR_ENDS and not too_late:
+        if ended.error is not None and ended.error not in FAIR_ENDS:
             yield f"{ended.error}: {ended.message}"
+        if ended.error == "overloaded" and request.deadline - request.arrival > 2.0 and not self._anybody_was_slow:
+            yield ended.message  # the forecast is wrong
         if ended.error == "deadline" and now < request.deadline - 2.1 * self.faults.clock_drift * (request.deadline - request.arrival):
             yield "its deadline had not passed"
         if ended.error == "unavailable" and not coordinator.core.pools.gap:
@@ -167,6 +168,11 @@ class Clients:
             yield "the prompt's logprobs never came"
         if abs(ended.stages.total - (now - request.arrival)) > 1e-3:
             yield "its stages do not add up to its time"
+
+    @property
+    def _anybody_was_slow(self) -> bool:
+        faults = self.faults
+        return bool(faults.slow_every or faults.freeze_every or faults.hang_every or faults.partition_every or faults.freeze_in_put)
 
     def _violated(self, client: Client, what: str) -> None:
         self.world.violated(f"{client.request.request_id}: {what}")
