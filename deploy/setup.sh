@@ -24,7 +24,10 @@ prepare() {
     {
         flock 9 # several roles may be started at once from one clone
         prepare_alone "$1"
-        if [[ "$1" == test ]]; then install_test_packages; fi
+        if [[ "$1" == test ]]; then
+            install_test_packages
+            install_node_client
+        fi
     } 9<"${BASH_SOURCE[0]}"
 }
 

@@ -60,3 +60,14 @@ report_skipped() {
         fi
     done
 }
+
+# OpenAI's client for Node, which tests/clients/test_node.py drives. Tried at most once for each virtual environment.
+install_node_client() {
+    local folder="$ROOT/tests/clients"
+    if [[ -d "$folder/node_modules/openai" || -e "$VENV/.node-client-tried" ]] || ! command -v npm >/dev/null; then
+        return
+    fi
+    touch "$VENV/.node-client-tried"
+    timeout --kill-after=5 "${TEST_PACKAGES_SECONDS:-180}" npm --prefix "$folder" ci --silent --no-audit --no-fund >/dev/null 2>&1 </dev/null ||
+        say "npm did not install OpenAI's client for Node; its test is skipped"
+}

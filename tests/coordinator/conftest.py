@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import httpx
 import pytest
 import uvloop
 from openai import AsyncOpenAI
-from support.http_fakes import ANSWER, CHAT_TEMPLATE, MAX_MODEL_LEN, FakeDispatcher, byte_level_tokenizer
+from support.http_fakes import ANSWER, FakeDispatcher, write_tiny_model
 
 from splitserve.coordinator.limits import HttpLimits
 from splitserve.coordinator.request import GenerationRequest
@@ -24,11 +23,7 @@ from splitserve.coordinator.server import HttpServer, create_app
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    names = {"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}, "chat_template": CHAT_TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": MAX_MODEL_LEN, "vocab_size": 512}))
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 1}))
+    write_tiny_model(folder)
     return folder
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
 from typing import get_args
 
@@ -41,6 +43,15 @@ def byte_level_tokenizer() -> Tokenizer:
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
     return tokenizer
+
+
+def write_tiny_model(folder: Path) -> None:
+    """All of a checkpoint that a coordinator reads."""
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": MAX_MODEL_LEN, "vocab_size": 512}))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 1}))
 
 
 def sentencepiece_tokenizer() -> Tokenizer:

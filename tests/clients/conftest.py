@@ -1,0 +1,45 @@
+"""A server in a thread of its own, for clients that are not of this event loop or process. Its model says ANSWER."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+
+import pytest
+from support.http_fakes import ANSWER, FakeDispatcher, write_tiny_model
+
+from splitserve.coordinator.batch.runner import BatchOptions
+from splitserve.coordinator.served_model import ServedModel
+from splitserve.coordinator.server import HttpServer, create_app
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return ServedModel.load(folder, "tiny")
+
+
+@pytest.fixture
+def base_url(served: ServedModel, tmp_path: Path) -> Iterator[str]:
+    """Of a server whose answers are ANSWER."""
+    ids = served.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids
+    dispatcher = FakeDispatcher(lambda request: ids)
+    ports: Queue[int] = Queue()
+    done = threading.Event()
+
+    async def serve() -> None:
+        server = HttpServer(create_app(dispatcher, served, system=dispatcher.system, batches=BatchOptions(tmp_path / "batches.db")))
+        await server.start()
+        ports.put(server.port)
+        await asyncio.to_thread(done.wait)
+        await server.stop(grace_s=0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    yield f"http://127.0.0.1:{ports.get(timeout=20)}/v1"
+    done.set()
+    thread.join(20)
