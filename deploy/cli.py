@@ -135,6 +135,12 @@ def run_simulate(settings: Any) -> int:
     return simulate(settings)
 
 
+def run_plan(settings: Any) -> int:
+    from ..planner.plan_command import plan
+
+    return plan(settings)
+
+
 def run_trace_stats(settings: Any, files: Sequence[Path]) -> int:
     from ..planner.trace_commands import stats
 
@@ -288,6 +294,7 @@ for command in (
     settings_command("usage", "Show what requests have used, by tenant, key, model or day.", run_usage),
     trace_group(),
     settings_command("simulate", "Run a trace through a cluster of any size under virtual time.", run_simulate),
+    settings_command("plan", "Find the best ratio of prefill and decode workers for a load.", run_plan),
     settings_command("profile", "Measure how long a worker's steps take, for the simulator, the planner and paced runners.", run_profile),
     version,
 ):

@@ -26,6 +26,7 @@ from ..bench.settings import LoadSettings
 from ..coordinator.settings import CoordinatorSettings
 from ..decode.settings import DecodeSettings
 from ..planner.settings import (
+    PlanSettings,
     ProfileSettings,
     SimulateSettings,
     TraceConvertSettings,
@@ -63,6 +64,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "keys_tier": KeysTierSettings,
     "profile": ProfileSettings,
     "simulate": SimulateSettings,
+    "plan": PlanSettings,
     "trace_stats": TraceStatsSettings,
     "trace_convert": TraceConvertSettings,
     "trace_make": TraceMakeSettings,

@@ -178,10 +178,10 @@ class Profile(_Part):
 
 
 class StepClock:
-    """Asks a profile how long batches take. What leaves the measured range is warned of once per quantity, and counted."""
+    """Asks a profile how long batches take. What leaves the measured range is counted, and warned of once per quantity if it ``warns``."""
 
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
+    def __init__(self, profile: Profile, warns: bool = True) -> None:
+        self.profile, self._warns = profile, warns
         self.num_steps = 0
         self.num_outside: dict[str, int] = {}
 
@@ -216,7 +216,7 @@ class StepClock:
         self.num_steps += 1
         if name := model.outside(units, reads, seqs):
             key = f"{role} {name}"
-            if key not in self.num_outside:
+            if self._warns and key not in self.num_outside:
                 low_high = model.ranges[name]  # type: ignore[index]
                 _log.warning("%s: a %s step goes beyond the measured %s (%g to %g)", self.profile.name, role, name, *low_high)
             self.num_outside[key] = self.num_outside.get(key, 0) + 1

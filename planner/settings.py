@@ -201,3 +201,33 @@ class SimulateSettings(BaseModel):
         if (self.cluster is None) == (self.profile is None):
             raise ValueError("give --cluster, or --profile with numbers of workers")
         return self
+
+
+class PlanSettings(BaseModel):
+    """Finds the ratio of prefill and decode workers, the chunk budget and the batch with the highest goodput, by simulating the load."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trace: Path = Field(description="The requests to plan for: any trace that `splitserve trace` reads.")
+    profile: Path = Field(description="Profile of a worker, as written by `splitserve profile`.")
+    decode_profile: Path | None = Field(default=None, description="Profile of the decode workers, where they are other hardware.")
+    gpus: int = Field(ge=2, le=4096, description="GPUs there are; with --gpus-per-worker 1 as many workers.")
+    gpus_per_worker: int = Field(default=1, ge=1, le=1024, description="GPUs that one profiled worker spans.")
+    slo: str = Field(
+        pattern=NOTATION.removeprefix("^$|"),
+        description="Bounds in seconds, and which share of the requests must meet all of them: ttft=0.5@p90,tpot=0.05@p90.",
+    )
+    requests: int = Field(default=1000, ge=20, le=10_000_000, description="Plan on the trace's first so many requests.")
+    chunk_budgets: str = Field(
+        default="512,2048", pattern=r"^[1-9]\d{0,6}(,[1-9]\d{0,6})*$", description="Prompt tokens in a step to choose from, with commas."
+    )
+    jobs: int | None = Field(default=None, ge=1, le=1024, description="Processes that simulate. Default: one a core.")
+    seed: int = Field(default=0, ge=0, le=4_294_967_295, description="Of the simulations' noise.")
+    json_file: Path | None = Field(default=None, description="Write the plan to this JSON file.")
+    plot_file: Path | None = Field(default=None, description="Draw goodput over ratio and attainment over rate into this PNG file.")
+    launch_file: Path | None = Field(default=None, description="Write the configuration for `splitserve up --config` to this YAML file.")
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The budgets, each once."""
+        return tuple(sorted({int(one) for one in self.chunk_budgets.split(",")}))

@@ -27,10 +27,11 @@ class CoordinatorShell:
         self.core = Lifecycle(simulation.next_number(), cluster.routing, limits)
         self._simulation, self._queue = simulation, simulation.queue
         self.open: dict[str, RequestRecord] = {}
+        self._without_token: dict[str, RequestRecord] = {}
         self._tick()
 
     def submit(self, request: GenerationRequest, record: RequestRecord) -> None:
-        self.open[request.request_id] = record
+        self.open[request.request_id] = self._without_token[request.request_id] = record
         self._carry_out(self.core.submit(request, self._queue.now))
 
     def hear(self, worker: PeerId, message: Message) -> None:
@@ -45,20 +46,16 @@ class CoordinatorShell:
         self._carry_out(self.core.tick(self._queue.now))
 
     def _carry_out(self, actions: list[Action]) -> None:
-        now, opened = self._queue.now, self.open
+        now, opened, waiting = self._queue.now, self.open, self._without_token
         for action in actions:
             if type(action) is Push:
-                record = opened[action.request.request_id]
-                if record.num_received:
-                    self._simulation.tallies.gap(now - record.token_at)
-                else:
+                if (record := waiting.pop(action.request.request_id, None)) is not None:
                     record.first_at = now
-                record.num_received += 1
-                record.token_at = now
             elif type(action) is Send:
                 self._send(action)
             elif type(action) is End:
                 record = opened.pop(action.request.request_id)
+                waiting.pop(action.request.request_id, None)
                 record.close(action.ended, now)
                 self._simulation.ended(record)
 

@@ -13,6 +13,7 @@ from ...engine.batch import StepOutput
 from ...engine.latency_profile import StepClock
 from ...prefill.scheduler import PrefillStep
 from .events import EventQueue
+from .tallies import Distribution
 
 if TYPE_CHECKING:
     from .decode_shell import DecodeShell
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 class Device:
     """``noise``: draws from a standard normal distribution. A step of two workers is one step over the chunks and the sequences of both."""
 
-    def __init__(self, queue: EventQueue, clock: StepClock, noise: Callable[[], float]) -> None:
-        self._queue, self._clock, self._noise = queue, clock, noise
+    def __init__(self, queue: EventQueue, clock: StepClock, noise: Callable[[], float], gaps: Distribution) -> None:
+        self._queue, self._clock, self._noise, self._gaps = queue, clock, noise, gaps
+        self._decoded_at, self._num_decoded = 0.0, 0  # the last decode step's end, and how many sequences may be in the next one
         profile = clock.profile
         self._sigma = math.sqrt(math.log1p(profile.noise_cv**2))
         self.prefill: PrefillShell | None = None
@@ -40,6 +42,8 @@ class Device:
         now = self._queue.now
         prompts = self.prefill.schedule(now) if self.prefill is not None else None
         sequences = self.decode.schedule(now) if self.decode is not None else None
+        if sequences is None:
+            self._num_decoded = 0
         if prompts is None and sequences is None:
             return
         self.busy = True
@@ -67,6 +71,10 @@ class Device:
         if prompts is not None and self.prefill is not None:
             self.prefill.complete(prompts, output_of(len(prompts.chunks)))
         if sequences is not None and self.decode is not None:
+            both = min(self._num_decoded, len(sequences.sequences))
+            if both:
+                self._gaps.add(self._queue.now - self._decoded_at, both)
+            self._decoded_at, self._num_decoded = self._queue.now, len(sequences.sequences)
             self.decode.complete(sequences, output_of(len(sequences.sequences)))
         if self.prefill is not None:
             self.prefill.turn()

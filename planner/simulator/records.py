@@ -24,7 +24,6 @@ class RequestRecord:
     num_asked_tokens: int
     num_received: int = 0
     first_at: float = 0.0
-    token_at: float = 0.0
     ended_at: float = 0.0
     num_cached_tokens: int = 0
     num_dispatches: int = 0
@@ -36,6 +35,7 @@ class RequestRecord:
     def close(self, ended: Ended, now: float) -> None:
         """The one terminal event."""
         self.ended_at, self.outcome = now, ended.error or "finished"
+        self.num_received = ended.num_output_tokens
         self.num_cached_tokens, self.num_dispatches = ended.num_cached_tokens, ended.num_dispatches
         self.prefill_worker, self.decode_worker = ended.prefill_worker, ended.decode_worker
         self.stages = ended.stages
@@ -50,8 +50,8 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per output token after the first; None where there is no other."""
-        return (self.token_at - self.first_at) / (self.num_received - 1) if self.num_received > 1 else None
+        """Seconds per output token after the first; None where there is no other. A request ends with its last token."""
+        return (self.ended_at - self.first_at) / (self.num_received - 1) if self.num_received > 1 else None
 
     @property
     def e2e_s(self) -> float:

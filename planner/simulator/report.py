@@ -14,7 +14,7 @@ EXPLAINED = {
     "ttft": "time to the first token",
     "tpot": "per token after the first: (last - first) / (tokens - 1)",
     "tpot_all": "the same over all tokens: (end - first) / tokens",
-    "gap": "between two tokens of a request, each gap",
+    "gap": "between two decode steps, for each sequence in both",
     "e2e": "arrival to end",
     "queue": "stage: waiting for a worker and on it",
     "prefill": "stage",

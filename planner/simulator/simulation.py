@@ -65,7 +65,7 @@ class Simulation:
         self.decode_workers: dict[str, DecodeShell] = {}
         self.machines: list[_Machine] = []
         self.coordinator = CoordinatorShell(self)
-        self.clocks = [StepClock(pool.profile) for pool in cluster.pools]
+        self.clocks = [StepClock(pool.profile, warns=False) for pool in cluster.pools]
         for index, (pool, clock) in enumerate(zip(cluster.pools, self.clocks, strict=True)):
             for _ in range(pool.count):
                 self._add_machine(pool, clock, index)
@@ -130,12 +130,15 @@ class Simulation:
         else:
             self._arrive_at(following, rest, block_size, start_s, number + 1)
 
+    def _gauss(self) -> float:
+        return self.draw.gauss(0.0, 1.0)
+
     # --- machines --------------------------------------------------------------------------------
 
     def _add_machine(self, pool: Pool, clock: StepClock, index: int) -> None:
         number = sum(m.pool is pool for m in self.machines)
         name = f"{pool.role}-{index}-{number}"
-        machine = _Machine(pool, Device(self.queue, clock, lambda: self.draw.gauss(0.0, 1.0)), [])
+        machine = _Machine(pool, Device(self.queue, clock, self._gauss, self.tallies.of["gap"]), [])
         self.machines.append(machine)
         self._start(machine, name)
 
@@ -169,7 +172,7 @@ class Simulation:
             self.decode_workers.pop(dead.name, None)
             self.queue.after(DEAD_AFTER_S, self._seen_dead, dead.id)
         machine.shells = []
-        machine.device = Device(self.queue, self.clocks[self.cluster.pools.index(machine.pool)], lambda: self.draw.gauss(0.0, 1.0))
+        machine.device = Device(self.queue, self.clocks[self.cluster.pools.index(machine.pool)], self._gauss, self.tallies.of["gap"])
         self.queue.after(down_s, self._start, machine, names.pop())
 
     def left(self, shell: WorkerShell) -> None:

@@ -20,16 +20,14 @@ class Distribution:
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
-        self._order: list[int] | None = None
         self.num = 0
         self.total = 0.0
         self.largest = 0.0
 
-    def add(self, value: float) -> None:
-        self._counts[int(math.log(value) * _SCALE) if value > SMALLEST else -(1 << 30)] += 1
-        self._order = None
-        self.num += 1
-        self.total += value
+    def add(self, value: float, count: int = 1) -> None:
+        self._counts[int(math.log(value) * _SCALE) if value > SMALLEST else -(1 << 30)] += count
+        self.num += count
+        self.total += value * count
         if value > self.largest:
             self.largest = value
 
@@ -77,7 +75,7 @@ class Slo:
 
 class Tallies:
     """All that is known of the requests that have ended. ``tpot_all``: E2E after the first token over *all* tokens, as splitwise-sim
-    counts it; ``gap``: between two tokens of one request, token by token."""
+    counts it; ``gap``: between two decode steps of a worker, counted once for each sequence in both (the handoff's is not among them)."""
 
     NAMES = ("ttft", "tpot", "tpot_all", "gap", "e2e", "queue", "prefill", "handoff", "decode")
 
@@ -87,7 +85,6 @@ class Tallies:
         self.num_good = 0
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self.of: dict[str, Distribution] = {name: Distribution() for name in self.NAMES}
-        self.gap = self.of["gap"].add
 
     @property
     def num_requests(self) -> int:

@@ -190,9 +190,9 @@ def test_percentiles_are_as_exact_as_promised() -> None:
 def test_a_good_request_meets_all_bounds_at_once() -> None:
     level = parse_slo("ttft=0.5@p90,tpot=0.05@p95")
     assert (level.bounds, level.attainment) == (Slo(0.5, 0.05, None), 0.95)
-    record = RequestRecord(0, 0.0, 10.0, 5, 3, num_received=3, first_at=10.4, token_at=10.49, ended_at=10.5, outcome="finished")
+    record = RequestRecord(0, 0.0, 10.0, 5, 3, num_received=3, first_at=10.4, ended_at=10.49, outcome="finished")
     assert level.bounds.met_by(record)
-    record.token_at = 10.51
+    record.ended_at = 10.51
     assert not level.bounds.met_by(record)
     with pytest.raises(SimulationError, match="twice"):
         parse_slo("ttft=1,ttft=2")

@@ -1,0 +1,130 @@
+"""Planning: the search finds what trying everything finds, and says it so that a person can act."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planner.test_simulator import profile
+
+from splitserve.deploy.config import Sources, load
+from splitserve.planner.errors import SimulationError
+from splitserve.planner.plan_command import plan as plan_command
+from splitserve.planner.plan_command import require_reachable
+from splitserve.planner.search.candidates import Candidate, Demand, Hardware, bound, largest_batch, splits
+from splitserve.planner.search.goodput import Load, Question, answer, simulate
+from splitserve.planner.search.launch import write_launch
+from splitserve.planner.search.plan import search
+from splitserve.planner.settings import PlanSettings
+from splitserve.planner.simulator.tallies import Slo
+from splitserve.planner.slo import ServiceLevel
+from splitserve.planner.trace.own_format import write_trace
+from splitserve.planner.trace.request import Trace, TraceRequest
+
+HARDWARE = Hardware(profile(), profile())
+LEVEL = ServiceLevel(Slo(0.4, 0.03), 0.9)
+
+
+def question(prompt: int, output: int, count: int = 40) -> Question:
+    requests = tuple(TraceRequest(0.125 * i + 0.03125 * (i % 3), prompt + i % 7, output + i % 5) for i in range(count))
+    return Question.of(HARDWARE, Load(requests, None), LEVEL)
+
+
+def test_the_search_finds_what_trying_everything_finds() -> None:
+    asked = question(400, 4)
+    found = search(asked, 3, (512,), jobs=1)
+    everything = [answer(asked, candidate) for candidate in splits(3, 512, found.best.candidate.max_num_seqs)]
+    best = max(everything, key=lambda a: a.goodput)
+    assert found.best.candidate.ratio == best.candidate.ratio
+    assert found.best.goodput == pytest.approx(best.goodput, rel=0.06)
+
+
+def test_long_prompts_want_prefill_workers_and_long_answers_decode_workers() -> None:
+    code, talk = question(600, 2), question(20, 25)
+    ratios = [Candidate(2, 1, 0, 512, 16), Candidate(1, 2, 0, 512, 16)]
+    (code_prefill, code_decode), (talk_prefill, talk_decode) = ([answer(q, c).goodput for c in ratios] for q in (code, talk))
+    assert code_prefill > 1.3 * code_decode
+    assert talk_decode > 1.3 * talk_prefill
+
+
+def test_no_candidate_exceeds_its_bound_by_more_than_a_short_trace_explains() -> None:
+    for candidate in (Candidate(1, 1, 0, 512, 16), Candidate(0, 0, 1, 512, 16)):
+        found = answer(question(400, 10, count=100), candidate)
+        assert found.goodput <= 1.1 * found.bound
+
+
+def test_what_is_not_better_than_the_best_known_is_not_bisected() -> None:
+    asked = question(200, 6)
+    candidate = Candidate(1, 1, 0, 512, 16)
+    full = answer(asked, candidate)
+    pruned = answer(asked, candidate, at_least=full.goodput * 1.2)
+    assert pruned.pruned
+    assert len(pruned.tried) <= 1 < len(full.tried)
+    assert answer(asked, candidate, at_least=full.bound + 1).tried == []
+
+
+def test_the_goodput_is_where_the_attainment_falls() -> None:
+    asked = question(300, 4, count=80)
+    found = answer(asked, Candidate(1, 1, 0, 512, 16))
+    assert simulate(asked, found.candidate, found.goodput, give_up=False).tallies.attainment >= 0.9
+    assert simulate(asked, found.candidate, 1.3 * found.goodput, give_up=False).tallies.attainment < 0.9
+
+
+def test_a_burst_is_planned_for_where_a_mean_is_not_enough() -> None:
+    even = tuple(TraceRequest(0.2 * i, 300, 4) for i in range(80))
+    bursts = tuple(replace(r, arrival_s=4.0 * (i // 20)) for i, r in enumerate(even))
+    calm, bursty = (Question.of(HARDWARE, Load(requests, None), LEVEL) for requests in (even, bursts))
+    candidate = Candidate(2, 1, 0, 512, 16)
+    assert bound(candidate, HARDWARE, calm.demand, 0.03) == bound(candidate, HARDWARE, bursty.demand, 0.03)
+    at = 0.8 * answer(calm, candidate).goodput
+    assert simulate(calm, candidate, at, give_up=False).tallies.attainment > 0.9
+    assert simulate(bursty, candidate, bursty.load.rate, give_up=False).tallies.attainment < 0.9
+
+
+def test_demand_counts_what_a_prefix_cache_would_have_once() -> None:
+    requests = [TraceRequest(float(i), 100, 10, (1, 2, 3)) for i in range(4)]
+    assert Demand.of(requests, 32).prompt == pytest.approx((100 + 3 * 4) / 4)
+
+
+def test_the_batch_meets_the_bound_and_the_memory() -> None:
+    demand = Demand(prompt=100, output=10, context=100, reads=50)
+    assert largest_batch(profile(), demand, None) == 64  # 512 blocks of 16 tokens
+    assert largest_batch(profile(), demand, 0.025) == 16
+    assert largest_batch(profile(), demand, 0.001) == 1
+
+
+def test_growth_keeps_the_ratio() -> None:
+    assert Candidate(4, 2, 0, 512, 8).grown(1.5).ratio == "6P:3D"
+    assert Candidate(1, 1, 0, 512, 8).grown(1.5).num_workers == 3
+    assert Candidate(0, 0, 4, 512, 8).grown(1.5).ratio == "6 colocated"
+
+
+def test_what_nobody_could_meet_is_refused_with_the_reason() -> None:
+    impossible = replace(question(400, 8), level=ServiceLevel(Slo(0.01), 0.9))
+    with pytest.raises(SimulationError, match=r"only 0\.0% of the requests could meet ttft <= 0\.01 s"):
+        require_reachable(impossible, 512)
+
+
+def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile().write(tmp_path / "p.json")
+    requests = question(300, 4).load.requests
+    write_trace(tmp_path / "t.jsonl", Trace("t", lambda: iter(requests)))
+    settings = PlanSettings(
+        trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", gpus=3, slo="ttft=0.4@p90,tpot=0.03@p90", jobs=1, chunk_budgets="512",
+        json_file=tmp_path / "j.json", plot_file=tmp_path / "p.png", requests=60,
+    )  # fmt: skip
+    assert plan_command(settings) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("Recommended: ", "in other orders", "Neighbour ", "colocated", "load grows by 50%", "A plan from mean", "TPOT here is"):
+        assert part in text
+    said = json.loads((tmp_path / "j.json").read_text())
+    assert said["best"]["goodput_per_s"] > 0
+    assert said["tpot"] == "(last token - first token) / (tokens - 1)"
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+    write_launch(tmp_path / "up.yaml", Candidate(2, 1, 0, 512, 16))
+    sources = Sources.read(tmp_path / "up.yaml", env={})
+    assert load("up", {}, sources).prefill == 2  # type: ignore[attr-defined]
+    with pytest.raises(SimulationError, match="does not run"):
+        write_launch(tmp_path / "up.yaml", Candidate(0, 0, 3, 512, 16))
