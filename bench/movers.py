@@ -13,6 +13,9 @@ the round, and the median over the rounds is reported: load on the machine then 
     ZeroMQ          bare PUSH and PULL, without a copy at the sender: what the ``zmq`` mover would be over ZeroMQ
     zmq plain       the mover, with --plaintext-kv
     zmq             the mover, encrypted
+    nixl            the mover, over TCP, where NIXL is installed
+    nccl            the mover, played by Gloo
+    AES-256-GCM, AES-128-OCB    sealing every block, one core
     checksum        xxh3 of every block, one core
 """
 
@@ -25,6 +28,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,9 +39,15 @@ from rich.console import Console
 from rich.table import Table
 
 from ..transport.messages import Met
+from ..transport.movers.block_memory import HostMemory
 from ..transport.movers.checksum import checksums
-from ..transport.movers.interface import Item, Pool
+from ..transport.movers.interface import Item, Pool, PutSource, TalkingSource
+from ..transport.movers.nccl_target import NcclTarget
+from ..transport.movers.nixl import NixlTarget
+from ..transport.movers.nixl import is_installed as nixl_is_installed
 from ..transport.movers.opening import open_source
+from ..transport.movers.parcel import RECORD_BYTES
+from ..transport.movers.session import GCM, OCB, TAG_BYTES, Seal
 from ..transport.movers.shm import SharedPool, ShmTarget
 from ..transport.movers.tcp_target import TcpTarget
 from .bare_transfer import TcpReceiver, TcpSender, ZmqReceiver, ZmqSender
@@ -53,6 +63,7 @@ CASES = (
 NUM_LAYERS = 16
 CHUNK_BYTES = 64 << 20  # handed to ``put`` at a time
 SECRET = bytes(16)
+WRITER = ("p0", 1)
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,9 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
     bare, four, bare_zmq = TcpReceiver(pool), TcpReceiver(pool, 4), ZmqReceiver(pool)
     met = Met(worker_id="d0", incarnation=1, num_blocks=num_blocks, shm_name=shm.shm_name, data_address=tcp.data_address("127.0.0.1"))
     ours.send((met, bare.port, four.port, bare_zmq.port))
+    nccl, nixl = NcclTarget(HostMemory(pool), pool.shape), NixlTarget(pool) if nixl_is_installed() else None
+    words_ours, words_theirs = multiprocessing.get_context("spawn").Pipe()
+    ours.send((words_theirs, nccl.address(WRITER), nixl.address(WRITER) if nixl is not None else None))
     bare.accept()
     four.accept()
     ours.recv()  # ready
@@ -115,30 +129,41 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
         "ZeroMQ": bare_zmq.receive_all,
         "zmq plain": lambda: _receive_all(tcp, num_blocks),
         "zmq": lambda: _receive_all(tcp, num_blocks),
+        "nccl": lambda: _receive_all(nccl, num_blocks, words_ours),
     }
-    seconds: dict[str, list[float]] = {what: [] for what in ("memcpy", "shm", *receive, "checksum")}
+    alone = {
+        "AES-256-GCM": lambda: _seal_all(pool, GCM),
+        "AES-128-OCB": lambda: _seal_all(pool, OCB),
+        "checksum": lambda: checksums(pool, range(num_blocks)),
+    }
+    by_writer = ("memcpy", "shm", *(["nixl"] if nixl is not None else []))
+    seconds: dict[str, list[float]] = {what: [] for what in (*by_writer, *receive, *alone)}
     cpu = dict.fromkeys(seconds, 0.0)
     for _ in range(rounds):
-        for what in ("memcpy", "shm"):
+        for what in by_writer:
             ours.send(what)
+            ours_cpu = time.process_time()  # NIXL's thread here takes in what comes over TCP
             wall, theirs_cpu = ours.recv()
             seconds[what].append(wall)
-            cpu[what] += theirs_cpu
+            cpu[what] += theirs_cpu + time.process_time() - ours_cpu
         for what, work in receive.items():
             pool[:] = 0
-            tcp.open(1, SECRET, {block: block for block in range(num_blocks)})
+            for two_sided in (tcp, nccl):
+                two_sided.open(1, SECRET, {block: block for block in range(num_blocks)})
             ours.send(what)
             wall, ours_cpu = _timed(work)
             seconds[what].append(wall)
             cpu[what] += ours_cpu + ours.recv()[1]
-        wall, ours_cpu = _timed(lambda: checksums(pool, range(num_blocks)))
-        seconds["checksum"].append(wall)
-        cpu["checksum"] += ours_cpu
+        for what, work in alone.items():
+            wall, ours_cpu = _timed(work)
+            seconds[what].append(wall)
+            cpu[what] += ours_cpu
     ours.send("verify")
     assert ours.recv() == checksums(pool, range(0, num_blocks, 7)), "blocks arrived corrupt"
     ours.send("end")
     sender.join()
-    tcp.close_all()
+    for target in (tcp, nccl, *([nixl] if nixl is not None else [])):
+        target.close_all()
     shared.close()
     os.sched_setaffinity(0, cores)
     return [_figure(what, block_bytes, order, num_blocks * block_bytes, seconds, cpu[what] / rounds) for what in seconds]
@@ -156,13 +181,29 @@ def _ratio(base: list[float], ours: list[float]) -> tuple[float, float, float]:
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def _receive_all(target: TcpTarget, num_blocks: int) -> None:
+def _receive_all(target: TcpTarget | NcclTarget, num_blocks: int, words: Connection | None = None) -> None:
+    """``words``: what the target's control channel would carry."""
     poller = zmq.Poller()
     poller.register(target.fd, zmq.POLLIN)
+    if words is not None:
+        poller.register(words.fileno(), zmq.POLLIN)
     arrived = 0
     while arrived < num_blocks:
         poller.poll()
+        if isinstance(target, NcclTarget) and words is not None:
+            while words.poll():
+                target.hear(WRITER, words.recv())
+            for _, word in target.words():
+                words.send(word)
         arrived += len(target.poll(num_blocks))
+
+
+def _seal_all(pool: Pool, mode: int) -> None:
+    seal, sealed = Seal(bytes(32), mode), memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
+    content = pool.reshape(-1).data
+    for start in range(0, len(content), RECORD_BYTES):
+        record = content[start : start + RECORD_BYTES]
+        seal.close_into(record, sealed[: len(record) + TAG_BYTES])
 
 
 def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order: str, core: int) -> None:
@@ -170,24 +211,30 @@ def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order
     os.sched_setaffinity(0, {core})
     met, tcp_port, four_port, zmq_port = connection.recv()
     rng = np.random.default_rng(0)
-    pool: Pool = np.frombuffer(rng.bytes(num_blocks * block_bytes), dtype=np.uint8).reshape(num_blocks, NUM_LAYERS, -1)
+    pool: Pool = np.frombuffer(bytearray(rng.bytes(num_blocks * block_bytes)), dtype=np.uint8).reshape(num_blocks, NUM_LAYERS, -1)
     copy = np.ones_like(pool)
+    ending = ExitStack()
     sources = list(range(num_blocks)) if order == "side by side" else rng.permutation(num_blocks).tolist()
     size = max(1, CHUNK_BYTES // block_bytes)
     chunks = [[(i, sources[i], i) for i in range(start, min(num_blocks, start + size))] for start in range(0, num_blocks, size)]
     ways: dict[str, Callable[[], None]] = {
         "memcpy": lambda: _copy_all(pool, copy, sources),
-        "shm": _putting(met.model_copy(update={"mover": "shm"}), pool, chunks),
-        "zmq plain": _putting(met.model_copy(update={"mover": "zmq"}), pool, chunks, plain_kv=True),
-        "zmq": _putting(met.model_copy(update={"mover": "zmq"}), pool, chunks),
+        "shm": _putting(ending, met.model_copy(update={"mover": "shm"}), pool, chunks),
+        "zmq plain": _putting(ending, met.model_copy(update={"mover": "zmq"}), pool, chunks, plain_kv=True),
+        "zmq": _putting(ending, met.model_copy(update={"mover": "zmq"}), pool, chunks),
         "socket": TcpSender(tcp_port, pool).send_all,
         "4 sockets": TcpSender(four_port, pool, 4).send_all,
         "ZeroMQ": ZmqSender(zmq_port, pool).send_all,
     }
+    words, nccl_address, nixl_address = connection.recv()
+    ways["nccl"] = _putting(ending, met.model_copy(update={"mover": "nccl", "mover_address": nccl_address}), pool, chunks, True, words)
+    if nixl_address is not None:
+        ways["nixl"] = _putting(ending, met.model_copy(update={"mover": "nixl", "mover_address": nixl_address}), pool, chunks, True)
     ways["shm"]()  # maps every page once
     connection.send("ready")
     while (what := connection.recv()) != "end":
         connection.send(checksums(pool, sources[::7]) if what == "verify" else _timed(ways[what]))
+    ending.close()
 
 
 def _copy_all(pool: Pool, copy: Pool, sources: list[int]) -> None:
@@ -195,18 +242,37 @@ def _copy_all(pool: Pool, copy: Pool, sources: list[int]) -> None:
         np.copyto(copy[target], pool[source])
 
 
-def _putting(met: Met, pool: Pool, chunks: list[list[Item]], plain_kv: bool = False) -> Callable[[], None]:
-    source = open_source(met, pool, plain_kv)
+def _putting(
+    ending: ExitStack, met: Met, pool: Pool, chunks: list[list[Item]], plain_kv: bool = False, words: Connection | None = None
+) -> Callable[[], None]:
+    opened: list[PutSource] = []
+
+    def open_now() -> None:
+        opened.append(open_source(met, pool, plain_kv))
+        ending.callback(opened[0].close)
+
+    if words is None:  # one that talks meets its peer when that listens
+        open_now()
+
+    def turn(source: PutSource) -> None:
+        if words is not None and isinstance(source, TalkingSource):
+            for word in source.words():
+                words.send(word)
+            while words.poll():
+                source.hear(words.recv())
+        source.poll()
+        time.sleep(0.0005)
 
     def put_all() -> None:
+        if not opened:
+            open_now()
+        source = opened[0]
         for items in chunks:
             source.put(1, SECRET, items)
             while source.pending() * pool[0].nbytes > CHUNK_BYTES // 2:
-                source.poll()
-                time.sleep(0.0005)
+                turn(source)
         while source.pending():
-            source.poll()
-            time.sleep(0.0005)
+            turn(source)
         source.poll()
 
     return put_all

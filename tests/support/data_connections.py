@@ -21,11 +21,11 @@ from splitserve.transport.movers.parcel import (
     ParcelHeader,
     pack_header,
 )
-from splitserve.transport.movers.session import ANSWER_BYTES, NONCE_BYTES, PLAIN, SEALED, TAG_BYTES, Hello, Seal, Transcript
+from splitserve.transport.movers.session import ANSWER_BYTES, GCM, NONCE_BYTES, OCB, PLAIN, TAG_BYTES, Hello, Seal, Transcript
 from splitserve.transport.movers.tcp_source import TcpSource
 from splitserve.transport.movers.tcp_target import TcpTarget
 
-MODES = pytest.mark.parametrize("mode", [PLAIN, SEALED], ids=["plain", "sealed"])
+MODES = pytest.mark.parametrize("mode", [PLAIN, GCM, OCB], ids=["plain", "gcm", "ocb"])
 
 
 def new_target(stack: ExitStack, takes_plain: bool = True) -> tuple[TcpTarget, Pool]:
@@ -35,8 +35,8 @@ def new_target(stack: ExitStack, takes_plain: bool = True) -> tuple[TcpTarget, P
     return target, pool
 
 
-def new_source(stack: ExitStack, target: TcpTarget, pool: Pool, mode: int = SEALED) -> TcpSource:
-    source = TcpSource(target.data_address("127.0.0.1"), pool, mode == PLAIN)
+def new_source(stack: ExitStack, target: TcpTarget, pool: Pool, mode: int = GCM) -> TcpSource:
+    source = TcpSource(target.data_address("127.0.0.1"), pool, mode == PLAIN, mode or None)
     stack.callback(source.close)
     return source
 

@@ -33,7 +33,7 @@ from splitserve.transport.movers.data_address import DataAddress
 from splitserve.transport.movers.inbound import BadPeer, Desk, Inbound
 from splitserve.transport.movers.lease_book import LeaseBook
 from splitserve.transport.movers.parcel import SIZE, ParcelHeader, pack_header, unpack_header
-from splitserve.transport.movers.session import ANSWER_BYTES, HELLO_BYTES, NONCE_BYTES, PLAIN, SEALED, TAG_BYTES, Hello, Transcript
+from splitserve.transport.movers.session import ANSWER_BYTES, GCM, HELLO_BYTES, NONCE_BYTES, OCB, PLAIN, TAG_BYTES, Hello, Transcript
 
 MAX_SECONDS = 2.0
 HANG_SECONDS = 60.0
@@ -102,7 +102,7 @@ def _converse(data: bytes) -> bool:
     inbound = Inbound(Desk(pool, book, threading.Lock(), SECRET, True, Counter(), arrived.extend), said.extend)
     talk = inbound.talk()
     buffers = next(talk)
-    member, mode, rest = bool(data) and data[0] % 2 == 0, PLAIN if data[1:2] == b"\0" else SEALED, data[2:]
+    member, mode, rest = bool(data) and data[0] % 2 == 0, {0: PLAIN, 1: OCB}.get(data[1] if len(data) > 1 else 2, GCM), data[2:]
     if member:
         hello = Hello(mode, bytes(NONCE_BYTES))
         buffers = _feed(talk, buffers, hello.pack())
@@ -142,7 +142,7 @@ def _conversations(header: bytes) -> list[bytes]:
     parcel = SIZE.pack(len(header)) + header + bytes([7]) * (8 * LAYER_BYTES)
     single = pack_header(ParcelHeader(9, GRANT, LAYER_BYTES, LAYER_BYTES, (1,)))
     small = SIZE.pack(len(single)) + single + bytes([8]) * LAYER_BYTES
-    hello = Hello(SEALED, bytes(NONCE_BYTES)).pack()
+    hello = Hello(GCM, bytes(NONCE_BYTES)).pack()
     assert len(hello) == HELLO_BYTES
     return [b"\0\0" + parcel, b"\0\0" + small + parcel, b"\0\1" + header, b"\1\0" + hello + bytes(32) + parcel]
 

@@ -25,7 +25,7 @@ from splitserve.transport.movers.data_address import DataAddress
 from splitserve.transport.movers.parcel import (
     slices_per_parcel,
 )
-from splitserve.transport.movers.session import HELLO_BYTES, NONCE_BYTES, PLAIN, SEALED, Hello, Transcript
+from splitserve.transport.movers.session import GCM, HELLO_BYTES, NONCE_BYTES, OCB, PLAIN, Hello, Transcript
 from splitserve.transport.movers.tcp_source import TcpSource
 
 
@@ -89,14 +89,14 @@ def test_a_malformed_header_ends_the_connection_and_nothing_else(stack: ExitStac
 def test_a_stranger_gets_nothing_through(stack: ExitStack) -> None:
     target, pool = new_target(stack)
     target.open(9, SECRET, {0: 3, 1: 4})
-    for mode in (PLAIN, SEALED):
+    for mode in (PLAIN, GCM, OCB):
         peer = RawPeer(stack, target, mode, secret=b"not the secret at all, but as long"[:32])
         peer.send(header(), body())
         assert peer.ended()
     RawPeer(stack, target).send(header(positions=(1,)), body())
     assert arrivals(target, 1) == [(9, 1)]
     assert not pool[3].any()
-    assert target.dropped == Counter({"stranger": 2})
+    assert target.dropped == Counter({"stranger": 3})
 
 
 def test_what_is_not_sealed_is_taken_only_where_both_ends_say_so(stack: ExitStack) -> None:
@@ -114,7 +114,7 @@ def test_what_is_not_sealed_is_taken_only_where_both_ends_say_so(stack: ExitStac
 def test_sealed_blocks_are_not_to_be_seen_on_the_wire(stack: ExitStack) -> None:
     """A listener between the two sees neither the blocks nor the grant's secret; in the mode plain it sees both."""
     source_pool = filled_pool()
-    for mode in (PLAIN, SEALED):
+    for mode in (PLAIN, GCM, OCB):
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         address = DataAddress("127.0.0.1", listener.getsockname()[1], bytes(32), True)
         source = TcpSource(str(address), source_pool, mode == PLAIN)
@@ -135,7 +135,7 @@ def test_sealed_blocks_are_not_to_be_seen_on_the_wire(stack: ExitStack) -> None:
 def test_a_sealed_record_that_was_tampered_with_does_not_open(stack: ExitStack, damage: str) -> None:
     target, _ = new_target(stack)
     target.open(9, SECRET, {0: 3, 1: 4, 2: 5})
-    peer = RawPeer(stack, target, SEALED)
+    peer = RawPeer(stack, target, GCM)
     first, second = (frame(header(positions=(position,)), body(), peer.seal) for position in (0, 1))
     flipped = bytearray(first)
     flipped[-1] ^= 1
@@ -145,7 +145,7 @@ def test_a_sealed_record_that_was_tampered_with_does_not_open(stack: ExitStack, 
     assert peer.ended()
     assert target.dropped == Counter({"forged": 1})
     assert len(target.poll(9)) == (damage == "repeat")
-    RawPeer(stack, target, SEALED).send(header(positions=(2,)), body())
+    RawPeer(stack, target, GCM).send(header(positions=(2,)), body())
     assert arrivals(target, 1) == [(9, 2)]
 
 

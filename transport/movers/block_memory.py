@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,11 +31,15 @@ class HostMemory:
     device = torch.device("cpu")
 
     def __init__(self, pool: Pool) -> None:
-        self._pool = torch.from_numpy(pool)
+        self._pool = pool
 
     def pack(self, blocks: Sequence[int], layers: slice) -> Tensor:
-        return self._pool[:, layers].index_select(0, torch.tensor(blocks)).view(-1)
+        packed = np.empty((len(blocks), *self._pool[0, layers].shape), dtype=np.uint8)
+        for piece, block in zip(packed, blocks, strict=True):  # a memcpy each: torch's index_select takes ten times as long
+            np.copyto(piece, self._pool[block, layers])
+        return torch.from_numpy(packed.reshape(-1))
 
     def unpack(self, packed: Tensor, blocks: Sequence[int], layers: slice) -> None:
-        view = self._pool[:, layers]
-        view.index_copy_(0, torch.tensor(blocks), packed.view(len(blocks), *view.shape[1:]))
+        pieces = packed.numpy().reshape(len(blocks), *self._pool[0, layers].shape)
+        for piece, block in zip(pieces, blocks, strict=True):
+            np.copyto(self._pool[block, layers], piece)

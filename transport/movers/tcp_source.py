@@ -19,7 +19,7 @@ from ..errors import MoverError
 from .data_address import DataAddress
 from .interface import Arrival, Item, Pool, layer_slice
 from .parcel import RECORD_BYTES, SIZE, ParcelHeader, Span, pack_header, records, slices_per_parcel, spans
-from .session import ANSWER_BYTES, NONCE_BYTES, PLAIN, SEALED, TAG_BYTES, Hello, Seal, Transcript, new_nonce
+from .session import ANSWER_BYTES, NONCE_BYTES, PLAIN, TAG_BYTES, Hello, Seal, Transcript, new_nonce, quickest_cipher
 
 MAX_CONNECTIONS = 4
 BACKLOG_BYTES = 16 << 20  # waiting for one connection: more than that opens another
@@ -42,10 +42,11 @@ class _Parcel:
 class TcpSource:
     """One per decode worker. Safe to close at any time; what cannot be sent becomes a MoverError of ``put`` or ``poll``."""
 
-    def __init__(self, data_address: str, pool: Pool, plain: bool = False):
-        """``plain``: send in the clear if the peer takes that too. Connects in the background. Raises MoverError for a bad address."""
+    def __init__(self, data_address: str, pool: Pool, plain: bool = False, cipher: int | None = None):
+        """``plain``: send in the clear if the peer takes that too; ``cipher``: GCM, OCB, or None for the quicker. Connects in the
+        background. Raises MoverError for a bad address."""
         self._address = DataAddress.parse(data_address)
-        self._mode = PLAIN if plain and self._address.takes_plain else SEALED
+        self._mode = PLAIN if plain and self._address.takes_plain else cipher or quickest_cipher()
         self._pool = pool
         self._changed = threading.Condition()
         self._waiting: deque[_Parcel] = deque()
