@@ -211,10 +211,11 @@ async def prove(dispatcher: SocketDispatcher, make: Callable[[int, Sink], Genera
         if not dispatcher.gap():
             number += 1
             sink = ProbeSink()
-            dispatcher.submit(make(number, sink))
+            request = make(number, sink)
+            dispatcher.submit(request)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(sink.done.wait(), 10.0)
-            dispatcher.cancel(f"probe-{number}")
+            dispatcher.cancel(request.request_id)
         await asyncio.sleep(every_s)
     _log.info("ready: a request has gone prefill, handoff and decode")
 

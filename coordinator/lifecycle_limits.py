@@ -27,6 +27,7 @@ class LifecycleLimits:
     queue_timeout_s: float = 300.0
     prefill_timeout_s: float = 300.0
     handoff_timeout_s: float = 120.0
+    siblings: tuple[str, ...] = ()  # where more coordinator processes of this host listen to workers
     ttft_slo_s: Mapping[str, float] = field(default_factory=dict)  # by priority class: who would wait longer is refused
     token_timeout_s: float = 120.0  # between two tokens of one sequence, whatever happens in between
 

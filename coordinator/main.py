@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import multiprocessing
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -20,6 +22,7 @@ from .batch.runner import BatchOptions
 from .dispatcher import SocketDispatcher, prove
 from .lifecycle import Lifecycle, LifecycleLimits
 from .limits import HttpLimits
+from .processes import Place, Serve, run_all
 from .request import GenerationRequest, Sink
 from .request_log import log_request
 from .served_model import ServedModel
@@ -39,13 +42,23 @@ GC_THRESHOLD = 10_000  # objects: a burst of 64 requests makes so many, and none
 _log = logging.getLogger(__name__)
 
 
-def run(settings: CoordinatorSettings) -> None:
-    """The process: until SIGTERM or Ctrl-C."""
-    uvloop.run(serve(settings))
+def run(settings: CoordinatorSettings, in_child: Serve) -> None:
+    """The process, or all of them: until SIGTERM or Ctrl-C. ``in_child``: what each of several runs, which must come to ``run_one``."""
+    if settings.processes > 1:
+        say_who_may(settings)
+        run_all(settings, in_child)
+    else:
+        run_one(settings, Place())
 
 
-async def serve(settings: CoordinatorSettings) -> None:
-    """Serves until a signal. Raises TransportError, OSError or ValueError where it cannot start."""
+def run_one(settings: CoordinatorSettings, place: Place) -> None:
+    """One process, alone or of several."""
+    uvloop.run(serve(settings, place))
+
+
+async def serve(settings: CoordinatorSettings, place: Place) -> None:
+    """Serves until a signal, or until the parent of several processes is gone. Raises TransportError, OSError or ValueError where it
+    cannot start."""
     keys = None if settings.insecure or settings.key_file is None else KeyFile(settings.key_file)
     model = ServedModel.load(
         settings.model,
@@ -54,7 +67,7 @@ async def serve(settings: CoordinatorSettings) -> None:
         tool_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
     )
-    lifecycle = Lifecycle(time.time_ns(), settings.routing, limits_of(settings))
+    lifecycle = Lifecycle(incarnation(place), settings.routing, limits_of(settings, place))
     dispatcher = SocketDispatcher(lifecycle, settings.control_address, keys.key if keys is not None else None)
     limits = HttpLimits(max_body_bytes=int(settings.max_body_mib * 2**20), request_timeout_s=settings.request_timeout_s)
     directory = directory_of(settings.tenants_file)
@@ -76,11 +89,14 @@ async def serve(settings: CoordinatorSettings) -> None:
     )
     if settings.log_requests:
         app.metrics.listeners.append(log_request)
-    server = HttpServer(app, host=settings.listen_host, port=settings.port)
-    say_who_may(settings)
+    server = HttpServer(app, host=settings.listen_host, port=settings.port, shared=bool(place.others))
+    if not place.others:
+        say_who_may(settings)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    if place.others and (parent := multiprocessing.parent_process()) is not None:
+        asyncio.get_running_loop().add_reader(parent.sentinel, stopping.set)
     await limiter.start()
     if meter is not None:
         meter.start()
@@ -94,7 +110,7 @@ async def serve(settings: CoordinatorSettings) -> None:
     gc.freeze()  # what is here now stays: the collector need not look at it again
     gc.set_threshold(GC_THRESHOLD)
     _log.info("HTTP on http://%s:%d, workers connect to %s", settings.listen_host, server.port, dispatcher.address)
-    tasks = [asyncio.create_task(prove(dispatcher, _probe))]
+    tasks = [asyncio.create_task(prove(dispatcher, partial(_probe, lifecycle.incarnation)))]
     if keys is not None:
         tasks.append(asyncio.create_task(follow(keys, dispatcher)))
     if isinstance(directory, KeyDirectory):
@@ -164,7 +180,12 @@ async def follow(keys: KeyFile, dispatcher: SocketDispatcher, every_s: float = 1
         _log.info("the cluster key has changed: %s", "two are accepted for now" if keys.key.second else "one is accepted")
 
 
-def limits_of(settings: CoordinatorSettings) -> LifecycleLimits:
+def incarnation(place: Place) -> int:
+    """A number that no other coordinator has, nor had: workers tell requests by it."""
+    return time.time_ns() // 64 * 64 + place.number
+
+
+def limits_of(settings: CoordinatorSettings, place: Place) -> LifecycleLimits:
     """The lifecycle's bounds, as configured."""
     return LifecycleLimits(
         max_queue=settings.max_queue,
@@ -180,11 +201,12 @@ def limits_of(settings: CoordinatorSettings) -> LifecycleLimits:
         handoff_timeout_s=settings.handoff_timeout_s,
         token_timeout_s=settings.token_timeout_s,
         ttft_slo_s=settings.ttft_slo_s,
+        siblings=place.others,
     )
 
 
-def _probe(number: int, sink: Sink) -> GenerationRequest:
+def _probe(coordinator: int, number: int, sink: Sink) -> GenerationRequest:
     """A request that passes prefill, handoff and decode, whatever the model says."""
     now = time.monotonic()
     sampling = Sampling(max_tokens=2, min_tokens=2, temperature=0.0, ignore_eos=True)
-    return GenerationRequest(f"probe-{number}", [0] * PROBE_TOKENS, sampling, sink, now, now + 10.0, salt=b"probe")
+    return GenerationRequest(f"probe-{coordinator:x}-{number}", [0] * PROBE_TOKENS, sampling, sink, now, now + 10.0, salt=b"probe")

@@ -126,7 +126,9 @@ class Membership:
                 self._attempts.retry(flight, reason, now, counts=False)
 
     def _welcome(self, worker_id: WorkerId) -> None:
-        welcome = Welcome(coordinator=self._state.incarnation, heartbeat_s=self._state.limits.heartbeat_s)
+        welcome = Welcome(
+            coordinator=self._state.incarnation, heartbeat_s=self._state.limits.heartbeat_s, others=self._state.limits.siblings
+        )
         self._state.actions.append(Send(worker_id, welcome))
 
     def _remember_lost(self, worker: Worker, reason: str) -> None:

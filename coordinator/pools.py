@@ -47,9 +47,14 @@ class Worker:
         return self.hello.model.block_size
 
     @property
+    def num_others(self) -> int:
+        """Dispatches of other coordinators that it held when it last reported."""
+        return self.load.num_others if self.load else 0
+
+    @property
     def pending_tokens(self) -> int:
-        """Prompt tokens dispatched to this prefill worker and not yet computed."""
-        return sum(self.pending.values())
+        """Prompt tokens dispatched to this prefill worker, by whatever coordinator, and not yet computed."""
+        return sum(self.pending.values()) + (self.load.num_others_tokens if self.load else 0)
 
     def tokens_ahead_of(self, num_tokens: int) -> int:
         """What this prefill worker would compute before a prompt of this length: it takes short prompts first."""
@@ -66,9 +71,9 @@ class Worker:
 
     def has_room_for(self, num_tokens: int) -> bool:
         """Whether this decode worker can take a sequence of this length now."""
-        if not self.dispatches:
+        if not self.dispatches and not self.num_others:
             return True  # what does not even fit into an idle worker is refused by it, with the reason
-        rows = len(self.dispatches) < self.hello.max_num_seqs
+        rows = len(self.dispatches) + self.num_others < self.hello.max_num_seqs
         return rows and self.blocks_available > self.blocks_for(num_tokens)
 
     def match_prefix(self, hashes: list[bytes]) -> int:

@@ -51,7 +51,7 @@ def choose_decode(policy: Policy, workers: Sequence[Worker], need: Need) -> Work
         return next(iter(workers), None)
     if policy == "hybrid":
         return max(workers, key=lambda w: (_share_left(w, need), -_turn(w, need)))
-    return _by_policy(policy, workers, need, lambda w: len(w.dispatches))
+    return _by_policy(policy, workers, need, lambda w: len(w.dispatches) + w.num_others)
 
 
 def _by_policy(policy: Policy, workers: Sequence[Worker], need: Need, load: Callable[[Worker], int]) -> Worker:
@@ -70,7 +70,7 @@ def _uncached(worker: Worker, need: Need) -> int:
 
 def _share_left(worker: Worker, need: Need) -> float:
     """Room left, as the smaller share of rows and of blocks, once this sequence is there."""
-    rows = 1 - (len(worker.dispatches) + 1) / max(1, worker.hello.max_num_seqs)
+    rows = 1 - (len(worker.dispatches) + worker.num_others + 1) / max(1, worker.hello.max_num_seqs)
     cached = worker.match_prefix(need.hashes)
     blocks = (worker.blocks_available + cached - worker.blocks_for(need.num_tokens)) / max(1, worker.hello.num_blocks)
     return min(rows, blocks) + cached / max(1, worker.blocks_for(need.num_tokens)) * 0.25

@@ -111,6 +111,13 @@ class CoordinatorSettings(BaseModel):
         description="Database for one record of each request: sqlite:///PATH or postgresql://USER@HOST/DATABASE (needs `pip install "
         "splitserve[postgres]`). Default: a SQLite file beside the tenants file, where there is one; else nothing is metered.",
     )
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=48,
+        description="Processes that share the HTTP port; each listens to workers on a port of its own, from --control-address's on, and "
+        "has its own admin port, from --admin-port's on.",
+    )
     redis_url: str | None = Field(
         default=None,
         pattern=r"^rediss?://\S+$|^unix://\S+$",

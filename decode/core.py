@@ -5,7 +5,8 @@ It joins the batch scheduler and the receiving side of the handoff; the shell (w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from ..transport.messages import (
     Cancel,
     Drain,
     FailureKind,
+    FinishReason,
     Joined,
     Load,
     Meet,
@@ -29,6 +31,7 @@ from ..transport.messages import (
     Offer,
     RequestFailed,
     StepTokens,
+    TokenLogprobs,
     from_u32,
     u32,
 )
@@ -37,6 +40,7 @@ from .moving import Moving
 from .rows import DecodeStep
 from .scheduler import DecodeResult, DecodeScheduler
 
+Entry = TypeVar("Entry")
 DecodeAction = ToCoordinator | ReceiverAction | SenderAction | CompileGrammar
 
 
@@ -127,7 +131,7 @@ class DecodeCore:
         return step
 
     def complete(self, step: DecodeStep, output: StepOutput, now: float) -> None:
-        """The oldest step in flight has run: all its tokens go to the coordinator in one message."""
+        """The oldest step in flight has run: all its tokens go to the coordinator in one message, or to each its own."""
         self.num_steps += 1
         self.num_step_sequences += step.batch.num_seqs
         result = self.scheduler.complete(step, output)
@@ -165,10 +169,10 @@ class DecodeCore:
                 self._drop(sequence.key)
                 self._say_failed(sequence.key, "deadline", "the request's deadline passed on the decode worker")
 
-    def drop_others(self, coordinator: int) -> None:
-        """Only this coordinator's work is kept."""
+    def drop_others(self, *coordinators: int) -> None:
+        """Only these coordinators' work is kept."""
         for key in self._held():
-            if key[0] != coordinator:
+            if key[0] not in coordinators:
                 self._drop(key)
 
     def rename(self, incarnation: int) -> None:
@@ -193,8 +197,10 @@ class DecodeCore:
         yield from self.scheduler.block_tables()
         yield from self.receiver.block_tables()
 
-    def load(self) -> Load:
-        """The heartbeat."""
+    def load(self, coordinator: int | None = None) -> Load:
+        """The heartbeat, as it is to one of several coordinators; None: there is but one."""
+        held = self._held()
+        own = [dispatch for owner, dispatch in held if coordinator is None or owner == coordinator]
         b, s, r = self.blocks, self.scheduler, self.receiver
         return Load(
             worker_id=self.worker[0],
@@ -210,7 +216,8 @@ class DecodeCore:
             busy=s.num_running > 0,
             accepting=b.num_available > b.num_blocks // 16 and s.num_running + r.num_granted < s.row_limit,
             draining=self._leave_by is not None,
-            dispatches=u32([dispatch for _, dispatch in self._held()]),
+            dispatches=u32(own),
+            num_others=len(held) - len(own),
             num_cache_reports=self._cache_reporter.num_reports,
             counters={
                 "preemptions": s.num_preemptions,
@@ -279,25 +286,21 @@ class DecodeCore:
         if result.dropped:
             dropped = set(result.dropped)
             rows = [row for row in range(len(sequences)) if row not in dropped]
-            place = {row: i for i, row in enumerate(rows)}
             sequences, columns = [sequences[row] for row in rows], [column[rows] for column in columns]
-            finished = {place[row]: reason for row, reason in finished.items()}
-            logprobs = {place[row]: told for row, told in logprobs.items() if row in place}
+            finished, logprobs = _only(rows, finished), _only(rows, logprobs)
         if not sequences:
             return
         for row, told in logprobs.items():
             sequences[row].last_logprobs = told
         self.num_tokens += len(sequences)
-        dispatches, indices, tokens = (column.tobytes() for column in columns)
-        message = StepTokens(
-            coordinator=sequences[0].key[0],
-            dispatches=dispatches,
-            indices=indices,
-            tokens=tokens,
-            finished=finished,
-            logprobs=logprobs,
-        )
-        self._actions.append(ToCoordinator(message))
+        owners = {sequence.key[0] for sequence in sequences}
+        for owner in owners:
+            if len(owners) == 1:
+                message = _step_tokens(owner, columns, finished, logprobs)
+            else:
+                rows = [row for row, sequence in enumerate(sequences) if sequence.key[0] == owner]
+                message = _step_tokens(owner, [column[rows] for column in columns], _only(rows, finished), _only(rows, logprobs))
+            self._actions.append(ToCoordinator(message))
 
     def _say_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
         self._actions.append(ToCoordinator(RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])))
@@ -322,3 +325,18 @@ class DecodeCore:
             self.moving.cancel(key)
         self.receiver.cancel(key)
         self.scheduler.drop(key)
+
+
+def _step_tokens(
+    coordinator: int, columns: Sequence[np.ndarray[Any, Any]], finished: Mapping[int, FinishReason], logprobs: Mapping[int, TokenLogprobs]
+) -> StepTokens:
+    """Columns: dispatches, indices, tokens, uint32 each."""
+    dispatches, indices, tokens = (column.tobytes() for column in columns)
+    return StepTokens(
+        coordinator=coordinator, dispatches=dispatches, indices=indices, tokens=tokens, finished=dict(finished), logprobs=dict(logprobs)
+    )
+
+
+def _only(rows: Sequence[int], entries: Mapping[int, Entry]) -> dict[int, Entry]:
+    """Of these rows, by their new places."""
+    return {place: entries[row] for place, row in enumerate(rows) if row in entries} if entries else {}

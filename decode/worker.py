@@ -30,13 +30,26 @@ from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import CloseLease, ExpectAgain, Join, OpenLease, Supersede, ToCoordinator, ToPeer, Verify
 from ..transport.channels import RouterChannel
-from ..transport.coordinator_link import CoordinatorLink, opened_to, worker_of
+from ..transport.coordinator_link import opened_to, worker_of
+from ..transport.coordinator_links import CoordinatorLinks
 from ..transport.handoff import HandoffTimes, PeerId
 from ..transport.handoff_receiver import HandoffReceiver
 from ..transport.host import advertised_address, host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.liveness import ProcessIdentity
-from ..transport.messages import BETWEEN_MOVERS, FROM_DECODE, FROM_PREFILL, SECRET_BYTES, Goodbye, Hello, Meet, Message, Met, ModelIdentity
+from ..transport.messages import (
+    BETWEEN_MOVERS,
+    FROM_DECODE,
+    FROM_PREFILL,
+    SECRET_BYTES,
+    Goodbye,
+    Hello,
+    Load,
+    Meet,
+    Message,
+    Met,
+    ModelIdentity,
+)
 from ..transport.movers.checksum import block_checksum
 from ..transport.movers.opening import offered
 from ..transport.movers.shm import SharedPool
@@ -73,11 +86,14 @@ class DecodeWorker:
         self._peers = RouterChannel.bind(settings.listen, key, FROM_PREFILL)
         self._checks: deque[Verify] = deque()
         self._movers = self._open_movers()
-        self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns, settings.orphaned_after_s)
+        self._poller = self._make_poller()
+        self._links = CoordinatorLinks(
+            settings.coordinators, key, settings.worker_id, self, time.time_ns, self._poller, settings.orphaned_after_s
+        )
         blocks = BlockManager(len(model.pool))
         size = self._identity.block_size
         scheduler = DecodeScheduler(blocks, size, settings.max_num_seqs, model.max_model_len, model.eos_token_ids)
-        worker = (settings.worker_id, self._link.incarnation)
+        worker = (settings.worker_id, self._links.incarnation)
         receiver = HandoffReceiver(
             worker,
             self._identity,
@@ -91,10 +107,9 @@ class DecodeWorker:
         self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint, meet, settings.drain_timeout_s)
         self._steps: StepThread[DecodeStep] = StepThread(model.runner, self._wakeup.set, ahead_at_layer=model.ahead_at_layer)
         self._grammars = GrammarThread(model.grammars, self._wakeup.set)
-        self._poller = self._make_poller()
         assert self._core.moving is not None, "it has said how it meets others"
         sender, plaintext = self._core.moving.sender, settings.plaintext_kv or settings.insecure
-        self._sending = SendingEnd(sender, settings.worker_id, self._link.incarnation, key, model, self._poller, plaintext)
+        self._sending = SendingEnd(sender, settings.worker_id, self._links.incarnation, key, model, self._poller, plaintext)
 
     def stop(self) -> None:
         """From a signal handler or another thread: leave the loop."""
@@ -137,9 +152,8 @@ class DecodeWorker:
         return ready
 
     def _receive(self, ready: set[object], now: float) -> None:
-        if self._link.socket in ready:
-            for message in self._link.receive(now):
-                self._core.from_coordinator(message)
+        for message in self._links.receive(ready, now):
+            self._core.from_coordinator(message)
         if self._peers.socket in ready:
             self._hear_peers(now)
         for lease, position in self._movers.poll(ready, RECEIVE_LIMIT):
@@ -153,7 +167,7 @@ class DecodeWorker:
         if now - self._ticked >= TICK_S:
             self._ticked = now
             self._core.tick(now)
-            self._link.tick(now)
+            self._links.tick(now)
 
     def _hear_peers(self, now: float) -> None:
         for identity, message in self._peers.receive(RECEIVE_LIMIT):
@@ -203,27 +217,36 @@ class DecodeWorker:
                 self._do(action, now)
 
     def _report(self, now: float) -> None:
-        if now - self._reported < self._link.heartbeat_s:
+        if now - self._reported < self._links.heartbeat_s:
             return
         self._reported = now
         self._bury_dead_writers(now)
-        if self._link.coordinator is None:
+        if not self._links.coordinators:
             return
-        self._link.send(with_telemetry(self._core.load(), self._telemetry))
+        self._links.report(self._load)
         if (events := self._core.block_events()) is not None:
-            self._link.send(events)
+            self._links.send(events)
+
+    def _load(self, coordinator: int) -> Load:
+        return with_telemetry(self._core.load(coordinator), self._telemetry)
 
     def _leave_if_drained(self) -> None:
         if self._core.may_leave:
             _log.info("drained: nothing is left here, leaving")
-            self._link.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._link.incarnation))
+            self._links.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._links.incarnation))
             self._stopping = True
 
     # --- what the core wants done ----------------------------------------------------------------
 
+    def _tell_coordinators(self, *messages: Message) -> None:
+        """What the core has to say; a load report says to each what concerns it."""
+        if any(isinstance(message, Load) for message in messages):
+            self._links.report(self._load)
+        self._links.send(*(message for message in messages if not isinstance(message, Load)))
+
     def _do(self, action: DecodeAction, now: float) -> None:
         if isinstance(action, ToCoordinator):
-            self._link.send(action.message)
+            self._tell_coordinators(action.message)
         elif isinstance(action, CompileGrammar):
             self._grammars.submit(action)
         elif isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE):
@@ -291,7 +314,7 @@ class DecodeWorker:
 
     def _meet(self, movers: tuple[str, ...]) -> Meet:
         """How this worker introduces itself to other decode workers, as one that hands over."""
-        worker_id, incarnation = self._settings.worker_id, self._link.incarnation
+        worker_id, incarnation = self._settings.worker_id, self._links.incarnation
         return Meet(
             worker_id=worker_id, incarnation=incarnation, host=host_identity(), pid=os.getpid(), model=self._identity, movers=movers
         )
@@ -299,7 +322,6 @@ class DecodeWorker:
     def _make_poller(self) -> zmq.Poller:
         poller = zmq.Poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
-        poller.register(self._link.socket, zmq.POLLIN)
         poller.register(self._peers.socket, zmq.POLLIN)
         for fd in self._movers.fds:
             poller.register(fd, zmq.POLLIN)
@@ -326,21 +348,22 @@ class DecodeWorker:
 
     def welcomed(self, coordinator: int) -> None:
         """See ``LinkedWorker``."""
-        self._core.drop_others(coordinator)
+        self._core.drop_others(*self._links.coordinators)
         if (events := self._core.block_events(everything=True)) is not None:
-            self._link.send(events)
+            self._links.send(events)
 
     def fenced(self, incarnation: int) -> None:
         """See ``LinkedWorker``."""
         self._core.drop_others(-1)
         self._carry_out(time.monotonic())  # what the old incarnation still owes its peers
         self._poller = self._make_poller()
+        self._links.watch_by(self._poller)
         self._sending.rename(incarnation, self._poller)
         self._core.rename(incarnation)
 
     def orphaned(self) -> None:
         """See ``LinkedWorker``."""
-        self._core.drop_others(-1)
+        self._core.drop_others(*self._links.coordinators)
 
     def _close(self) -> None:
         self._steps.stop()
@@ -350,7 +373,7 @@ class DecodeWorker:
         self._movers.close_all()
         self._sending.close()
         self._peers.close()
-        self._link.close(LINGER_S)
+        self._links.close(LINGER_S)
         self._wakeup.close()
 
 

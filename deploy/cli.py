@@ -68,12 +68,13 @@ def _name(section: str) -> str:
 
 def run_coordinator(settings: Any) -> None:
     from ..coordinator.main import run
+    from . import coordinator_child
     from .checks import require_model, require_port
 
     log_to_stderr(settings.log_level, settings.log_format, "coordinator")
     require_model(settings.model, weights=False)
     require_port(settings.listen_host, settings.port)
-    run(settings)
+    run(settings, coordinator_child.run)
 
 
 def run_prefill(settings: Any) -> None:

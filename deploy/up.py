@@ -15,8 +15,8 @@ from ..coordinator.settings import CoordinatorSettings
 from ..decode.settings import DecodeSettings
 from ..engine.settings import WorkerSettings
 from ..prefill.settings import PrefillSettings
-from .checks import require_model, require_port
-from .config import Layer, Sources, Value, build
+from .checks import port_problem, require_model, require_port
+from .config import ConfigError, Layer, Sources, Value, build
 from .options import options
 from .settings import DEMO_MODEL, DEMO_MODEL_NAME, UpSettings
 
@@ -72,7 +72,7 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     up = build(UpSettings, [_only(UpSettings, flags), *sources.of("up")])
     derived = {
         "model": Value(DEMO_MODEL, "the bundled model"),
-        "control_address": Value(f"tcp://127.0.0.1:{free_port('127.0.0.1')}", "up"),
+        "control_address": Value("tcp://127.0.0.1:0", "up"),
     }
     layers = [_only(CoordinatorSettings, flags), *sources.of("coordinator")]
     if not any({"key_file", "insecure"} & set(layer) for layer in layers):
@@ -80,6 +80,9 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     if not any("model" in layer for layer in layers):
         derived["served_model_name"] = Value(DEMO_MODEL_NAME, "the bundled model")
     coordinator = build(CoordinatorSettings, [*layers, derived])
+    if coordinator.control_address.endswith(":0"):
+        control = f"tcp://127.0.0.1:{free_ports('127.0.0.1', coordinator.processes)}"
+        coordinator = coordinator.model_copy(update={"control_address": control})
     computes = any(_worker(role, "", coordinator, flags, sources).runner == "model" for role in (PrefillSettings, DecodeSettings))
     require_model(coordinator.model, weights=computes)
     require_port(coordinator.listen_host, coordinator.port)
@@ -136,3 +139,12 @@ def free_port(host: str) -> int:
     with socket.socket(family) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def free_ports(host: str, count: int) -> int:
+    """The first of so many TCP ports in a row that nothing listens on at the moment."""
+    for _ in range(100):
+        first = free_port(host)
+        if first + count <= 65_536 and all(port_problem(host, port) is None for port in range(first, first + count)):
+            return first
+    raise ConfigError(f"there are no {count} free ports in a row on {host}; give --control-address")

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Mover = Literal["auto", "shm", "nccl", "nixl", "zmq"]
+CONTROL_ADDRESS = r"tcp://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -27,8 +28,9 @@ class WorkerSettings(BaseModel):
     )
     coordinator: str = Field(
         default="tcp://127.0.0.1:7700",
-        pattern=r"^tcp://[^\s:]+:\d+$|^tcp://\[[0-9a-fA-F:.]+\]:\d+$",
-        description="The coordinator's control address, tcp://HOST:PORT.",
+        pattern=rf"^{CONTROL_ADDRESS}(,{CONTROL_ADDRESS})*$",
+        description="The coordinator's control address, tcp://HOST:PORT; those of several hosts with commas between. More processes of "
+        "one host are found by themselves.",
     )
     key_file: Path | None = Field(
         default=None, description="The cluster's key, made by `splitserve keygen`; the same file for all processes."
@@ -90,6 +92,11 @@ class WorkerSettings(BaseModel):
     )
     log_level: LogLevel = Field(default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again.")
     log_format: LogFormat = Field(default="text", description="text, or json: one object a line, with request ids where there are any.")
+
+    @property
+    def coordinators(self) -> list[str]:
+        """All control addresses."""
+        return self.coordinator.split(",")
 
     @property
     def worker_id(self) -> str:

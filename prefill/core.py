@@ -186,10 +186,10 @@ class PrefillCore:
             if now >= sequence.deadline and not sequence.doomed:
                 self._fail(sequence.key, "deadline", "the request's deadline passed on the prefill worker")
 
-    def drop_others(self, coordinator: int) -> None:
-        """Only this coordinator's work is kept."""
+    def drop_others(self, *coordinators: int) -> None:
+        """Only these coordinators' work is kept."""
         for key in self.scheduler.held:
-            if key[0] != coordinator:
+            if key[0] not in coordinators:
                 self._drop(key)
 
     def rename(self, meet: Meet) -> None:
@@ -208,9 +208,11 @@ class PrefillCore:
         """The blocks that are referenced, owner by owner."""
         return self.scheduler.block_tables()
 
-    def load(self) -> Load:
-        """The heartbeat."""
+    def load(self, coordinator: int | None = None) -> Load:
+        """The heartbeat, as it is to one of several coordinators; None: there is but one."""
         s, b = self.scheduler, self.blocks
+        held = s.held
+        own = [dispatch for owner, dispatch in held if coordinator is None or owner == coordinator]
         pinned = sum(len(q.blocks) for q in s.pinned.values())
         return Load(
             worker_id=self.worker[0],
@@ -226,7 +228,9 @@ class PrefillCore:
             busy=bool(s.waiting or s.running),
             accepting=b.num_available > b.num_blocks // 16,
             draining=self._leave_by is not None,
-            dispatches=u32([dispatch for _, dispatch in s.held]),
+            dispatches=u32(own),
+            num_others=len(held) - len(own),
+            num_others_tokens=s.num_waiting_tokens_but_of(coordinator) if len(held) > len(own) and coordinator is not None else 0,
             num_cache_reports=self._cache_reporter.num_reports,
             counters={
                 "prompt_tokens": s.num_prompt_tokens,

@@ -119,6 +119,10 @@ class PrefillScheduler:
     def num_waiting_tokens(self) -> int:
         return sum(s.remaining for s in (*self.waiting.values(), *self.running.values()))
 
+    def num_waiting_tokens_but_of(self, coordinator: int) -> int:
+        """Of other coordinators' prompts."""
+        return sum(s.remaining for s in (*self.waiting.values(), *self.running.values()) if s.key[0] != coordinator)
+
     @property
     def held(self) -> list[Key]:
         """Every prompt of which anything is kept here."""

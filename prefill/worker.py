@@ -27,11 +27,11 @@ from ..engine.layer_progress import LayerProgress
 from ..engine.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import ToCoordinator
-from ..transport.coordinator_link import CoordinatorLink
+from ..transport.coordinator_links import CoordinatorLinks
 from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.layer_slicing import LayerSlicing
-from ..transport.messages import Goodbye, Hello, Meet, ModelIdentity
+from ..transport.messages import Goodbye, Hello, Load, Meet, Message, ModelIdentity
 from ..transport.movers.opening import offered
 from ..transport.reports import with_telemetry
 from ..transport.sending_end import SendingEnd
@@ -57,7 +57,9 @@ class PrefillWorker:
         self._poller = zmq.Poller()
         self._stopping = self._leaving = False
         self._ticked = self._reported = 0.0
-        self._link = CoordinatorLink(settings.coordinator, key, settings.worker_id, self, time.time_ns, settings.orphaned_after_s)
+        self._links = CoordinatorLinks(
+            settings.coordinators, key, settings.worker_id, self, time.time_ns, self._poller, settings.orphaned_after_s
+        )
         scheduler = PrefillScheduler(
             BlockManager(len(model.pool)),
             self._identity.block_size,
@@ -66,18 +68,17 @@ class PrefillWorker:
             settings.max_num_seqs,
         )
         slicing = LayerSlicing(model.num_layers, self._identity.block_bytes, settings.kv_slicing)
-        meet = self._meet(self._link.incarnation)
+        meet = self._meet(self._links.incarnation)
         self._core = PrefillCore(
             meet, scheduler, model.eos_token_ids, model.max_model_len, drain_timeout_s=settings.drain_timeout_s, slicing=slicing
         )
         plaintext = settings.plaintext_kv or settings.insecure
-        self._sending = SendingEnd(self._core.sender, settings.worker_id, self._link.incarnation, key, model, self._poller, plaintext)
+        self._sending = SendingEnd(self._core.sender, settings.worker_id, self._links.incarnation, key, model, self._poller, plaintext)
         self._progress = LayerProgress(model.device, self._wakeup.set)
         self._steps: StepThread[PrefillStep] = StepThread(model.runner, self._wakeup.set, self._progress.reached)
         self._running: PrefillStep | None = None
         self._grammars = GrammarThread(model.grammars, self._wakeup.set)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
-        self._poller.register(self._link.socket, zmq.POLLIN)
 
     def stop(self) -> None:
         """From a signal handler or another thread: leave the loop."""
@@ -118,9 +119,8 @@ class PrefillWorker:
         return ready
 
     def _receive(self, ready: set[object], now: float) -> None:
-        if self._link.socket in ready:
-            for message in self._link.receive(now):
-                self._core.from_coordinator(message, now)
+        for message in self._links.receive(ready, now):
+            self._core.from_coordinator(message, now)
         self._sending.receive(ready, now)
         self._grammars.report(self._core)
         if self._leaving:
@@ -128,7 +128,7 @@ class PrefillWorker:
         if now - self._ticked >= TICK_S:
             self._ticked = now
             self._core.tick(now)
-            self._link.tick(now)
+            self._links.tick(now)
 
     def _collect(self, now: float) -> None:
         finished = self._steps.collect()
@@ -151,7 +151,7 @@ class PrefillWorker:
     def _tell(self) -> None:
         """First tokens leave before the next step is made and before any block is copied."""
         if reports := self._core.take_reports():
-            self._link.send(*reports)
+            self._tell_coordinators(*reports)
 
     def _launch(self, now: float) -> None:
         if not self._steps.busy and (step := self._core.schedule(now)) is not None:
@@ -164,27 +164,35 @@ class PrefillWorker:
             self._do(action)
 
     def _report(self, now: float) -> None:
-        if self._link.coordinator is None or now - self._reported < self._link.heartbeat_s:
+        if not self._links.coordinators or now - self._reported < self._links.heartbeat_s:
             return
         self._reported = now
-        load = self._core.load()
-        transfers = self._sending.transfers
-        load.counters.update(handoff_bytes=transfers.num_bytes, handoff_seconds=transfers.seconds)
-        self._link.send(with_telemetry(load, self._telemetry))
+        self._links.report(self._load)
         if (events := self._core.block_events()) is not None:
-            self._link.send(events)
+            self._links.send(events)
+
+    def _load(self, coordinator: int) -> Load:
+        load, transfers = self._core.load(coordinator), self._sending.transfers
+        load.counters.update(handoff_bytes=transfers.num_bytes, handoff_seconds=transfers.seconds)
+        return with_telemetry(load, self._telemetry)
 
     def _leave_if_drained(self) -> None:
         if self._core.may_leave:
             _log.info("drained: nothing is left here, leaving")
-            self._link.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._link.incarnation))
+            self._links.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._links.incarnation))
             self._stopping = True
 
     # --- what the core wants done ----------------------------------------------------------------
 
+    def _tell_coordinators(self, *messages: Message) -> None:
+        """What the core has to say; a load report says to each what concerns it."""
+        if any(isinstance(message, Load) for message in messages):
+            self._links.report(self._load)
+        self._links.send(*(message for message in messages if not isinstance(message, Load)))
+
     def _do(self, action: PrefillAction) -> None:
         if isinstance(action, ToCoordinator):
-            self._link.send(action.message)
+            self._tell_coordinators(action.message)
         elif isinstance(action, CompileGrammar):
             self._grammars.submit(action)
         else:
@@ -212,9 +220,9 @@ class PrefillWorker:
 
     def welcomed(self, coordinator: int) -> None:
         """See ``LinkedWorker``."""
-        self._core.drop_others(coordinator)
+        self._core.drop_others(*self._links.coordinators)
         if (events := self._core.block_events(everything=True)) is not None:
-            self._link.send(events)
+            self._links.send(events)
 
     def fenced(self, incarnation: int) -> None:
         """See ``LinkedWorker``. What the old incarnation still owes its peers is said before its channels close."""
@@ -224,7 +232,7 @@ class PrefillWorker:
         self._sending.rename(incarnation, self._poller)
         self._core.rename(self._meet(incarnation))
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
-        self._poller.register(self._link.socket, zmq.POLLIN)
+        self._links.watch_by(self._poller)
 
     def _meet(self, incarnation: int) -> Meet:
         settings = self._settings
@@ -235,7 +243,7 @@ class PrefillWorker:
 
     def orphaned(self) -> None:
         """See ``LinkedWorker``."""
-        self._core.drop_others(-1)
+        self._core.drop_others(*self._links.coordinators)
 
     def _close(self) -> None:
         self._steps.stop()
@@ -243,7 +251,7 @@ class PrefillWorker:
         if self._telemetry is not None:
             self._telemetry.stop()
         self._sending.close()
-        self._link.close(LINGER_S)
+        self._links.close(LINGER_S)
         self._wakeup.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import zmq
@@ -20,19 +20,30 @@ _log = logging.getLogger(__name__)
 
 
 class LinkedWorker(Protocol):
-    """What the link asks of the worker behind it."""
+    """What the link, or all links, ask of the worker behind them."""
 
     def hello(self, incarnation: int) -> Hello:
         """How the worker introduces itself."""
 
     def welcomed(self, coordinator: int) -> None:
-        """This coordinator incarnation is the only one whose work counts from now on."""
+        """This coordinator incarnation's work counts from now on; that of an earlier one behind the same link does not."""
 
     def fenced(self, incarnation: int) -> None:
         """All work is void; the worker goes on under a new incarnation."""
 
     def orphaned(self) -> None:
-        """No coordinator has been heard of for long: nobody owns what the worker holds."""
+        """This link's coordinator has not been heard of for long, or does not know the worker: nobody owns what it had asked for."""
+
+
+class LinkOwner(LinkedWorker, Protocol):
+    """Who has several links."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one coordinator."""
+
+    def told_of(self, addresses: Sequence[str]) -> None:
+        """Where other coordinators listen."""
 
 
 def identity_of(worker_id: str, incarnation: int, *more: int) -> bytes:
@@ -65,14 +76,16 @@ class CoordinatorLink:
         address: str,
         key: ClusterKey | None,
         worker_id: str,
-        worker: LinkedWorker,
+        worker: LinkOwner,
         clock: Callable[[], int],
         orphaned_after_s: float = ORPHANED_AFTER_S,
+        incarnation: int | None = None,
     ) -> None:
+        """``incarnation``: where the worker has one already."""
         self._address, self._key, self._worker_id, self._worker, self._clock = address, key, worker_id, worker, clock
         self._orphaned_after_s = orphaned_after_s
         self._heard = 0.0  # when the coordinator last spoke
-        self.incarnation = clock()
+        self.incarnation = clock() if incarnation is None else incarnation
         self.coordinator: int | None = None  # the coordinator's incarnation, once it has welcomed us
         self.heartbeat_s = 0.25
         self._said_hello = float("-inf")
@@ -144,11 +157,23 @@ class CoordinatorLink:
             _log.info("connected to the coordinator at %s", self._address)
         self.coordinator, self.heartbeat_s = message.coordinator, message.heartbeat_s
         self._worker.welcomed(message.coordinator)
+        self._worker.told_of([_with_host_of(self._address, other) for other in message.others])
 
     def _fence(self, message: Fenced) -> None:
+        if not self._worker.alone:
+            _log.warning("fenced by the coordinator at %s (%s): dropping its work", self._address, message.reason)
+            self.coordinator, self._said_hello = None, float("-inf")
+            self._worker.orphaned()
+            return
         _log.warning("fenced by the coordinator (%s): dropping all work, starting over as a new incarnation", message.reason)
         self._channel.close()
         self.incarnation = self._clock()
         self.coordinator, self._said_hello = None, float("-inf")
         self._channel = self._connect()
         self._worker.fenced(self.incarnation)
+
+
+def _with_host_of(known: str, told: str) -> str:
+    """An address where a coordinator listens, as this worker reaches it: 0.0.0.0 means the host of the one that said so."""
+    host, _, port = told.removeprefix("tcp://").rpartition(":")
+    return f"{known.rpartition(':')[0]}:{port}" if host in ("0.0.0.0", "*", "[::]") else told

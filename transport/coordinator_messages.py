@@ -60,7 +60,9 @@ class Load(Message):
     busy: bool
     accepting: bool
     draining: bool = False  # it takes no new work and leaves as soon as it holds nothing
-    dispatches: RowColumn = b""  # every dispatch this worker holds anything of: lost and orphaned ones show here
+    dispatches: RowColumn = b""  # every dispatch of this coordinator of which the worker holds anything: lost and orphaned ones show here
+    num_others: Count = 0  # dispatches of other coordinators that it holds
+    num_others_tokens: Count = 0  # prompt tokens of theirs that it has not computed
     num_cache_reports: Count = 0  # BlockEvents said so far: one that was lost shows here
     counters: dict[str, float] = Field(default_factory=dict, max_length=64)  # cumulative since start
     gauges: dict[str, float] = Field(default_factory=dict, max_length=64)  # as they are now
@@ -153,11 +155,12 @@ class Goodbye(Message):
 
 
 class Welcome(Message):
-    """Answer to Hello, and said again where BlockEvents were lost. A worker drops all work of any other coordinator incarnation, and
-    sends its whole cache as BlockEvents."""
+    """Answer to Hello, and said again where BlockEvents were lost. A worker drops all work of the coordinator that it knew at this address
+    before, and sends its whole cache as BlockEvents. ``others``: where more coordinator processes of this host listen."""
 
     coordinator: Incarnation
     heartbeat_s: Duration
+    others: Annotated[tuple[Address, ...], Field(max_length=256, strict=False)] = ()
 
 
 class Alive(Message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -19,6 +19,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.told: list[object] = []
+        self.alone = True
 
     def hello(self, incarnation: int) -> Hello:
         numbers = {"max_model_len": 9, "vocab_size": 9, "num_blocks": 9, "max_num_seqs": 9, "max_batch_tokens": 9}
@@ -32,6 +33,10 @@ class Worker:
 
     def orphaned(self) -> None:
         self.told.append("orphaned")
+
+    def told_of(self, addresses: Sequence[str]) -> None:
+        if addresses:
+            self.told.append(list(addresses))
 
 
 class Line:

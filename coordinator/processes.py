@@ -1,0 +1,111 @@
+"""Several coordinator processes on one host: one HTTP port, and nothing shared but the workers.
+
+The kernel deals connections out (SO_REUSEPORT). Each process has its own control port, to which every worker connects (the processes name
+each other in their welcome), its own queue, and its own view of the workers by what these report. The parent serves nothing: it starts the
+processes, and starts again what dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from typing import NamedTuple
+
+from .listening_server import bind
+from .settings import CoordinatorSettings
+
+RESTART_S, RESTART_MAX_S = 0.5, 30.0  # doubling, while a process dies again and again
+SETTLED_S = 60.0
+GRACE_S = 15.0
+_log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """One of several: which, and where the others listen to workers."""
+
+    number: int = 0
+    others: tuple[str, ...] = ()
+
+
+Serve = Callable[[CoordinatorSettings, Place], None]
+
+
+def settings_of(settings: CoordinatorSettings, index: int) -> CoordinatorSettings:
+    """Of process number ``index``: ports of its own, but for the HTTP server's."""
+    control = address_of(settings.control_address, index)
+    admin_port = settings.admin_port + index if settings.admin_port else settings.admin_port
+    return settings.model_copy(update={"control_address": control, "admin_port": admin_port})
+
+
+def address_of(control_address: str, index: int) -> str:
+    """Where process number ``index`` listens to workers."""
+    host, _, port = control_address.rpartition(":")
+    return f"{host}:{int(port) + index}"
+
+
+def run_all(settings: CoordinatorSettings, serve: Serve) -> None:
+    """Runs ``settings.processes`` processes until a signal. Raises OSError where the port is not to be had."""
+    reserved = bind(settings.listen_host, settings.port, shared=True)  # not listening: it gets no connection, and keeps the port ours
+    settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
+    processes = [_Process(settings, index, serve) for index in range(settings.processes)]
+    stopping: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: stopping.append(number))
+    while not stopping:
+        now = time.monotonic()
+        for process in processes:
+            process.keep_running(now)
+        wait([process.sentinel for process in processes if process.sentinel is not None], timeout=0.2)
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for process in processes:
+        process.join(deadline)
+    reserved.close()
+
+
+class _Process:
+    """One process, whenever it lives."""
+
+    def __init__(self, settings: CoordinatorSettings, index: int, serve: Serve) -> None:
+        others = tuple(address_of(settings.control_address, other) for other in range(settings.processes) if other != index)
+        self._arguments = (settings_of(settings, index), Place(index, others))
+        self._index, self._serve = index, serve
+        self._process: SpawnProcess | None = None
+        self._started = self._not_before = float("-inf")
+        self._delay_s = RESTART_S
+
+    @property
+    def sentinel(self) -> int | None:
+        """Readable once it has ended; None while there is none."""
+        return self._process.sentinel if self._process is not None else None
+
+    def keep_running(self, now: float) -> None:
+        """Starts it, or starts it again after a while."""
+        if self._process is not None and self._process.is_alive():
+            return
+        if self._process is not None:
+            self._delay_s = RESTART_S if now - self._started > SETTLED_S else min(2 * self._delay_s, RESTART_MAX_S)
+            _log.error("coordinator process %d has ended (%s): again in %g s", self._index, self._process.exitcode, self._delay_s)
+            self._process, self._not_before = None, now + self._delay_s
+        if now >= self._not_before:
+            self._process = multiprocessing.get_context("spawn").Process(target=self._serve, args=self._arguments, daemon=False)
+            self._process.start()
+            self._started = now
+
+    def terminate(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+
+    def join(self, deadline: float) -> None:
+        """Kills it where it takes longer."""
+        if self._process is not None:
+            self._process.join(max(0.0, deadline - time.monotonic()))
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()

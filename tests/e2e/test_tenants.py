@@ -1,0 +1,121 @@
+"""Three coordinator processes, two tenants, real workers: one port, one cache each, limits that hold across, records that add up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from e2e.cluster import MODEL_NAME, Cluster, running, wait_for
+from transformers import PreTrainedModel
+
+from splitserve.coordinator.tenants.store import TenantStore
+from splitserve.coordinator.tenants.usage_database import open_database
+from splitserve.deploy.up import free_ports
+
+PROCESSES = 3
+
+
+class Front:
+    """The cluster, its keys, and each process's own admin port."""
+
+    def __init__(self, cluster: Cluster, keys: dict[str, str], admin: int, folder: Path) -> None:
+        self.cluster, self.keys, self.folder = cluster, keys, folder
+        self.admin = [f"http://127.0.0.1:{admin + n}" for n in range(PROCESSES)]
+
+    def ask(self, tenant: str, prompt: list[int], url: str = "") -> httpx.Response:
+        """Over a connection of its own: the kernel deals it to some process."""
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        headers = {"authorization": f"Bearer {self.keys[tenant]}"}
+        return httpx.post(f"{url or self.cluster.url}/v1/completions", headers=headers, json=body, timeout=60)
+
+    def workers_seen(self) -> list[int]:
+        """By each process."""
+        return [len(httpx.get(f"{url}/debug/state", timeout=5).json()["workers"]) for url in self.admin]
+
+    def pid(self, number: int) -> int:
+        pid: int = httpx.get(f"{self.admin[number]}/debug/state", timeout=5).json()["coordinator"]["pid"]
+        return pid
+
+
+@pytest.fixture(scope="module")
+def front(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    folder = tmp_path_factory.mktemp("tenants")
+    store = TenantStore(folder / "tenants", create=True)
+    store.set_tier("small", None, {"requests_per_minute": 6})
+    keys = {}
+    for tenant, tier in (("a", "standard"), ("b", "standard"), ("limited", "small")):
+        store.set_tenant(tenant, tier=tier)
+        keys[tenant] = store.create_key(tenant).key
+    store.close()
+    admin = free_ports("127.0.0.1", PROCESSES)
+    arguments = ["--processes", str(PROCESSES), "--tenants-file", str(folder / "tenants"), "--admin-port", str(admin)]
+    with running(tiny[0], folder, *arguments, "--kv-cache-gib", "0.05") as cluster:
+        front = Front(cluster, keys, admin, folder)
+        wait_for("every process knows both workers", lambda: front.workers_seen() == [2] * PROCESSES, 30)
+        wait_for("every process is ready", lambda: all(httpx.get(f"{url}/ready").status_code == 200 for url in front.admin), 30)
+        yield front
+
+
+def test_a_prefix_is_its_tenants_on_every_process_and_no_other_tenants_on_any(front: Front) -> None:
+    prompt = list(range(10, 10 + 200))
+    assert front.ask("a", prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    blocks = front.cluster.workers("decode")[0]["blocks"]["cached"]
+
+    def cached(tenant: str) -> set[int]:
+        return {front.ask(tenant, prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(9)}
+
+    assert cached("a") == {192}  # nine connections: surely more than one process
+    first = front.ask("b", prompt).json()["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    wait_for("the decode worker keeps it for the other tenant, too", lambda: _cached(front) >= 2 * blocks - 2, 10)
+
+
+def _cached(front: Front) -> int:
+    blocks: int = front.cluster.workers("decode")[0]["blocks"]["cached"]
+    return blocks
+
+
+def test_limits_hold_across_processes(front: Front) -> None:
+    answers = [front.ask("limited", [1, 2, 3]) for _ in range(9)]
+    assert [answer.status_code for answer in answers].count(200) == 6
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["retry-after"]) <= 10
+    assert httpx.get(f"{front.cluster.url}/v1/models").status_code == 401
+
+
+def test_a_process_that_is_killed_takes_only_its_own_connections_along(front: Front) -> None:
+    victim = front.pid(1)
+    os.kill(victim, signal.SIGKILL)
+    answered = 0
+    deadline = time.monotonic() + 20
+    while answered < 10:
+        try:
+            answered += front.ask("a", [5, 6, 7]).status_code == 200
+        except httpx.TransportError:  # it was dealt to the one that is gone
+            assert time.monotonic() < deadline
+    wait_for("it is started again and knows its workers", lambda: _seen(front) == [2] * PROCESSES, 30)
+    assert front.pid(1) != victim
+
+
+def _seen(front: Front) -> list[int]:
+    try:
+        return front.workers_seen()
+    except httpx.TransportError:
+        return []
+
+
+def test_every_request_has_one_record(front: Front) -> None:
+    before = _records(front)
+    for _ in range(5):
+        front.ask("b", [9, 8, 7])
+    wait_for("five more records", lambda: _records(front) >= before + 5, 10)
+
+
+def _records(front: Front) -> int:
+    rows = open_database(f"sqlite:///{front.folder}/tenants-usage").totals(["tenant"], 0, 1e12)
+    return next((row["requests"] for row in rows if row["tenant"] == "b"), 0)
