@@ -26,7 +26,7 @@ class PackedLinear:
         self._n, self._k = weight.shape
         self._dtype = weight.dtype
         self._code = DTYPE_CODES[weight.dtype]
-        self._packed = arena.empty(-(-self._n // PANEL) * PANEL * self._k, weight.dtype)
+        self._packed = arena.empty(-(-self._n // PANEL) * PANEL * -(-self._k // 2) * 2, weight.dtype)
         _cpu.pack_linear(weight.data_ptr(), self._packed.data_ptr(), self._n, self._k, self._code)
         self._bias = None if bias is None else bias.contiguous()
         self._addresses = (self._packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())

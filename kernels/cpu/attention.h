@@ -4,7 +4,7 @@
 //   many queries: tiles of KEYS keys are copied out once (transposed for q k^T) and serve all rows of a query tile. Compute-bound.
 // Keys are taken in runs that begin at multiples of the run's length in the sequence, and both kernels add in one order: a row's bits
 // are the same whichever of them computes it, in whatever chunk and batch.
-//   score:   lane j of a vector takes d = j, j + W, ...; then the lanes are added (sum8).
+//   score:   one chain of fused multiply-adds in the order of d. Keys lie in the lanes, so they are transposed first.
 //   softmax: key t of a run adds to partial sum t % W; then those are added by halves (sum).
 //   values:  one chain of fused multiply-adds in the order of the keys.
 
@@ -23,38 +23,41 @@ struct KeyValues {  // where one sequence's keys and values of one layer lie
   const T* key(int64_t position) const {
     return pool + table[position / block_size] * block_stride + layer_offset + position % block_size * token_stride;
   }
-  // Where the keys from `position` to the end of its run lie, `head_offset` elements into each; returns how many.
-  int64_t run(int64_t position, int64_t length, int64_t head_offset, int64_t* offsets) const {
-    const int64_t stop = smaller(length, (position / KEYS + 1) * KEYS);
-    for (int64_t i = position; i < stop; ++i) offsets[i - position] = key(i) - pool + head_offset;
-    return stop - position;
+};
+
+template <class T>
+struct Run {  // the keys [begin, end) of a run, from position `start` on
+  int64_t start = 0, begin = 0, end = 0, offsets[KEYS];  // where each lies, in elements from the pool's first
+
+  // Those from `position` on, `head_offset` elements into each.
+  void find(const KeyValues<T>& kv, int64_t position, int64_t length, int64_t head_offset) {
+    start = position / KEYS * KEYS;
+    begin = position - start;
+    end = smaller(length - start, KEYS);
+    for (int64_t i = begin; i < end; ++i) offsets[i] = kv.key(start + i) - kv.pool + head_offset;
   }
 };
 
-// Sums of the lanes of eight vectors.
-static inline void sum8(const vf* x, float* out) {
+// out[j][i] = rows[i][word + j] for eight by eight words; rows of `out` are KEYS apart.
+static inline void transpose8(const uint32_t* const* rows, int64_t word, uint32_t* out) {
 #if VECTOR_BYTES >= 32
-  __m256 h[8];
-  for (int i = 0; i < 8; ++i) {
-#if VECTOR_BYTES == 64
-    h[i] = _mm256_add_ps(_mm512_castps512_ps256((__m512)x[i]), _mm512_extractf32x8_ps((__m512)x[i], 1));
-#else
-    h[i] = (__m256)x[i];
-#endif
+  __m256i a[8], b[8];
+  for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + word));
+  for (int i = 0; i < 8; i += 2) { b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]); b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]); }
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
   }
-  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(h[0], h[1]), _mm256_hadd_ps(h[2], h[3]));
-  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(h[4], h[5]), _mm256_hadd_ps(h[6], h[7]));
-  _mm256_storeu_ps(out, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * KEYS), _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + (i + 4) * KEYS), _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
+  }
 #else
-  for (int i = 0; i < 8; ++i) out[i] = sum(x[i]);
+  for (int i = 0; i < 8; ++i)
+    for (int j = 0; j < 8; ++j) out[j * KEYS + i] = rows[i][word + j];
 #endif
-}
-
-// The rows' partial sums, in the order of sum().
-static inline vf sum_by_halves(vf* x) {
-  for (int64_t half = W / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) x[i] += x[i + half];
-  return x[0];
 }
 
 // The running softmax of one row: p becomes exp(scores - new maximum), padded with 0 to a multiple of W.
@@ -113,85 +116,94 @@ struct Ahead {
   }
 };
 
-// One query token, all key-value heads of the item, in runs of KEYS keys. In the softmax rows (query heads) are the lanes. A run is gone
-// through head by head with sums in registers. That walk strides through memory, so the run is asked for one stage ahead in a straight one:
-// values while scores are computed, the next run's keys while values are added.
+// One query token, all key-value heads of the item, in runs of KEYS keys. A run is gone through head by head: its keys are transposed, word by
+// word (a word is two bfloat16 or a float32), and serve all query heads of the group. That walk strides through memory, so the run is asked
+// for one stage ahead in a straight one: values while scores are computed, the next run's keys while values are added.
 template <class T>
 struct OneQuery {
   const AttentionArgs& g;
   const KeyValues<T> kv;
-  const int64_t D, group, num_heads, rows, lanes, length;
-  int64_t offsets[2][KEYS], *now = offsets[0], *next = offsets[1], count, next_count;
+  const int64_t D, group, num_heads, rows, length, num_words;
+  Run<T> runs[2], *now = runs, *next = runs + 1;
   float *queries, *acc, *scores, *m, *l, *rescale;
-  vf* sums;  // [KEYS][lanes]
+  uint32_t* words;  // [num_words][KEYS]
   Ahead<T> ahead;
 
   OneQuery(const AttentionArgs& g, const AttentionItem& item, Scratch& s)
       : g(g), kv(g, item.seq), D(g.head_dim), group(g.num_heads / g.num_kv_heads), num_heads(item.num_heads), rows(num_heads * group),
-        lanes((rows + 15) / 16 * 16), length(g.seq_lens[item.seq]) {
-    queries = s.q.reserve(rows * D); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(KEYS * lanes);
-    m = s.m.filled(lanes, -INFINITY); l = s.l.filled(lanes, 0.0f); rescale = s.rescale.reserve(lanes);
-    sums = reinterpret_cast<vf*>(s.values.filled(KEYS * lanes * W, 0.0f));
+        length(g.seq_lens[item.seq]), num_words(D * int64_t(sizeof(T)) / 4) {
+    queries = s.q.reserve(rows * D); acc = s.acc.filled(rows * D, 0.0f); scores = s.scores.reserve(rows * KEYS);
+    m = s.m.filled(rows, -INFINITY); l = s.l.filled(rows, 0.0f); rescale = s.rescale.reserve(rows);
+    words = reinterpret_cast<uint32_t*>(s.keys.reserve(num_words * KEYS));
   }
 
-  // sums of G query heads from row on with N keys from t on.
-  template <int G, int N>
-  inline __attribute__((always_inline)) void dot(int64_t t, int64_t row, int64_t head) {
+  // The run's keys of one head; in the room of one that is not there lies another.
+  void transpose_keys(int64_t head) {
+    for (int64_t t = now->begin / 8 * 8; t < now->end; t += 8) {
+      const uint32_t* keys[8];
+      for (int64_t i = 0; i < 8; ++i) {
+        const int64_t at = smaller(larger(t + i, now->begin), now->end - 1);
+        keys[i] = reinterpret_cast<const uint32_t*>(kv.pool + now->offsets[at] + head * D);
+        ahead.step(D * int64_t(sizeof(T)));
+      }
+      int64_t word = 0;
+      for (; word + 8 <= num_words; word += 8) transpose8(keys, word, words + word * KEYS + t);
+      for (; word < num_words; ++word)
+        for (int64_t i = 0; i < 8; ++i) words[word * KEYS + t + i] = keys[i][word];
+    }
+  }
+
+  // Scores of G query heads from row on with the NV vectors of keys from t on.
+  template <int G, int NV>
+  inline __attribute__((always_inline)) void score(int64_t row, int64_t t) {
     const float* q = queries + row * D;
-    const T* keys[N];
-    vf total[N][G] = {};
-    for (int n = 0; n < N; ++n) {
-      keys[n] = kv.pool + now[t + n] + head * D;
-      ahead.step(D * int64_t(sizeof(T)));
-    }
-    for (int64_t d = 0; d < D; d += W) {
-      vf x[G];
+    const uint32_t* at = words + t;
+    vf total[G][NV] = {};
+    for (int64_t word = 0, end = num_words; word < end; ++word, at += KEYS) {
+      vf key[NV], second[NV];
 #pragma GCC unroll 4
-      for (int i = 0; i < G; ++i) x[i] = load(q + i * D + d);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        const vf key = load(keys[n] + d);
-#pragma GCC unroll 4
-        for (int i = 0; i < G; ++i) total[n][i] += key * x[i];
+      for (int j = 0; j < NV; ++j) {
+        if (sizeof(T) == 4) key[j] = load(reinterpret_cast<const float*>(at) + j * W);
+        else load_two(reinterpret_cast<const bf16*>(at + j * W), key[j], second[j]);
       }
+      const int64_t d = word * 4 / int64_t(sizeof(T));
+#pragma GCC unroll 4
+      for (int i = 0; i < G; ++i)
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; ++j) total[i][j] += splat(q[i * D + d]) * key[j];
+      if (sizeof(T) == 4) continue;
+#pragma GCC unroll 4
+      for (int i = 0; i < G; ++i)
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; ++j) total[i][j] += splat(q[i * D + d + 1]) * second[j];
     }
-    for (int n = 0; n < N; ++n)
-      for (int i = 0; i < G; ++i) sums[(t + n) * lanes + row + i] = total[n][i];
+#pragma GCC unroll 4
+    for (int i = 0; i < G; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) store(scores + (row + i) * KEYS + t + j * W, total[i][j]);
   }
 
-  template <int G, int N>
-  void dot_all(int64_t row, int64_t head) {
-    int64_t t = 0;
-    for (; t + N <= count; t += N) dot<G, N>(t, row, head);
-    for (; t < count; ++t) dot<G, 1>(t, row, head);
+  template <int G>
+  void score_all(int64_t row) {
+    for (int64_t t = now->begin / (2 * W) * (2 * W); t < now->end; t += 2 * W) score<G, 2>(row, t);
   }
 
-  void score_run() {  // scores [count][lanes]
+  void score_run() {  // scores [rows][KEYS]
     for (int64_t head = 0; head < num_heads; ++head) {
+      transpose_keys(head);
       int64_t row = head * group, left = group;
-      for (; left > 4; left -= 4, row += 4) dot_all<4, 2>(row, head);
-      if (left == 4) dot_all<4, 2>(row, head);
-      if (left == 3) dot_all<3, 3>(row, head);
-      if (left == 2) dot_all<2, 4>(row, head);
-      if (left == 1) dot_all<1, 4>(row, head);
+      for (; left > 4; left -= 4, row += 4) score_all<4>(row);
+      if (left == 4) score_all<4>(row);
+      if (left == 3) score_all<3>(row);
+      if (left == 2) score_all<2>(row);
+      if (left == 1) score_all<1>(row);
     }
-    for (int64_t i = 0; i < count * lanes; i += 8) sum8(sums + i, scores + i);
   }
 
-  void update(int64_t position) {  // scores become exp(scores - new maximum); the first key's position
-    for (int64_t row = 0; row < lanes; row += W) {
-      const vf before = load(m + row);
-      vf top = before, totals[W] = {};
-      for (int64_t t = 0; t < count; ++t) top = vmax(load(scores + t * lanes + row), top);
-      for (int64_t t = 0; t < count; ++t) {
-        const vf p = vexp(load(scores + t * lanes + row) - top);
-        store(scores + t * lanes + row, p);
-        totals[(position + t) % W] += p;
-      }
-      const vf scale = vexp(before - top);
-      store(m + row, top);
-      store(l + row, load(l + row) * scale + sum_by_halves(totals));
-      store(rescale + row, scale);
+  void update() {  // scores become exp(scores - new maximum)
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t t = 0; t < now->begin; ++t) scores[row * KEYS + t] = -INFINITY;
+      rescale[row] = update_row(m[row], l[row], scores + row * KEYS, now->end);
     }
   }
 
@@ -203,19 +215,24 @@ struct OneQuery {
     for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) total[i][j] = load(acc + (row + i) * D + d + j * W) * rescale[row + i];
-    for (int64_t t = 0; t < count; ++t) {
-      const T* value = kv.pool + kv.value_offset + now[t] + head * D + d;
-      ahead.step(NV * W * int64_t(sizeof(T)));
+    const T* const values = kv.pool + kv.value_offset + head * D + d;
+    const float* const weights = scores + row * KEYS;
+    const int64_t* const offsets = now->offsets;
+    Ahead<T> asked = ahead;
+    for (int64_t t = now->begin, end = now->end; t < end; ++t) {
+      const T* value = values + offsets[t];
+      asked.step(NV * W * int64_t(sizeof(T)));
       vf v[NV];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) v[j] = load(value + j * W);
 #pragma GCC unroll 4
       for (int i = 0; i < G; ++i) {
-        const vf p = splat(scores[t * lanes + row + i]);
+        const vf p = splat(weights[i * KEYS + t]);
 #pragma GCC unroll 4
         for (int j = 0; j < NV; ++j) total[i][j] += p * v[j];
       }
     }
+    ahead = asked;
 #pragma GCC unroll 4
     for (int i = 0; i < G; ++i)
 #pragma GCC unroll 4
@@ -244,74 +261,27 @@ struct OneQuery {
     const int64_t row0 = g.query_start_loc[item.seq];
     const T* q = static_cast<const T*>(g.q) + row0 * g.q_stride + item.head * group * D;
     for (int64_t i = 0; i < rows; ++i) widen_row(q + i * D, queries + i * D, D, g.scale);
-    int64_t t = larger(0, length - g.window);
-    for (next_count = kv.run(t, length, item.head * D, next); next_count; t += count) {
-      int64_t* const used = now;
+    next->find(kv, larger(0, length - g.window), length, item.head * D);
+    for (int64_t stop = 0; stop < length;) {
+      Run<T>* const used = now;
       now = next;
       next = used;
-      count = next_count;
-      next_count = t + count < length ? kv.run(t + count, length, item.head * D, next) : 0;
-      ahead = {kv.pool + kv.value_offset, now, count, num_heads * D * int64_t(sizeof(T))};
+      stop = now->start + now->end;
+      next->begin = next->end = 0;
+      if (stop < length) next->find(kv, stop, length, item.head * D);
+      ahead = {kv.pool + kv.value_offset, now->offsets + now->begin, now->end - now->begin, num_heads * D * int64_t(sizeof(T))};
       score_run();
-      update(t);
-      ahead = {kv.pool, next, next_count, num_heads * D * int64_t(sizeof(T))};
+      update();
+      ahead = {kv.pool, next->offsets + next->begin, next->end - next->begin, num_heads * D * int64_t(sizeof(T))};
       add_run();
     }
     write_rows(acc, l, rows, D, static_cast<T*>(g.out) + (row0 * g.num_heads + item.head * group) * D);
   }
 };
 
-// A tile [MR][NV vectors] of scores; keys transposed, q [MR][head_dim]. Lanes are summed apart, then added as sum8 adds them.
-template <int MR, int NV>
-static inline __attribute__((always_inline)) void sum_lane(int64_t lane, const float* q, int64_t head_dim, const float* keys,
-                                                           vf (&acc)[MR][NV]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < MR; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < NV; ++j) acc[i][j] = vf{};
-  for (int64_t d = lane; d < head_dim; d += W) {
-    vf key[NV];
-#pragma GCC unroll 4
-    for (int j = 0; j < NV; ++j) key[j] = load(keys + d * KEYS + j * W);
-#pragma GCC unroll 16
-    for (int i = 0; i < MR; ++i) {
-      const vf x = splat(q[i * head_dim + d]);
-#pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) acc[i][j] += key[j] * x;
-    }
-  }
-}
-
-constexpr int kLeaves = W == 8 ? 8 : W / 2;  // sum8 first adds the halves of a vector of 4 or 16
-
-template <int MR, int NV, int kLeaf, int kCount>
-static inline __attribute__((always_inline)) void sum_lanes(const float* q, int64_t head_dim, const float* keys, vf (&acc)[MR][NV]) {
-  if constexpr (kCount == 1 && kLeaves == W) return sum_lane<MR, NV>(kLeaf, q, head_dim, keys, acc);
-  else {
-    vf left[MR][NV];
-    if constexpr (kCount == 1) {
-      sum_lane<MR, NV>(kLeaf, q, head_dim, keys, left);
-      sum_lane<MR, NV>(kLeaf + kLeaves, q, head_dim, keys, acc);
-    } else {
-      sum_lanes<MR, NV, kLeaf, kCount / 2>(q, head_dim, keys, left);
-      sum_lanes<MR, NV, kLeaf + kCount / 2, kCount / 2>(q, head_dim, keys, acc);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < MR; ++i)
-#pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) acc[i][j] += left[i][j];
-  }
-}
-
 template <int MR>
 static void score_rows(const float* q, int64_t head_dim, const float* keys, float* scores) {
-  constexpr int NV = 2;
-  for (int64_t t = 0; t < KEYS; t += NV * W) {
-    vf acc[MR][NV];
-    sum_lanes<MR, NV, 0, kLeaves>(q, head_dim, keys + t, acc);
-    for (int i = 0; i < MR; ++i)
-      for (int j = 0; j < NV; ++j) store(scores + i * KEYS + t + j * W, acc[i][j]);
-  }
+  for (int64_t t = 0; t < KEYS; t += 2 * W) multiply_tile<MR, 2, false>(q, head_dim, 1, keys + t, KEYS, head_dim, nullptr, scores + t, KEYS);
 }
 
 // scores[rows][KEYS] = q keys.

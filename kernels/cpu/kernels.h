@@ -12,7 +12,7 @@ enum Dtype : int { kFloat32 = 0, kBFloat16 = 1 };
 
 struct LinearArgs {          // y[m][n] = sum_k x[m][k] w[n][k] + bias[n]
   const void* x;             // [m, k]
-  const void* packed;        // [ceil(n / panel)][k][panel], see pack_linear
+  const void* packed;        // [ceil(n / panel)] panels, see pack_linear
   const void* bias;          // [n] or null
   void* y;                   // [m, n]
   int64_t m, n, k;

@@ -42,13 +42,24 @@ static inline vf splat(float x) { return x - vf{}; }
 static inline vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
 static inline void store(float* p, vf x) { *reinterpret_cast<vf_any*>(p) = x; }
 
-static inline vf load(const bf16* p) {
+static inline vf load(const bf16* p) {  // compilers make five instructions of the plain conversion to 8 lanes
+#if VECTOR_BYTES == 32
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+#else
   return (vf)(__builtin_convertvector((vh)*reinterpret_cast<const vh_any*>(p), vu) << 16);
+#endif
 }
 static inline void store(bf16* p, vf x) {  // to nearest, ties to even; NaN stays NaN
   const vu u = (vu)x, rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const vu nan = (vu)(x != x);
   *reinterpret_cast<vh_any*>(p) = __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), vh);
+}
+
+// Two bfloat16 rows interleaved lane by lane: one load and two operations give both. p as float32 pairs: [row 0, row 1] of each lane.
+static inline void load_two(const bf16* p, vf& row0, vf& row1) {
+  const vu both = (vu)*reinterpret_cast<const vf_any*>(p);
+  row0 = (vf)(both << 16);
+  row1 = (vf)(both & 0xffff0000u);
 }
 
 static inline float widen(float x) { return x; }
