@@ -9,7 +9,7 @@ from __future__ import annotations
 from setuptools import Extension, setup
 
 FOLDER = "src/splitserve/kernels/cpu"
-HEADERS = ("kernels.h", "thread_pool.h", "simd.h", "linear.h", "attention.h", "elementwise.h")
+HEADERS = ("kernels.h", "calls.h", "decoder.h", "thread_pool.h", "simd.h", "linear.h", "attention.h", "elementwise.h")
 SOURCES = ("module.cpp", "isa_generic.cpp", "isa_avx2.cpp", "isa_avx512.cpp")
 
 setup(

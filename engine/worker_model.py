@@ -101,5 +101,5 @@ class WorkerModel:
             device=runner.device,
             mirror=mirror,
             grammars=GrammarCompiler(settings.model, runner.config.vocab_size, runner.config.eos_token_ids),
-            ahead_at_layer=0 if on_gpu else cache.layout.num_layers,
+            ahead_at_layer=0 if on_gpu else max(1, cache.layout.num_layers - 1),
         )

@@ -44,6 +44,35 @@ def rope_and_store(
 ) -> None: ...
 def add_rms_norm(x: int, residual: int, weight: int, y: int, rows: int, n: int, eps: float, dtype: int, /) -> None: ...
 def silu_mul(gate_up: int, y: int, rows: int, n: int, dtype: int, /) -> None: ...
+def decoder_layers(
+    layers: int,
+    first: int,
+    last: int,
+    hidden: int,
+    residual: int,
+    num_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    pool: int,
+    cos_sin: int,
+    positions: int,
+    slots: int,
+    query_start_loc: int,
+    seq_lens: int,
+    block_tables: int,
+    num_seqs: int,
+    table_stride: int,
+    num_layers: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    eps: float,
+    qk_eps: float,
+    dtype: int,
+    /,
+) -> None: ...
 def gumbel_argmax(logits: int, keys: int, chosen: int, rows: int, vocab_size: int, /) -> None: ...
 def set_num_threads(threads: int, /) -> None: ...
 def instruction_sets() -> list[str]: ...

@@ -6,6 +6,8 @@ bits in any batch and chunk, prefilled or decoded. The other kernels are like th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from .gpu.gumbel_argmax import gumbel_argmax
 from .gpu.norm import add_rms_norm, rms_norm
 from .gpu.prefill_attention import PrefillPlan, exact_tile, plan_prefill, prefill_attention, prefill_tile
 from .gpu.rope_store import rope_and_store
-from .interface import AttentionInputs, Linear, RopeInputs
+from .interface import AttentionInputs, LayerParts, Linear, RopeInputs
 from .reference import TorchLinear
 
 Plans = tuple[DecodePlan | None, PrefillPlan | None]
@@ -73,6 +75,9 @@ class CudaKernels:
         if prefill is not None:
             prefill_attention(out, q, pool, layer, inputs, prefill, split_folds=self._exact)
         return out
+
+    def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> None:
+        """One call after the other it is."""
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
         return gumbel_argmax(logits, keys)

@@ -7,6 +7,7 @@ Activations are [num_tokens, features], contiguous, in the model's dtype. The po
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -62,6 +63,32 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """One decoder layer's weights: norms [hidden_size], q_norm and k_norm [head_dim] or None, linears as ``Kernels.linear`` made them."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    sliding_window: int | None
+    intermediate_size: int
+
+
+class FusedLayers(Protocol):
+    """Several layers in one call, with the bits of the kernels called one by one."""
+
+    def __call__(
+        self, first: int, last: int, hidden: Tensor, residual: Tensor, pool: Tensor, rope: RopeInputs, attention: AttentionInputs
+    ) -> None:
+        """Layers [first, last). ``residual`` [num_tokens, hidden_size] and ``hidden``, the last layer's output that is not yet added to it,
+        in place; before layer 0 ``hidden`` means nothing. ``rope`` and ``attention`` without what is one layer's own."""
+
+
 class Kernels(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Prepare weight [out_features, in_features] (any layout may come of it; the tensor may be dropped afterwards)."""
@@ -92,6 +119,10 @@ class Kernels(Protocol):
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
         """Causal attention of each sequence's queries (its last tokens) over its blocks -> [num_tokens, num_heads * head_dim]."""
+        ...
+
+    def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> FusedLayers | None:
+        """None where these kernels have nothing better than one call after the other. ``eps``: of the layers' norms."""
         ...
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:

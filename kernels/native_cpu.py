@@ -5,15 +5,16 @@ The C++ module takes addresses; this file is where tensors become addresses, so 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from . import _cpu
 from .huge_pages import HugePageArena
-from .interface import AttentionInputs, Linear, RopeInputs
+from .interface import AttentionInputs, LayerParts, Linear, RopeInputs
+from .native_layers import BUILT, DTYPE_CODES, NO_WINDOW, NativeLayers
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
-NO_WINDOW = 2**31 - 1
 INSTRUCTION_SET: str = _cpu.instruction_sets()[0]
 PANEL: int = _cpu.use_instruction_set(INSTRUCTION_SET)
 
@@ -29,12 +30,12 @@ class PackedLinear:
         self._packed = arena.empty(-(-self._n // PANEL) * PANEL * -(-self._k // 2) * 2, weight.dtype)
         _cpu.pack_linear(weight.data_ptr(), self._packed.data_ptr(), self._n, self._k, self._code)
         self._bias = None if bias is None else bias.contiguous()
-        self._addresses = (self._packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())
+        self.addresses = (self._packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr())
 
     def __call__(self, x: Tensor) -> Tensor:
         _check(x, self._dtype, self._k)
         y = torch.empty((x.shape[0], self._n), dtype=self._dtype)
-        _cpu.linear(x.data_ptr(), *self._addresses, y.data_ptr(), x.shape[0], self._n, self._k, self._code)
+        _cpu.linear(x.data_ptr(), *self.addresses, y.data_ptr(), x.shape[0], self._n, self._k, self._code)
         return y
 
 
@@ -132,6 +133,12 @@ class NativeCpuKernels:
             DTYPE_CODES[q.dtype],
         )
         return out
+
+    def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> NativeLayers | None:
+        linears = [[layer.qkv, layer.o, layer.gate_up, layer.down] for layer in layers]
+        addresses = [[linear.addresses for linear in row if isinstance(linear, PackedLinear)] for row in linears]
+        all_packed = all(len(row) == 4 for row in addresses)
+        return NativeLayers(layers, addresses, eps) if all_packed and BUILT else None
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
         _check(logits, torch.float32, logits.shape[1])

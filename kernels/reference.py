@@ -5,12 +5,14 @@ Correct on any device and dtype, in float32 inside. Not fast: attention gathers 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .gumbel_noise import gumbel_noise
-from .interface import AttentionInputs, Linear, RopeInputs
+from .interface import AttentionInputs, LayerParts, Linear, RopeInputs
 
 E4M3_LARGEST = 448.0
 
@@ -74,6 +76,9 @@ class TorchKernels:
                 )
             out[rows] = attention(q[rows], keys, values, inputs.scale, inputs.sliding_window, inputs.softcap)
         return out.flatten(1)
+
+    def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> None:
+        """One call after the other it is."""
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
         token_ids = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0)

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from ...kernels.interface import AttentionInputs, RopeInputs
+from ...kernels.interface import AttentionInputs, FusedLayers, LayerParts, RopeInputs
 from ..attention_metadata import AttentionMetadata
 from ..config import ModelConfig
 from ..layers import LayerLoader
@@ -30,6 +31,7 @@ class DecoderLayer:
         self._kernels = load.kernels
         self._eps = config.rms_norm_eps
         self._sliding_window = config.sliding_windows[index]
+        self._intermediate_size = config.intermediate_size
         self._input_norm = load.norm(f"{name}.input_layernorm")
         self._qkv = load.column([f"{name}.self_attn.{p}_proj" for p in "qkv"], config.qkv_bias)
         self._q_norm = load.norm(f"{name}.self_attn.q_norm") if config.qk_norm else None
@@ -38,6 +40,14 @@ class DecoderLayer:
         self._post_norm = load.norm(f"{name}.post_attention_layernorm")
         self._gate_up = load.column([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], config.mlp_bias)
         self._down = load.row(f"{name}.mlp.down_proj", config.mlp_bias)
+
+    @property
+    def parts(self) -> LayerParts:
+        """Its weights, for kernels that run several layers in one call."""
+        return LayerParts(
+            self._input_norm, self._qkv, self._q_norm, self._k_norm, self._o, self._post_norm, self._gate_up, self._down,
+            self._sliding_window, self._intermediate_size,
+        )  # fmt: skip
 
     def project(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs) -> Tensor:
         """Writes the tokens' keys and values to ``pool``; returns their queries [T, H, D].
@@ -70,6 +80,7 @@ class DecoderModel:
         self._kernels = load.kernels
         self._embed = load.vocabulary_embedding("model.embed_tokens")
         self._layers = [DecoderLayer(config, i, load) for i in range(config.num_layers)]
+        self._fused = load.kernels.fuse_layers([layer.parts for layer in self._layers], config.rms_norm_eps)
         self._norm = load.norm("model.norm")
         self._head = load.vocabulary_head("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
         self._cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len).to(load.device)
@@ -87,9 +98,14 @@ class DecoderModel:
         ``rows`` int64 [n]; None: all, in order. ``on_layer`` is called with the number of layers whose keys and values are written
         (on a GPU: will be, once what is in the stream has run).
 
+        Where every row is wanted, a decode step, kernels that can run all layers in one call do; ``on_layer`` then hears of the last
+        two counts.
+
         Of the other rows the last layer needs keys and values only: its attention and MLP, 1 / num_layers of a prefill, are left out.
         """
         residual = self._embed(token_ids)
+        if rows is None and self._fused is not None:
+            return self._forward_fused(self._fused, residual, metadata, pool, on_layer)
         hidden: Tensor | None = None
         rope, attention = self._rope_inputs(metadata), self._attention_inputs(metadata)
         for index, layer in enumerate(self._layers[:-1], start=1):
@@ -105,6 +121,22 @@ class DecoderModel:
         if len(q) == 0:
             return residual
         hidden = self._layers[-1].attend_and_mix(q, residual, pool, attention)
+        return self._kernels.add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
+
+    def _forward_fused(
+        self, fused: FusedLayers, residual: Tensor, metadata: AttentionMetadata, pool: Tensor, on_layer: Callable[[int], None] | None
+    ) -> Tensor:
+        rope, attention = self._rope_inputs(metadata), self._attention_inputs(metadata)
+        hidden = torch.empty_like(residual)
+        last = len(self._layers) - 1
+        if on_layer is not None and last:
+            fused(0, last, hidden, residual, pool, rope, attention)
+            on_layer(last)
+            fused(last, last + 1, hidden, residual, pool, rope, attention)
+        else:
+            fused(0, last + 1, hidden, residual, pool, rope, attention)
+        if on_layer is not None:
+            on_layer(last + 1)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,43 +7,20 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <algorithm>
 #include <string>
 
-#include "kernels.h"
-#include "thread_pool.h"
+#include "calls.h"
+#include "decoder.h"
 
 namespace {
 using namespace splitserve;
 
-const Kernels* const kAll[] = {
-#if defined(__x86_64__)
-    &kAvx512Kernels, &kAvx2Kernels,
-#endif
-    &kGenericKernels};
-
-bool supported(const Kernels* kernels) {
-#if defined(__x86_64__)
-  if (kernels == &kAvx512Kernels)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
-  if (kernels == &kAvx2Kernels)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-#endif
-  return kernels == &kGenericKernels;
-}
-
-const Kernels* active = nullptr;
-ThreadPool pool;
-
-constexpr double kShortCall = 2e5;  // multiply-adds or so: some 20 microseconds
-
-// Runs items on the pool, with the GIL released if the whole call is not short.
+// With the GIL released if the whole call is not short.
 template <class F>
-void run(int64_t items, int64_t grain, double work, F&& body) {
-  if (work < kShortCall) return body(0, items);
+void run(double work, F&& call) {
+  if (work < kShortCall) return call();
   Py_BEGIN_ALLOW_THREADS
-  pool.run(items, grain, body);
+  call();
   Py_END_ALLOW_THREADS
 }
 
@@ -76,8 +53,6 @@ struct Arguments {
   }
 };
 
-int64_t rows_per_thread(int64_t rows) { return (rows + pool.size() - 1) / pool.size(); }
-
 PyObject* pack_linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments a{values, count};
   const void* weight = a.input();
@@ -97,30 +72,8 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.x = a.input(); g.packed = a.input(); g.bias = a.input(); g.y = a.address<void>();
   g.m = a.integer(); g.n = a.integer(); g.k = a.integer(); g.dtype = a.dtype();
   if (!a.complete()) return nullptr;
-  const int64_t panels = (g.n + active->panel - 1) / active->panel;
-  run(panels, rows_per_thread(panels), double(g.m) * double(g.n) * double(g.k),
-      [&](int64_t first, int64_t last) { active->linear(g, first, last); });
+  run(work_of(g), [&] { call(g); });
   Py_RETURN_NONE;
-}
-
-constexpr int64_t kQueryRows = 192;  // rows (query tokens x heads of a group) that share a tile of keys
-
-std::vector<AttentionItem> attention_items(const AttentionArgs& g, double* work) {
-  std::vector<AttentionItem> items;
-  const int64_t group = g.num_heads / g.num_kv_heads, tile = std::max<int64_t>(1, kQueryRows / group);
-  const int64_t heads = pool.size() == 1 ? g.num_kv_heads : 1;  // of a one-query item: all at once stream through the blocks
-  for (int64_t s = 0; s < g.num_seqs; ++s) {
-    const int64_t queries = g.query_start_loc[s + 1] - g.query_start_loc[s];
-    *work += double(queries) * double(g.seq_lens[s]) * double(g.num_heads * g.head_dim);
-    if (queries == 1) {
-      for (int64_t h = 0; h < g.num_kv_heads; h += heads) items.push_back({int32_t(s), 0, 1, int32_t(h), int32_t(heads)});
-      continue;
-    }
-    for (int64_t h = 0; h < g.num_kv_heads; ++h)
-      for (int64_t q = 0; q < queries; q += tile)
-        items.push_back({int32_t(s), int32_t(q), int32_t(std::min(tile, queries - q)), int32_t(h), 1});
-  }
-  return items;
 }
 
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -132,12 +85,8 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.window = a.integer();
   g.scale = float(a.real()); g.dtype = a.dtype();
   if (!a.complete()) return nullptr;
-  const Kernels* kernels = active;
-  for (const Kernels* candidate : kAll)  // vectors must divide a head
-    if (g.head_dim % kernels->vector_width && supported(candidate) && g.head_dim % candidate->vector_width == 0) kernels = candidate;
-  double work = 0;
-  const std::vector<AttentionItem> items = attention_items(g, &work);
-  run(int64_t(items.size()), 1, work, [&](int64_t first, int64_t last) { kernels->attention(g, items.data(), first, last); });
+  const AttentionItems items(g);
+  run(items.work, [&] { call(g, items); });
   Py_RETURN_NONE;
 }
 
@@ -150,8 +99,7 @@ PyObject* rope_and_store(PyObject*, PyObject* const* values, Py_ssize_t count) {
   g.num_layers = a.integer(); g.layer = a.integer(); g.block_size = a.integer();
   g.num_heads = a.integer(); g.num_kv_heads = a.integer(); g.head_dim = a.integer(); g.eps = float(a.real()); g.dtype = a.dtype();
   if (!a.complete()) return nullptr;
-  run(num_tokens, rows_per_thread(num_tokens), double(num_tokens * (g.num_heads + 2 * g.num_kv_heads) * g.head_dim),
-      [&](int64_t first, int64_t last) { active->rope_and_store(g, first, last); });
+  run(work_of(g, num_tokens), [&] { call(g, num_tokens); });
   Py_RETURN_NONE;
 }
 
@@ -162,7 +110,7 @@ PyObject* add_rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const int64_t rows = a.integer();
   g.n = a.integer(); g.eps = float(a.real()); g.dtype = a.dtype();
   if (!a.complete()) return nullptr;
-  run(rows, rows_per_thread(rows), double(rows * g.n), [&](int64_t first, int64_t last) { active->add_rms_norm(g, first, last); });
+  run(work_of(g, rows), [&] { call(g, rows); });
   Py_RETURN_NONE;
 }
 
@@ -173,8 +121,7 @@ PyObject* silu_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
   const int64_t rows = a.integer(), n = a.integer();
   const Dtype dtype = a.dtype();
   if (!a.complete()) return nullptr;
-  run(rows, rows_per_thread(rows), 4.0 * double(rows * n),
-      [&](int64_t first, int64_t last) { active->silu_mul(gate_up, y, n, dtype, first, last); });
+  run(4.0 * double(rows * n), [&] { call_silu_mul(gate_up, y, rows, n, dtype); });
   Py_RETURN_NONE;
 }
 
@@ -185,8 +132,32 @@ PyObject* gumbel_argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {
   int64_t* chosen = a.address<int64_t>();
   const int64_t rows = a.integer(), vocab_size = a.integer();
   if (!a.complete()) return nullptr;
-  run(rows, rows_per_thread(rows), 16.0 * double(rows * vocab_size),
-      [&](int64_t first, int64_t last) { active->gumbel_argmax(logits, keys, chosen, vocab_size, first, last); });
+  const double work = 16.0 * double(rows * vocab_size);
+  run(work, [&] { share(rows, work, [&](int64_t first, int64_t last) { active->gumbel_argmax(logits, keys, chosen, vocab_size, first, last); }); });
+  Py_RETURN_NONE;
+}
+
+// Layers [first, last) of a decoder; see decoder.h.
+PyObject* decoder_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments a{values, count};
+  DecoderArgs g;
+  g.layers = a.address<const LayerWeights>();
+  g.first = a.integer(); g.last = a.integer();
+  g.hidden = a.address<void>(); g.residual = a.address<void>();
+  g.num_tokens = a.integer(); g.hidden_size = a.integer(); g.intermediate_size = a.integer();
+  RopeArgs& r = g.rope;
+  r.pool = a.address<void>(); r.cos_sin = a.address<const float>();
+  r.positions = a.address<const int32_t>(); r.slots = a.address<const int64_t>();
+  AttentionArgs& t = g.attention;
+  t.query_start_loc = a.address<const int32_t>(); t.seq_lens = a.address<const int32_t>(); t.block_tables = a.address<const int32_t>();
+  t.num_seqs = a.integer(); t.table_stride = a.integer();
+  r.num_layers = t.num_layers = a.integer(); r.block_size = t.block_size = a.integer();
+  r.num_heads = t.num_heads = a.integer(); r.num_kv_heads = t.num_kv_heads = a.integer(); r.head_dim = t.head_dim = a.integer();
+  t.scale = float(a.real()); g.eps = float(a.real()); r.eps = float(a.real());
+  g.dtype = r.dtype = t.dtype = a.dtype();
+  if (!a.complete()) return nullptr;
+  t.pool = r.pool;
+  run(2 * kShortCall, [&] { run_layers(g); });
   Py_RETURN_NONE;
 }
 
@@ -233,6 +204,9 @@ PyMethodDef methods[] = {
                          "num_heads, num_kv_heads, head_dim, eps, dtype"),
     FAST(add_rms_norm, "x or 0, residual, weight, y, rows, n, eps, dtype"),
     FAST(silu_mul, "gate_up, y, rows, n, dtype"),
+    FAST(decoder_layers, "layers, first, last, hidden, residual, num_tokens, hidden_size, intermediate_size, pool, cos_sin, positions, slots, "
+                         "query_start_loc, seq_lens, block_tables, num_seqs, table_stride, num_layers, block_size, num_heads, num_kv_heads, "
+                         "head_dim, scale, eps, qk_eps, dtype"),
     FAST(gumbel_argmax, "logits, keys, chosen, rows, vocab_size"),
 #undef FAST
     {"set_num_threads", set_num_threads, METH_O, "threads that share one call"},

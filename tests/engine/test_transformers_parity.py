@@ -63,7 +63,8 @@ def scattered_blocks(num_tokens: int, seed: int) -> list[int]:
 def all_logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
     sequence = HandSequence(prompt, scattered_blocks(len(prompt), seed=1))
     with torch.inference_mode():
-        hidden = runner._hidden_states(make_batch([(sequence, len(prompt))], BLOCK_SIZE), list(range(len(prompt))))
+        batch = make_batch([(sequence, len(prompt))], BLOCK_SIZE)
+        hidden = runner._hidden_states(batch, torch.from_numpy(batch.token_ids), list(range(len(prompt))))
         return runner._model.logits(hidden)
 
 

@@ -1,0 +1,90 @@
+// One kernel call, its items shared among the pool's threads; and which instruction set it is in. Included by module.cpp alone.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace {
+using namespace splitserve;
+
+const Kernels* const kAll[] = {
+#if defined(__x86_64__)
+    &kAvx512Kernels, &kAvx2Kernels,
+#endif
+    &kGenericKernels};
+
+bool supported(const Kernels* kernels) {
+#if defined(__x86_64__)
+  if (kernels == &kAvx512Kernels)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+  if (kernels == &kAvx2Kernels)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+#endif
+  return kernels == &kGenericKernels;
+}
+
+const Kernels* active = nullptr;
+ThreadPool pool;
+
+constexpr double kShortCall = 2e5;  // multiply-adds or so: some 20 microseconds
+
+// Runs body(first, last) over [0, items): on all threads, in equal parts, if the whole is not short.
+template <class F>
+void share(int64_t items, double work, F&& body) {
+  if (work < kShortCall) return body(0, items);
+  pool.run(items, (items + pool.size() - 1) / pool.size(), body);
+}
+
+double work_of(const LinearArgs& g) { return double(g.m) * double(g.n) * double(g.k); }
+double work_of(const RopeArgs& g, int64_t num_tokens) { return double(num_tokens * (g.num_heads + 2 * g.num_kv_heads) * g.head_dim); }
+double work_of(const NormArgs& g, int64_t rows) { return double(rows * g.n); }
+
+void call(const LinearArgs& g) {
+  share((g.n + active->panel - 1) / active->panel, work_of(g), [&](int64_t first, int64_t last) { active->linear(g, first, last); });
+}
+void call(const RopeArgs& g, int64_t num_tokens) {
+  share(num_tokens, work_of(g, num_tokens), [&](int64_t first, int64_t last) { active->rope_and_store(g, first, last); });
+}
+void call(const NormArgs& g, int64_t rows) {
+  share(rows, work_of(g, rows), [&](int64_t first, int64_t last) { active->add_rms_norm(g, first, last); });
+}
+void call_silu_mul(const void* gate_up, void* y, int64_t rows, int64_t n, Dtype dtype) {
+  share(rows, 4.0 * double(rows * n), [&](int64_t first, int64_t last) { active->silu_mul(gate_up, y, n, dtype, first, last); });
+}
+
+constexpr int64_t kQueryRows = 192;  // rows (query tokens x heads of a group) that share a tile of keys
+
+struct AttentionItems {  // what a step's attention is cut into, the same in every layer
+  std::vector<AttentionItem> items;
+  double work = 0;
+
+  explicit AttentionItems(const AttentionArgs& g) {
+    const int64_t group = g.num_heads / g.num_kv_heads, tile = std::max<int64_t>(1, kQueryRows / group);
+    const int64_t heads = pool.size() == 1 ? g.num_kv_heads : 1;  // of a one-query item: all at once stream through the blocks
+    for (int64_t s = 0; s < g.num_seqs; ++s) {
+      const int64_t queries = g.query_start_loc[s + 1] - g.query_start_loc[s];
+      work += double(queries) * double(g.seq_lens[s]) * double(g.num_heads * g.head_dim);
+      if (queries == 1) {
+        for (int64_t h = 0; h < g.num_kv_heads; h += heads) items.push_back({int32_t(s), 0, 1, int32_t(h), int32_t(heads)});
+        continue;
+      }
+      for (int64_t h = 0; h < g.num_kv_heads; ++h)
+        for (int64_t q = 0; q < queries; q += tile)
+          items.push_back({int32_t(s), int32_t(q), int32_t(std::min(tile, queries - q)), int32_t(h), 1});
+    }
+  }
+};
+
+void call(const AttentionArgs& g, const AttentionItems& cut) {
+  const Kernels* kernels = active;
+  for (const Kernels* candidate : kAll)  // vectors must divide a head
+    if (g.head_dim % kernels->vector_width && supported(candidate) && g.head_dim % candidate->vector_width == 0) kernels = candidate;
+  const auto attend = [&](int64_t first, int64_t last) { kernels->attention(g, cut.items.data(), first, last); };
+  const int64_t count = int64_t(cut.items.size());
+  if (cut.work < kShortCall) attend(0, count);
+  else pool.run(count, 1, attend);  // one by one: they take different times
+}
+}  // namespace

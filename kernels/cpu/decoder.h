@@ -1,0 +1,72 @@
+// A decoder's layers in one call: the kernels that a caller would call one by one, in the same order and with the same bits, without what
+// lies between two calls. Each layer: residual += hidden; hidden = o(attention(rope(qkv(norm(residual))))); residual += hidden;
+// hidden = down(silu(gate) * up), of norm(residual).
+#pragma once
+#include <cstdlib>
+
+#include "calls.h"
+
+namespace {
+
+struct LayerWeights {  // 8-byte fields, as the caller's table has them; a bias or q_norm that is not there is null
+  const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+  int64_t window;
+};
+
+struct DecoderArgs {
+  const LayerWeights* layers;
+  int64_t first, last;
+  void* hidden;    // [num_tokens, hidden_size]: the layer before's output, not yet added; of no meaning before layer 0
+  void* residual;  // [num_tokens, hidden_size]
+  int64_t num_tokens, hidden_size, intermediate_size;
+  RopeArgs rope;            // what is the same in all layers
+  AttentionArgs attention;
+  float eps;
+  Dtype dtype;
+};
+
+struct Bytes {  // a buffer that only grows
+  void* data = nullptr;
+  size_t capacity = 0;
+  ~Bytes() { std::free(data); }
+  void* reserve(int64_t count) {
+    if (size_t(count) > capacity) {
+      std::free(data);
+      capacity = (size_t(count) + 63) / 64 * 64;
+      data = std::aligned_alloc(64, capacity);
+      if (!data) std::abort();
+    }
+    return data;
+  }
+};
+
+void run_layers(DecoderArgs& g) {
+  static Bytes normed_buffer, qkv_buffer, attended_buffer, gate_up_buffer, activated_buffer;  // one step at a time
+  const int64_t m = g.num_tokens, e = g.hidden_size, f = g.intermediate_size, item = g.dtype == kFloat32 ? 4 : 2;
+  const int64_t q_size = g.rope.num_heads * g.rope.head_dim, qkv_size = q_size + 2 * g.rope.num_kv_heads * g.rope.head_dim;
+  void *normed = normed_buffer.reserve(m * e * item), *qkv = qkv_buffer.reserve(m * qkv_size * item);
+  void *attended = attended_buffer.reserve(m * q_size * item), *gate_up = gate_up_buffer.reserve(m * 2 * f * item);
+  void* activated = activated_buffer.reserve(m * f * item);
+  const AttentionItems items(g.attention);
+  g.rope.qkv = qkv;
+  g.attention.q = qkv;
+  g.attention.q_stride = qkv_size;
+  g.attention.out = attended;
+  for (int64_t i = g.first; i < g.last; ++i) {
+    const LayerWeights& w = g.layers[i];
+    g.rope.layer = g.attention.layer = i;
+    g.rope.q_norm = w.q_norm;
+    g.rope.k_norm = w.k_norm;
+    g.attention.window = w.window;
+    call(NormArgs{i ? g.hidden : nullptr, g.residual, w.input_norm, normed, e, g.eps, g.dtype}, m);
+    call(LinearArgs{normed, w.qkv, w.qkv_bias, qkv, m, qkv_size, e, g.dtype});
+    call(g.rope, m);
+    call(g.attention, items);
+    call(LinearArgs{attended, w.o, w.o_bias, g.hidden, m, e, q_size, g.dtype});
+    call(NormArgs{g.hidden, g.residual, w.post_norm, normed, e, g.eps, g.dtype}, m);
+    call(LinearArgs{normed, w.gate_up, w.gate_up_bias, gate_up, m, 2 * f, e, g.dtype});
+    call_silu_mul(gate_up, activated, m, f, g.dtype);
+    call(LinearArgs{activated, w.down, w.down_bias, g.hidden, m, e, f, g.dtype});
+  }
+}
+}  // namespace

@@ -1,0 +1,67 @@
+"""A decoder's layers on a CPU in one call: see cpu/decoder.h. What Python spends between kernels is most of a small step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import _cpu
+from .interface import AttentionInputs, LayerParts, RopeInputs
+
+NO_WINDOW = 2**31 - 1
+BUILT = hasattr(_cpu, "decoder_layers")  # not if the C++ module was built from an earlier checkout
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class NativeLayers:
+    """See ``interface.FusedLayers``. Keeps the addresses of weights that the layers own."""
+
+    def __init__(self, layers: Sequence[LayerParts], linears: Sequence[Sequence[tuple[int, int]]], eps: float) -> None:
+        """``linears``: for each layer the addresses of packed weights and bias (0: none) of qkv, o, gate_up and down."""
+        self._layers, self._eps = layers, eps  # the addresses are theirs
+        rows = []
+        for layer, (qkv, o, gate_up, down) in zip(layers, linears, strict=True):
+            norms = [0 if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm)]
+            window = NO_WINDOW if layer.sliding_window is None else layer.sliding_window
+            rows.append([layer.input_norm.data_ptr(), *qkv, *norms, *o, layer.post_norm.data_ptr(), *gate_up, *down, window])
+        self._table = np.array(rows, np.int64)  # a LayerWeights each
+
+    def __call__(
+        self, first: int, last: int, hidden: Tensor, residual: Tensor, pool: Tensor, rope: RopeInputs, attention: AttentionInputs
+    ) -> None:
+        assert hidden.is_contiguous()
+        assert residual.is_contiguous()
+        assert residual.dtype == hidden.dtype == pool.dtype
+        assert attention.softcap is None, "the C++ kernels have no softcap"
+        num_tokens, hidden_size = residual.shape
+        _cpu.decoder_layers(
+            self._table.ctypes.data,
+            first,
+            last,
+            hidden.data_ptr(),
+            residual.data_ptr(),
+            num_tokens,
+            hidden_size,
+            self._layers[0].intermediate_size,
+            pool.data_ptr(),
+            rope.cos_sin.data_ptr(),
+            rope.positions.data_ptr(),
+            rope.slot_mapping.data_ptr(),
+            attention.query_start_loc.data_ptr(),
+            attention.seq_lens.data_ptr(),
+            attention.block_tables.data_ptr(),
+            len(attention.seq_lens),
+            attention.block_tables.shape[1],
+            pool.shape[1],
+            pool.shape[3],
+            rope.num_heads,
+            rope.num_kv_heads,
+            rope.head_dim,
+            attention.scale,
+            self._eps,
+            rope.norm_eps,
+            DTYPE_CODES[pool.dtype],
+        )

@@ -1,0 +1,45 @@
+"""A decode step whose layers run in one call has the bits of one whose kernels are called one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.batches import HandSequence, make_batch
+from support.models import VOCAB_SIZE, make_checkpoint
+
+from splitserve.engine.model_runner import EngineConfig, ModelRunner
+
+pytest.importorskip("splitserve.kernels._cpu", reason="the C++ kernels were not built")
+BLOCK_SIZE = 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])  # biases; norms of q and k; a sliding window
+def test_the_same_bits_and_cache(tmp_path: Path, family: str, dtype: str) -> None:
+    make_checkpoint(tmp_path, family)
+    runner = ModelRunner(EngineConfig(tmp_path, "cpu", dtype, BLOCK_SIZE, 64, max_model_len=80, exact=True))
+    assert runner._model._fused is not None
+    random = np.random.default_rng(4)
+    sequences = [HandSequence(random.integers(0, VOCAB_SIZE, n).tolist(), list(range(i, 64, 8))) for i, n in enumerate((5, 41, 20))]
+    runner.execute(make_batch([(s, len(s.prompt) - 1) for s in sequences], BLOCK_SIZE))
+    for s in sequences:
+        s.num_computed = len(s.prompt) - 1
+    batch = make_batch([(s, 1) for s in sequences], BLOCK_SIZE)
+    pool, told = runner.kv_cache.pool.clone(), []
+    layers: list[int] = []
+
+    def hidden() -> torch.Tensor:
+        runner.kv_cache.pool.copy_(pool)
+        with torch.inference_mode():
+            return runner._hidden_states(batch, torch.from_numpy(batch.token_ids), [0, 1, 2], layers.append)
+
+    for fused in (runner._model._fused, None):
+        runner._model._fused = fused
+        told.append((hidden(), runner.kv_cache.pool.clone()))
+    assert torch.equal(told[0][0], told[1][0])
+    assert torch.equal(told[0][1], told[1][1])
+    num_layers = runner.config.num_layers
+    assert layers == [num_layers - 1, num_layers, *range(1, num_layers + 1)]
