@@ -162,8 +162,10 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
     assert ours.recv() == checksums(pool, range(0, num_blocks, 7)), "blocks arrived corrupt"
     ours.send("end")
     sender.join()
-    for target in (tcp, nccl, *([nixl] if nixl is not None else [])):
-        target.close_all()
+    tcp.close_all()
+    nccl.close_all()
+    if nixl is not None:
+        nixl.close_all()
     shared.close()
     os.sched_setaffinity(0, cores)
     return [_figure(what, block_bytes, order, num_blocks * block_bytes, seconds, cpu[what] / rounds) for what in seconds]
