@@ -106,7 +106,7 @@ class OrdinaryRoutes:
         return _json({**self._dispatcher.snapshot(), "http": http})
 
     async def _openapi(self, request: Request) -> Response:
-        return _json(document())
+        return _json(document(batches=any(getattr(route, "path", "") == "/v1/batches" for route in self._more)))
 
     def _model_card(self) -> dict[str, Any]:
         model = self._model

@@ -14,6 +14,7 @@ import uvloop
 from openai import AsyncOpenAI
 from support.http_fakes import ANSWER, FakeDispatcher, write_tiny_model
 
+from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.limits import HttpLimits
 from splitserve.coordinator.request import GenerationRequest
 from splitserve.coordinator.served_model import ServedModel
@@ -74,12 +75,13 @@ async def client(server: HttpServer) -> AsyncIterator[AsyncOpenAI]:
 
 
 @pytest.fixture
-def fuzzed(model: ServedModel, dispatcher: FakeDispatcher) -> Iterator[httpx.Client]:
+def fuzzed(model: ServedModel, dispatcher: FakeDispatcher, tmp_path: Path) -> Iterator[httpx.Client]:
     """A client of a server that runs in another thread, under uvloop, for tests that are not coroutines."""
     ports: Queue[int] = Queue()
+    batches = BatchOptions(tmp_path / "batches.db")
 
     async def serve() -> None:
-        server = HttpServer(create_app(dispatcher, model, HttpLimits(max_body_bytes=1 << 20), dispatcher.system))
+        server = HttpServer(create_app(dispatcher, model, HttpLimits(max_body_bytes=1 << 20), dispatcher.system, batches=batches))
         await server.start()
         ports.put(server.port)
         await asyncio.to_thread(done.wait)
