@@ -18,6 +18,7 @@ from splitserve.transport.keys import generate_key
 
 TESTS = Path(__file__).parent.parent
 LOOK_S = 0.03
+ORPHANED_AFTER_S = 2.0  # the workers' patience with a coordinator that says nothing
 HEARTBEAT_S = 0.02  # how soon the state of the workers is known
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -27,9 +28,10 @@ class ForkedCluster(Cluster):
 
     def __init__(self, model: Path, folder: Path, *options: str, num_prefill: int = 2, num_decode: int = 2) -> None:
         self._folder, self._options = folder, options
-        self._common = ["--model", str(model), "--key-file", str(folder / "key")]
-        generate_key(folder / "key")
-        self._port, self._control = free_port(), f"tcp://127.0.0.1:{free_port()}"
+        self.key_file = folder / "key"
+        generate_key(self.key_file)
+        self._common = ["--model", str(model), "--key-file", str(self.key_file)]
+        self._port, self.control_address = free_port(), f"tcp://127.0.0.1:{free_port()}"
         super().__init__(f"http://127.0.0.1:{self._port}", self.start_coordinator(), folder / "coordinator.log")
         environ = {**ENVIRON, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
         command = [sys.executable, "-m", "support.worker_nursery"]
@@ -45,9 +47,12 @@ class ForkedCluster(Cluster):
     def start_coordinator(self) -> subprocess.Popen[bytes]:
         """As the only one, or after it was killed."""
         command = [sys.executable, "-m", "splitserve.deploy.cli", "coordinator", *self._common, "--served-model-name", MODEL_NAME]
-        command += ["--port", str(self._port), "--control-address", self._control, "--heartbeat-s", str(HEARTBEAT_S)]
+        command += ["--port", str(self._port), "--control-address", self.control_address, "--heartbeat-s", str(HEARTBEAT_S)]
         with (self._folder / "coordinator.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRON)
+
+    def log_of(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
 
     def close(self) -> None:
         self._closing.set()
@@ -65,7 +70,8 @@ class ForkedCluster(Cluster):
 
     def _start(self, name: str) -> None:
         role = name.partition("-")[0]
-        argv = [*self._common, "--name", name, "--coordinator", self._control, *self._options]
+        argv = [*self._common, "--name", name, "--coordinator", self.control_address, *self._options]
+        argv += ["--orphaned-after-s", str(ORPHANED_AFTER_S)]
         nursery = self._nursery
         assert nursery.stdin is not None
         assert nursery.stdout is not None
