@@ -105,7 +105,9 @@ class DecodeWorker:
         )
         meet = self._meet(self._movers.endpoints.movers)
         self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint, meet, settings.drain_timeout_s)
-        self._steps: StepThread[DecodeStep] = StepThread(model.runner, self._wakeup.set, ahead_at_layer=model.ahead_at_layer)
+        self._steps: StepThread[DecodeStep] = StepThread(
+            model.runner, self._wakeup.set, ahead_at_layer=model.ahead_at_layer, launch=model.launch
+        )
         self._grammars = GrammarThread(model.grammars, self._wakeup.set)
         assert self._core.moving is not None, "it has said how it meets others"
         sender, plaintext = self._core.moving.sender, settings.plaintext_kv or settings.insecure

@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .attention_metadata import AttentionMetadata
@@ -61,10 +59,13 @@ class StepBuffers:
     """The inputs of a decode step of up to ``num_rows`` sequences, in fixed memory on the device and, pinned, on the host."""
 
     def __init__(self, num_rows: int, max_blocks: int, device: torch.device) -> None:
-        columns = {"token_ids": torch.int32, "positions": torch.int32, "seq_lens": torch.int32, "slot_mapping": torch.int64}
+        columns = {"token_ids": torch.int32, "positions": torch.int32, "seq_lens": torch.int32, "slot_mapping": torch.int64,
+                   "fed_from": torch.int32}  # fmt: skip
         pinned = device.type == "cuda"
         shapes = {**{name: ((num_rows,), dtype) for name, dtype in columns.items()}, "block_tables": ((num_rows, max_blocks), torch.int32)}
-        self._host = {name: torch.zeros(shape, dtype=dtype, pin_memory=pinned) for name, (shape, dtype) in shapes.items()}
+        self._hosts = [  # two by turns: one may still be copied from when the next step's is filled
+            {name: torch.zeros(shape, dtype=dtype, pin_memory=pinned) for name, (shape, dtype) in shapes.items()} for _ in range(2)
+        ]
         self._device = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
         self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self.fill(None, num_rows)
@@ -72,29 +73,26 @@ class StepBuffers:
     def fill(self, batch: Batch | None, num_rows: int, sampled_last: Tensor | None = None) -> None:
         """The batch's rows, then padding up to ``num_rows``. Block numbers beyond a sequence's last block are never read. ``sampled_last``:
         the tokens of the step before, of which the batch may want some (``Batch.fed_from``)."""
-        n = 0 if batch is None else batch.num_seqs
+        self._hosts.reverse()
+        n, host = 0 if batch is None else batch.num_seqs, {name: tensor.numpy() for name, tensor in self._hosts[0].items()}
         if batch is not None:
-            self._put("token_ids", batch.token_ids)
-            self._put("positions", batch.positions)
-            self._put("seq_lens", batch.seq_lens)
-            self._put("slot_mapping", batch.slot_mapping)
-            self._host["block_tables"].numpy()[:n, : batch.block_tables.shape[1]] = batch.block_tables
-        for name, value in (("token_ids", 0), ("positions", 0), ("seq_lens", 0), ("slot_mapping", PADDING_SLOT)):
-            self._host[name].numpy()[n:num_rows] = value
-        for name, host in self._host.items():
-            self._device[name][:num_rows].copy_(host[:num_rows], non_blocking=True)
-        if batch is not None and batch.fed_from is not None and sampled_last is not None and len(sampled_last):
+            for name in ("token_ids", "positions", "seq_lens", "slot_mapping"):
+                host[name][:n] = getattr(batch, name)
+            host["fed_from"][:n] = -1 if batch.fed_from is None else batch.fed_from
+            host["block_tables"][:n, : batch.block_tables.shape[1]] = batch.block_tables
+        for name, value in (("token_ids", 0), ("positions", 0), ("seq_lens", 0), ("slot_mapping", PADDING_SLOT), ("fed_from", -1)):
+            host[name][n:num_rows] = value
+        for name, tensor in self._hosts[0].items():
+            self._device[name][:num_rows].copy_(tensor[:num_rows], non_blocking=True)
+        if batch is not None and batch.fed_from is not None and sampled_last is not None:
             token_ids = self._device["token_ids"][:n]
-            token_ids.copy_(feed(token_ids, torch.from_numpy(batch.fed_from).to(token_ids.device), sampled_last))
+            token_ids.copy_(feed(token_ids, self._device["fed_from"][:n], sampled_last))
 
     def inputs(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
         """Token ids and metadata of the first ``num_rows`` rows: views of the fixed memory."""
-        first = {name: tensor[:num_rows] for name, tensor in self._device.items()}
+        first = {name: tensor[:num_rows] for name, tensor in self._device.items() if name != "fed_from"}
         token_ids = first.pop("token_ids")
         return token_ids, AttentionMetadata(query_start_loc=self._query_start_loc[: num_rows + 1], **first)
-
-    def _put(self, name: str, values: NDArray[np.int32] | NDArray[np.int64]) -> None:
-        self._host[name].numpy()[: len(values)] = values
 
 
 class DecodeGraphs:

@@ -5,8 +5,10 @@ What a row is asked for comes from the same ``SamplingState`` as in sampler.py, 
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 from ..kernels.gpu.sampling import IN_PROMPT, SamplingRows, sample
 from ..kernels.gumbel_noise import hashed_seed
 from .batch import Logprobs, SamplingState
+from .host_copies import bring, send
 from .sampled_rows import SampledRows
 from .token_masks import forbid_tokens
 
@@ -24,10 +27,18 @@ from .token_masks import forbid_tokens
 class DeviceSampler:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
+        self._lasting: tuple[list[SamplingState], SamplingRows] | None = (
+            None  # rows that only their positions distinguish from the last step's
+        )
 
     def sample(self, logits: Tensor, sampled: SampledRows) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
         """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids [num_rows] and, by row, the logprobs asked for."""
-        states, rows = sampled.states, sampling_rows(sampled, self._eos_token_ids, logits.shape[1])
+        chosen, told = self.draw(logits, sampled)
+        return chosen.cpu().numpy(), told()
+
+    def draw(self, logits: Tensor, sampled: SampledRows) -> tuple[Tensor, Callable[[], dict[int, Logprobs]]]:
+        """As ``sample``, without waiting: token ids int32 on the device, and a call that waits for the logprobs."""
+        states, rows = sampled.states, self._rows(sampled, logits.shape[1])
         reporting = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         raw = logits.clone() if any(states[row].matcher is not None for row in reporting) else logits
         if forbid_tokens(logits, states) and raw is not logits:
@@ -36,12 +47,27 @@ class DeviceSampler:
         else:
             chosen, own = sample(logits, rows)
         if not reporting:
-            return chosen.to("cpu", torch.int32).numpy(), {}
+            return chosen.int(), dict
         counts = [states[row].params.logprobs or 0 for row in reporting]
         norms = raw.gather(1, chosen.unsqueeze(1)) - own.unsqueeze(1)
         top = raw[reporting].topk(max(counts), dim=-1)
-        told = _report(own[reporting].tolist(), top.indices.tolist(), (top.values - norms[reporting]).tolist(), counts)
-        return chosen.to("cpu", torch.int32).numpy(), dict(zip(reporting, told, strict=True))
+        arrived = bring([own[reporting], top.indices, top.values - norms[reporting]])
+
+        def told() -> dict[int, Logprobs]:
+            chosen_logprobs, ids, values = (column.tolist() for column in arrived())
+            return dict(zip(reporting, _report(chosen_logprobs, ids, values, counts), strict=True))
+
+        return chosen.int(), told
+
+    def _rows(self, sampled: SampledRows, vocab_size: int) -> SamplingRows:
+        """What the rows ask for. As long as the same sequences run, and none of them has penalties or edits, it stays on the device."""
+        if self._lasting is not None:
+            states, rows = self._lasting
+            if len(states) == len(sampled.states) and all(map(operator.is_, states, sampled.states)):
+                return replace(rows, positions=send(torch.from_numpy(sampled.positions), sampled.newest.device))
+        rows = sampling_rows(sampled, self._eos_token_ids, vocab_size)
+        self._lasting = None if rows.edited else (list(sampled.states), rows)
+        return rows
 
 
 def _report(own: list[float], ids: list[list[int]], values: list[list[float]], counts: list[int]) -> list[Logprobs]:

@@ -23,6 +23,7 @@ from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .device import available_bytes, select_device, select_dtype
 from .errors import ModelConfigError
 from .fingerprint import model_fingerprint
+from .host_copies import bring
 from .kv_cache import KVCache, KVCacheLayout, PoolAllocator, check_sequence_fits
 from .layers import LayerLoader
 from .models.decoder import DecoderModel
@@ -101,9 +102,7 @@ class ModelRunner:
 
         ``on_layer``: see ``DecoderModel.forward``.
         """
-        torch.set_num_threads(self._num_torch_threads)  # a setting of the calling thread, as is the device
-        if self.device.index is not None:
-            torch.cuda.set_device(self.device)
+        self._use_this_thread()
         if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
             with torch.inference_mode():
                 logits, token_ids = self._graphs.logits(batch, self._sampled_last)
@@ -120,6 +119,26 @@ class ModelRunner:
             logits = self._model.logits(hidden[: len(sampled)]) if sampled else hidden[:0]
             chosen, logprobs = self._sample(batch, sampled, logits, token_ids[rows[: len(sampled)]])
             return StepOutput(chosen, logprobs, self._prompt_logprobs(batch, reported, hidden[len(sampled) :]))
+
+    def launch(self, batch: Batch) -> Callable[[], StepOutput]:
+        """Begins a step on a GPU; the call that it returns, from any thread, waits for its output, but for no later step. Two steps may be
+        under way. A step that no graph serves is over when this returns."""
+        self._use_this_thread()
+        if self._graphs is None or not self._graphs.serves(batch) or isinstance(self._sampler, Sampler):
+            output = self.execute(batch)
+            return lambda: output
+        with torch.inference_mode():
+            logits, token_ids = self._graphs.logits(batch, self._sampled_last)
+            states = [state for state in batch.sampling if state is not None]
+            self._sampled_last, told = self._sampler.draw(logits, SampledRows(states, batch.seq_lens, token_ids))
+            arrived = bring([self._sampled_last])
+        return lambda: StepOutput(arrived()[0].numpy(), told())
+
+    def _use_this_thread(self) -> None:
+        """The number of threads and the device are settings of the calling thread."""
+        torch.set_num_threads(self._num_torch_threads)
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)
 
     def warm_up(self) -> None:
         """Runs a prompt and a decode step in the pool's first blocks, so that the first request pays for no first use. The step samples

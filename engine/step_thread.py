@@ -1,7 +1,7 @@
 """The thread that computes: one batch after the other, while the worker's loop goes on listening.
 
 A step may be submitted while another runs: it begins the moment that one has ended. Should that one fail, it is not run at all, for its
-inputs would be wrong.
+inputs would be wrong. A GPU is given it at once, and begins by itself; a second thread then waits for what comes of steps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ class Runner(Protocol):
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """``on_layer``, if given, is called with the number of layers whose keys and values are written, as it grows."""
+
+
+Launch = Callable[[Batch], Callable[[], StepOutput]]
+"""Begins a batch, on a device that does one after the other; the call that it returns waits for the output."""
 
 
 class Step(Protocol):
@@ -43,6 +47,19 @@ class Finished(Generic[S]):
     out_of_memory: bool = False  # what ``error`` says; what the step held is free again
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched(Generic[S]):
+    step: S
+    follows: bool
+    output: Callable[[], StepOutput] | Exception | None  # None: not launched, because the one before could not be
+
+    def wait(self) -> StepOutput:
+        if isinstance(self.output, Exception):
+            raise self.output
+        assert self.output is not None, "what follows a failed step is not waited for"
+        return self.output()
+
+
 class StepThread(Generic[S]):
     """``submit`` a step while it ``wants_next``; ``wake`` is called, from the thread, when one has run; then ``collect`` it.
 
@@ -53,8 +70,14 @@ class StepThread(Generic[S]):
     """
 
     def __init__(
-        self, runner: Runner, wake: Callable[[], None], on_layer: Callable[[int], None] | None = None, ahead_at_layer: int = 0
+        self,
+        runner: Runner,
+        wake: Callable[[], None],
+        on_layer: Callable[[int], None] | None = None,
+        ahead_at_layer: int = 0,
+        launch: Launch | None = None,
     ) -> None:
+        """``launch``: used instead of the runner, where it is given."""
         self._runner, self._wake = runner, wake
         self._ahead_at_layer = ahead_at_layer
         self._on_layer = self._reached if ahead_at_layer else on_layer
@@ -62,8 +85,12 @@ class StepThread(Generic[S]):
         self._outbox: queue.SimpleQueue[Finished[S]] = queue.SimpleQueue()
         self._num_in_flight = 0
         self._num_submitted = self._num_begun = self._num_nearly_done = 0
-        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
-        self._thread.start()
+        self._launch, self._launched = launch, queue.SimpleQueue[_Launched[S] | None]()
+        self._broken = False  # the last step that is over failed, or followed one that did
+        works = [self._run] if launch is None else [self._launch_all, self._finish_all]
+        self._threads = [threading.Thread(target=work, name="step", daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def busy(self) -> bool:
@@ -91,28 +118,48 @@ class StepThread(Generic[S]):
         return finished
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Ends the thread after the steps that it may have."""
+        """Ends the threads after the steps that they may have."""
         self._inbox.put(None)
-        self._thread.join(timeout_s)
+        for thread in self._threads:
+            thread.join(timeout_s)
 
     def _run(self) -> None:
-        broken = False
         while (item := self._inbox.get()) is not None:
             step, follows = item
             self._num_begun += 1
-            broken = broken and follows
-            finished = Finished(step, None, None) if broken else self._execute(step)
-            broken = broken or finished.error is not None
-            self._outbox.put(finished)
-            self._wake()
+            self._finish(step, follows, lambda step=step: self._runner.execute(step.batch, self._on_layer))  # type: ignore[misc]
 
-    def _execute(self, step: S) -> Finished[S]:
-        try:
-            return Finished(step, self._runner.execute(step.batch, self._on_layer), None)
-        except Exception as error:  # reported to the loop, which gives the step's requests back or tries a smaller one
-            if out_of_memory := is_out_of_memory(error):
-                release_memory_of(error)
-            return Finished(step, None, error, out_of_memory)
+    def _launch_all(self) -> None:
+        assert self._launch is not None
+        broken = False
+        while (item := self._inbox.get()) is not None:
+            step, follows = item
+            broken = broken and follows
+            output: Callable[[], StepOutput] | Exception | None = None
+            if not broken:
+                try:
+                    output = self._launch(step.batch)
+                except Exception as error:  # reported like one of the step itself
+                    output, broken = error, True
+            self._launched.put(_Launched(step, follows, output))
+        self._launched.put(None)
+
+    def _finish_all(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            self._finish(launched.step, launched.follows, launched.wait)
+
+    def _finish(self, step: S, follows: bool, output: Callable[[], StepOutput]) -> None:
+        self._broken = self._broken and follows
+        finished: Finished[S] = Finished(step, None, None)
+        if not self._broken:
+            try:
+                finished = Finished(step, output(), None)
+            except Exception as error:  # reported to the loop, which gives the step's requests back or tries a smaller one
+                if out_of_memory := is_out_of_memory(error):
+                    release_memory_of(error)
+                finished, self._broken = Finished(step, None, error, out_of_memory), True
+        self._outbox.put(finished)
+        self._wake()
 
     def _reached(self, num_layers: int) -> None:
         if num_layers == self._ahead_at_layer:

@@ -16,7 +16,7 @@ from .host_mirror import HostMirror
 from .kv_cache import PoolAllocator
 from .model_runner import EngineConfig, ModelRunner
 from .settings import WorkerSettings
-from .step_thread import Runner
+from .step_thread import Launch, Runner
 
 CPU = torch.device("cpu")
 DEFAULT_GPU_CACHE_GIB = 8.0  # its mirror takes as much host memory
@@ -37,6 +37,7 @@ class WorkerModel:
     mirror: HostMirror | None = None  # set where the cache itself lies on a GPU
     grammars: GrammarCompiler | None = None  # None: it serves no structured output
     ahead_at_layer: int = 0  # see ``StepThread``
+    launch: Launch | None = None  # likewise: set where steps run on a GPU
 
     @property
     def num_layers(self) -> int:
@@ -101,5 +102,6 @@ class WorkerModel:
             device=runner.device,
             mirror=mirror,
             grammars=GrammarCompiler(settings.model, runner.config.vocab_size, runner.config.eos_token_ids),
+            launch=runner.launch if on_gpu else None,
             ahead_at_layer=0 if on_gpu else max(1, cache.layout.num_layers - 1),
         )

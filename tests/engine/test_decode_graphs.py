@@ -20,6 +20,7 @@ from splitserve.bench import triton_interpreter
 from splitserve.engine import model_runner
 from splitserve.engine.batch import SamplingParams, StepOutput
 from splitserve.engine.decode_graphs import BUCKETS, buckets_up_to
+from splitserve.engine.device_sampler import DeviceSampler
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.model_runner import EngineConfig, ModelRunner
 from splitserve.kernels.cuda import CudaKernels
@@ -97,8 +98,11 @@ def test_replayed_steps_are_the_plain_ones(runner: ModelRunner) -> None:
     assert torch.equal(runner.kv_cache.pool.isnan(), pool.isnan())  # nothing but the sequences' own slots was written
 
 
-def test_a_replayed_step_takes_its_tokens_from_the_one_before(runner: ModelRunner) -> None:
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_replayed_step_takes_its_tokens_from_the_one_before(runner: ModelRunner, launched: bool) -> None:
     runner.capture(replayed([]))
+    runner._sampler = DeviceSampler((2,)) if launched else runner._sampler
+    execute = (lambda batch: runner.launch(batch)()) if launched else runner.execute
     told: list[list[int]] = []
     for ahead in (False, True):
         sequences = prompts(9, 3, 18)
@@ -108,7 +112,7 @@ def test_a_replayed_step_takes_its_tokens_from_the_one_before(runner: ModelRunne
             if ahead:
                 fed_from = np.array([2, 0] if len(rows) == 2 else [1], np.int32)
                 batch = replace(batch, token_ids=np.zeros_like(batch.token_ids), fed_from=fed_from)
-            output = runner.execute(batch)
+            output = execute(batch)
             for i, token in zip(rows, output.token_ids.tolist(), strict=True):
                 sequences[i].num_computed += 1
                 sequences[i].output.append(token)

@@ -117,6 +117,65 @@ def test_what_follows_a_failed_step_is_not_run(error: Exception) -> None:
         assert collect(steps, woken).output is not None
 
 
+class FakeDevice:
+    """Takes steps as they come, and ends each when it is let."""
+
+    def __init__(self) -> None:
+        self.launched, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
+        self.fails_to_launch, self.fails = False, False
+
+    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        raise AssertionError("steps are launched here")
+
+    def launch(self, batch: Batch) -> Callable[[], StepOutput]:
+        self.launched.release()
+        if self.fails_to_launch:
+            raise MemoryError
+
+        def wait() -> StepOutput:
+            assert self.may_end.acquire(timeout=TIMEOUT_S)
+            if self.fails:
+                raise RuntimeError("an assertion on the device")
+            return StepOutput(batch.token_ids)
+
+        return wait
+
+
+def test_a_device_has_the_next_step_before_it_is_through_with_the_first() -> None:
+    device, woken = FakeDevice(), threading.Semaphore(0)
+    steps: StepThread[Step] = StepThread(device, woken.release, launch=device.launch)
+    for token in (1, 2):
+        steps.submit(step(token))
+    assert device.launched.acquire(timeout=TIMEOUT_S)
+    assert device.launched.acquire(timeout=TIMEOUT_S)  # and none has ended
+    assert steps.collect() is None
+    for token in (1, 2):
+        device.may_end.release()
+        output = collect(steps, woken).output
+        assert output is not None
+        assert output.token_ids.tolist() == [token]
+    steps.stop()
+
+
+@pytest.mark.parametrize("when", ["at its launch", "on the device"])
+def test_what_follows_a_step_that_fails_on_a_device_counts_for_nothing(when: str) -> None:
+    device, woken = FakeDevice(), threading.Semaphore(0)
+    device.fails_to_launch, device.fails = when == "at its launch", when == "on the device"
+    steps: StepThread[Step] = StepThread(device, woken.release, launch=device.launch)
+    for token in (1, 2):
+        steps.submit(step(token))
+    device.may_end.release()
+    failed, behind = collect(steps, woken), collect(steps, woken)
+    assert failed.out_of_memory == (when == "at its launch")
+    assert failed.error is not None
+    assert (behind.output, behind.error) == (None, None)
+    device.fails_to_launch = device.fails = False
+    steps.submit(step(3))
+    device.may_end.release()
+    assert collect(steps, woken).output is not None
+    steps.stop()
+
+
 def fed(batch: Batch, rows: list[int]) -> Batch:
     """As a scheduler makes it before it knows the newest tokens, which are those of ``rows`` of the step before."""
     known = [s for s in batch.sampling if s is not None]
