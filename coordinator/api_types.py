@@ -235,7 +235,15 @@ class SamplingFields(_Body):
     @property
     def output_format(self) -> OutputFormat | None:
         """What the output is to look like; None: anything."""
-        return next(self._formats(), None)
+        found: OutputFormat | None = (
+            self.response_format
+            or self.structured_outputs
+            or self.guided_json
+            or self.guided_regex
+            or self.guided_choice
+            or self.guided_grammar
+        )
+        return found
 
     def _formats(self) -> Iterator[OutputFormat]:
         for found in (

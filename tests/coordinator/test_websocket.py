@@ -11,8 +11,13 @@ import pytest
 from support.http_fakes import ANSWER, FakeDispatcher
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
+from websockets.typing import Origin, Subprotocol
 
-from splitserve.coordinator.server import HttpServer
+from splitserve.coordinator.errors import Unauthorized
+from splitserve.coordinator.served_model import ServedModel
+from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.tenants.limits import Account
+from splitserve.coordinator.tenants.tenancy import Tenancy
 
 BODY: Any = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
 WRONG = ["{", "5", '{"id": 5}', '{"id": ""}', '{"id": "b"}', '{"id": "b", "endpoint": "/x", "body": {}}', '{"id": "b", "endpoint": 5}']
@@ -96,3 +101,41 @@ async def test_other_paths_are_no_websockets(server: HttpServer) -> None:
         with pytest.raises(InvalidStatus) as refused:
             await connect(f"ws://127.0.0.1:{server.port}{path}", proxy=None)
         assert refused.value.response.status_code == status
+
+
+async def test_pages_of_other_sites_are_kept_out(server: HttpServer) -> None:
+    host = f"127.0.0.1:{server.port}"
+    async with connect(f"ws://{host}/v1/stream", proxy=None, origin=Origin(f"http://{host}")) as socket:
+        await say(socket, id="a", body=BODY)
+        await until_done(socket, "a")
+    with pytest.raises(InvalidStatus) as refused:
+        await connect(f"ws://{host}/v1/stream", proxy=None, origin=Origin("http://elsewhere.example"))
+    assert refused.value.response.status_code == 403
+
+
+class OneKey:
+    """A ``Directory`` with one tenant."""
+
+    def account(self, authorization: bytes) -> Account:
+        if authorization != b"Bearer secret":
+            raise Unauthorized("no")
+        return Account(tenant="t", tenant_id=1, key_id=1)
+
+    def close(self) -> None: ...
+
+
+async def test_a_browser_gives_its_key_as_a_subprotocol(dispatcher: FakeDispatcher, model: ServedModel) -> None:
+    server = HttpServer(create_app(dispatcher, model, system=dispatcher.system, tenancy=Tenancy(OneKey())))
+    await server.start()
+    url = f"ws://127.0.0.1:{server.port}/v1/stream"
+    protocols = [Subprotocol("splitserve"), Subprotocol("openai-insecure-api-key.secret")]
+    async with connect(url, proxy=None, subprotocols=protocols, origin=Origin("http://elsewhere.example")) as socket:
+        assert socket.subprotocol == "splitserve"
+        await say(socket, id="a", body=BODY)
+        await until_done(socket, "a")
+    assert dispatcher.requests[-1].tenant == "t"
+    for wrong in (None, [Subprotocol("openai-insecure-api-key.wrong")]):
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(url, proxy=None, subprotocols=wrong)
+        assert refused.value.response.status_code == 401
+    await server.stop(grace_s=0)
