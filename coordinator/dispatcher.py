@@ -21,7 +21,7 @@ from .lifecycle import Lifecycle
 from .membership import DRAINED
 from .pools import Worker, WorkerId
 from .process_watch import ProcessWatch
-from .request import GenerationRequest, Sink
+from .request import Ended, GenerationRequest, Sink
 from .system_snapshot import SystemSnapshot, WorkerSnapshot
 
 TICK_S = 0.05
@@ -42,6 +42,8 @@ class SocketDispatcher:
         self._processes = ProcessWatch(self._process_ended)
         self._known: dict[tuple[str, int], str] = {}
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
+        self.listeners: list[Callable[[GenerationRequest, Ended], None]] = []
+        """Called for each sequence that is over."""
 
     def start(self) -> None:
         """Begins to listen to the workers."""
@@ -155,6 +157,8 @@ class SocketDispatcher:
             elif type(action) is End:
                 touched.pop(action.request.sink, None)
                 action.request.sink.end(action.ended)
+                for hear in self.listeners:
+                    hear(action.request, action.ended)
         for sink in touched:
             sink.flush()
 

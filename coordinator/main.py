@@ -36,6 +36,7 @@ from .tenants.shared_limiter import SharedLimiter
 from .tenants.tenancy import Tenancy
 from .tenants.usage_api import usage_routes
 from .tenants.usage_database import SQLITE
+from .trace_log import TraceLog
 
 PROBE_TOKENS = 4
 GC_THRESHOLD = 10_000  # objects: a burst of 64 requests makes so many, and none of them is part of a cycle when it ends
@@ -89,6 +90,9 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     )
     if settings.log_requests:
         app.metrics.listeners.append(log_request)
+    trace_log = None if settings.trace_folder is None else TraceLog(settings.trace_folder, settings.request_timeout_s)
+    if trace_log is not None:
+        dispatcher.listeners.append(trace_log.note)
     server = HttpServer(app, host=settings.listen_host, port=settings.port, shared=bool(place.others))
     if not place.others:
         say_who_may(settings)
@@ -122,6 +126,8 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     if admin_port is not None:
         await admin_port.stop()
     dispatcher.stop()
+    if trace_log is not None:
+        trace_log.close()
     await limiter.stop()
     if meter is not None:
         await asyncio.to_thread(meter.stop)

@@ -142,6 +142,11 @@ class CoordinatorSettings(BaseModel):
         "output tokens cost.",
     )
     log_level: LogLevel = Field(default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again.")
+    trace_folder: Path | None = Field(
+        default=None,
+        description="Write the load as a trace for `splitserve trace`, `simulate` and `plan` into this folder: arrivals, lengths and "
+        "keyed block hashes, never text. One file a start.",
+    )
     log_requests: bool = Field(default=False, description="Log a line for each request that is over, with where its time went.")
     log_format: LogFormat = Field(default="text", description="text, or json: one object a line, with request ids where there are any.")
 
