@@ -1,7 +1,7 @@
 """How long streams stood still in a chaos run, and where that time went: by kind of fault, and by stage.
 
 fault .. noticed        detection: the process's end, its silence, its lost connection
-noticed .. dispatched   no worker had room, or none of its role was there
+noticed .. dispatched   absence: a role had no worker at all (a second fault); then wait: none had room
 dispatched .. token     prompt and answer so far computed again, behind those of others that came back
 token .. arrival        from the coordinator to the client
 """
@@ -43,16 +43,17 @@ class Standstill:
     num_tokens: int
     num_attempts: int
     detection: float
+    absence: float
     wait: float
     computing: float
     delivery: float
 
     @property
     def total(self) -> float:
-        return self.detection + self.wait + self.computing + self.delivery
+        return self.detection + self.absence + self.wait + self.computing + self.delivery
 
 
-STAGES = ("detection", "wait", "computing", "delivery", "total")
+STAGES = ("detection", "absence", "wait", "computing", "delivery", "total")
 
 
 class RecoveryWatch:
@@ -101,7 +102,8 @@ def standstills(found: list[dict[str, Any]], faults: list[Fault], streams: list[
             num_tokens=recovery["num_tokens"],
             num_attempts=recovery["num_attempts"],
             detection=recovery["noticed"] - fault.at if fault else 0.0,
-            wait=recovery["dispatched"] - recovery["noticed"],
+            absence=recovery["absent_s"],
+            wait=recovery["dispatched"] - recovery["noticed"] - recovery["absent_s"],
             computing=recovery["token"] - recovery["dispatched"],
             delivery=later[0] - recovery["token"] if later else 0.0,
         )

@@ -23,6 +23,7 @@ class LifecycleState:
     limits: LifecycleLimits
     table: FlightTable = field(default_factory=FlightTable)
     actions: list[Action] = field(default_factory=list)
+    gap_ended: float = 0.0  # when workers of both roles were last here again
     forecast: Forecast = field(default_factory=Forecast)
     pools: Pools = field(init=False)
     line: WaitingLine = field(init=False)

@@ -30,8 +30,11 @@ class Membership:
         """A worker introduces itself, or a new incarnation of one does."""
         if worker_id != (hello.worker_id, hello.incarnation):
             return  # the socket says another name than the message
+        gap = self._state.pools.gap
         for replaced in self._state.pools.add(hello, now):
             self.lose(replaced, "restarted", now)
+        if gap and not self._state.pools.gap:
+            self._state.gap_ended = now
         self._welcome(worker_id)
 
     def load(self, worker: Worker, load: Load, now: float) -> None:

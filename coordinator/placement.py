@@ -66,6 +66,7 @@ class Placement:
         self._state.table.assign(flight, prefill, decode)
         if flight.recovery is not None:
             flight.recovery.dispatched = now
+            flight.recovery.absent_s = max(0.0, self._state.gap_ended - flight.recovery.noticed)
             flight.recovery.num_attempts += 1
         flight.enter("prefill", now)
         self._state.actions.append(Send(prefill.id, Prefill(spec=flight.spec(self._state.incarnation, now), decode=decode.peer)))

@@ -12,7 +12,8 @@ REMEMBERED = 512
 class Recovery:
     """From the moment an attempt is known to be lost to the request's next token.
 
-    noticed ... dispatched: waits for a worker with room; then ``queue_s`` on the prefill worker, and ``prefill_s`` of computing.
+    noticed ... dispatched: waits for a worker with room, the first ``absent_s`` of it while a role had none at all; then ``queue_s`` on the
+    prefill worker, and ``prefill_s`` of computing.
     """
 
     request_id: str
@@ -20,6 +21,7 @@ class Recovery:
     noticed: float
     num_tokens: int  # prompt and output to be computed again
     dispatched: float = 0.0  # the attempt that brought the token
+    absent_s: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     num_attempts: int = 0

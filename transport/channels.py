@@ -34,9 +34,11 @@ from .messages import Message
 
 HIGH_WATER_MARK = 10_000  # messages per peer and direction
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1_000  # doubling
-CONNECT_TIMEOUT_MS = 3_000
+CONNECT_TIMEOUT_MS = 1_000
 HANDSHAKE_TIMEOUT_MS = 5_000
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 8_000  # finds half-open connections; the roles' own heartbeats are tighter
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1_000, 3_000
+"""The roles' own heartbeats are tighter. These replace a connection that a network has lost: TCP by itself would stand still for about as
+long again."""
 BACKLOG = 1_024
 MAX_TOGETHER = 256  # messages of one call of ``send``; a receiver refuses more
 LOG_EVERY_S = 5.0
