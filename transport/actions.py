@@ -66,6 +66,7 @@ class SendHandoff(NamedTuple):
     token: int
     logprobs: TokenLogprobs | None
     source_blocks: list[int]
+    again: bool = False  # after blocks that were wrong have been put again
 
 
 class Delivered(NamedTuple):

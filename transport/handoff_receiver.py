@@ -249,8 +249,8 @@ class HandoffReceiver:
         if incoming is None or incoming.key != key or incoming.peer != peer:
             self._revoke(key, message.lease, peer, "the decode worker knows no such lease")
             return
-        if incoming.handoff is not None:
-            return
+        if incoming.handoff is not None or message.again != incoming.retried:
+            return  # known; or an echo of the first one, while the writer is still putting the wrong blocks again
         if len(message.checksums) != 8 * incoming.num_travelling or message.spec.num_tokens != incoming.num_tokens:
             self._end(incoming, "the handoff does not match the grant")
             return

@@ -259,7 +259,7 @@ class HandoffSender:
         elif out.sent and out.first is not None:
             token, logprobs = out.first
             sources = out.blocks[out.grant.num_cached_blocks : out.num_blocks]
-            self._actions.append(SendHandoff(out.peer, out.spec, out.grant.lease, token, logprobs, sources))
+            self._actions.append(SendHandoff(out.peer, out.spec, out.grant.lease, token, logprobs, sources, out.sent_again))
 
     def _on_met(self, peer: PeerId, met: Met, now: float) -> None:
         contact = self._contacts.get(peer)

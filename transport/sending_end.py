@@ -190,7 +190,14 @@ class SendingEnd:
     def _send_handoff(self, action: SendHandoff) -> None:
         if action.peer in self._channels:
             sums = u64(self._checksums.of(action.source_blocks))
-            handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
+            handoff = Handoff(
+                spec=action.spec,
+                lease=action.lease,
+                token=action.token,
+                logprobs=action.logprobs,
+                checksums=sums,
+                again=action.again,
+            )
             self._send(action.peer, handoff)
 
     def _with_mover(self, peer: PeerId, use: Callable[[], object]) -> None:

@@ -133,7 +133,14 @@ class WorkerShell:
             self._say_after_puts(action.peer, Placed(lease=action.lease, first=action.first, checksums=sums))
         elif kind is act.SendHandoff:
             sums = bytes(8 * len(action.source_blocks))
-            handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
+            handoff = Handoff(
+                spec=action.spec,
+                lease=action.lease,
+                token=action.token,
+                logprobs=action.logprobs,
+                checksums=sums,
+                again=action.again,
+            )
             self._say_after_puts(action.peer, handoff)
         elif kind is act.Connect:
             self._connect((action.peer.worker_id, action.peer.incarnation))

@@ -96,7 +96,14 @@ class Worker:
             self._send(other, action.message, lossy)
         elif isinstance(action, act.SendHandoff):
             sums = u64(action.source_blocks)
-            handoff = Handoff(spec=action.spec, lease=action.lease, token=action.token, logprobs=action.logprobs, checksums=sums)
+            handoff = Handoff(
+                spec=action.spec,
+                lease=action.lease,
+                token=action.token,
+                logprobs=action.logprobs,
+                checksums=sums,
+                again=action.again,
+            )
             self._send(other, handoff, lossy)
         elif isinstance(action, act.Put):
             for position, _, _ in action.items:

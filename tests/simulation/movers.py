@@ -70,16 +70,21 @@ class SharedMemorySource(Source):
         if self.world.strikes(self.faults.mover_error, "mover errors"):
             raise MoverError("the adversary says so")
         target.writers.setdefault(self.writer, Counter()).update(block for _, _, block in items)
-        for _, source, block in items:
+        struck = int(self.random() * len(items))
+        for i, (_, source, block) in enumerate(items):
             values = self.content(source, first, end)
             start, half = first * self.writer.memory.block_size, len(values) // 2
             self.writer.run(self._copy, target, lease, block, start, values[:half])
-            if self.world.strikes(self.faults.freeze_in_put, "freezes in mid-put"):
-                self.writer.freeze(0.1 + 3.0 * self.random())
-            if self.world.strikes(self.faults.die_in_put, "deaths in mid-put"):
-                self.world.kill(self.writer)
+            if i == struck:
+                self._strike_writer()
             self.writer.run(self._copy, target, lease, block, start + half, values[half:])
             self.writer.run(self._copied, target, block)
+
+    def _strike_writer(self) -> None:
+        if self.world.strikes(self.faults.freeze_in_put, "freezes in mid-put"):
+            self.writer.freeze(0.1 + 3.0 * self.random())
+        if self.world.strikes(self.faults.die_in_put, "deaths in mid-put"):
+            self.world.kill(self.writer)
 
     def _copy(self, target: DecodeProcess, lease: int, block: int, start: int, values: list[int]) -> None:
         if target.alive:

@@ -77,8 +77,8 @@ MOVERS = Faults(
     late_put=0.02,
     lost_put=0.01,
     mover_error=0.01,
-    freeze_in_put=0.005,
-    die_in_put=0.003,
+    freeze_in_put=0.02,
+    die_in_put=0.01,
     late=0.01,
     cancel=0.1,
 )
@@ -106,6 +106,7 @@ NAMED = {
     "network": Scenario(NETWORK),
     "processes": Scenario(PROCESSES),
     "movers": Scenario(MOVERS),
+    "writers": Scenario(Faults(corrupt_put=0.05, partial_put=0.05, double=0.5, freeze_in_put=0.05, cancel=0.05), Cluster(one_sided=1.0)),
     "drains": Scenario(Faults(drain_every=0.3), Cluster(num_prefill=3, num_decode=3)),
     "memory": Scenario(Faults(cancel=0.1, spill_every=0.5), FEW_BLOCKS),
     "echoes": Scenario(Faults(drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1)),

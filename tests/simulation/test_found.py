@@ -28,3 +28,12 @@ def test_echoes_of_old_messages_open_no_way_into_joined_blocks() -> None:
     mover had failed there, made a decode worker take the one-sided mover in use for a two-sided one."""
     scenario = Scenario(Faults(mover_error=0.03, double=0.2, late=0.1, kill_every=0.3), Cluster(one_sided=1.0))
     assert not any(simulate(seed, scenario, requests=25).violations for seed in range(50))
+
+
+def test_an_echo_of_the_handoff_is_no_word_of_blocks_that_are_put_again() -> None:
+    """Blocks that had come corrupt were asked for again; while their one-sided writer stood still in the middle of that put, an echo of the
+    first Handoff came, the blocks were found right, and joined: and were then written once more, whoever had them by now."""
+    scenario = Scenario(Faults(corrupt_put=0.05, partial_put=0.05, double=0.5, freeze_in_put=0.05), Cluster(one_sided=1.0))
+    worlds = [simulate(seed, scenario, requests=100) for seed in range(12)]
+    assert sum(world.counts["freezes in mid-put"] for world in worlds) > 50
+    assert not any(world.violations for world in worlds)

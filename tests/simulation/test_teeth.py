@@ -101,6 +101,16 @@ def put_again_at_the_echo_of_a_nack(patch: Patch) -> None:
     patch.setattr(HandoffSender, "_on_nack", broken)
 
 
+def take_an_echo_of_the_handoff_for_the_second(patch: Patch) -> None:
+    on_handoff = HandoffReceiver._on_handoff
+
+    def broken(self: Any, peer: Any, message: Any, now: float) -> None:
+        incoming = self._by_lease.get(message.lease)
+        on_handoff(self, peer, message.model_copy(update={"again": incoming is not None and incoming.retried}), now)
+
+    patch.setattr(HandoffReceiver, "_on_handoff", broken)
+
+
 def say_release_and_put_on(patch: Patch) -> None:
     release = HandoffSender._release
 
@@ -264,6 +274,7 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (forget_the_blocks_of_a_released_lease, "network"),
     (let_leases_run_on, "network"),
     (put_again_at_the_echo_of_a_nack, "echoes"),
+    (take_an_echo_of_the_handoff_for_the_second, "writers"),
     (say_release_and_put_on, "network"),
     (never_repeat_what_was_not_answered, "network"),
     (free_the_prompt_before_the_ack, "memory"),

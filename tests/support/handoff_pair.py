@@ -82,7 +82,9 @@ class Pair:
                 self.to_receiver.append(action.message)
             elif isinstance(action, act.SendHandoff):
                 sums = u64(action.source_blocks)
-                self.to_receiver.append(Handoff(spec=action.spec, lease=action.lease, token=action.token, checksums=sums))
+                self.to_receiver.append(
+                    Handoff(spec=action.spec, lease=action.lease, token=action.token, checksums=sums, again=action.again)
+                )
             elif isinstance(action, act.SendPlaced):
                 self.to_receiver.append(Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks)))
             elif isinstance(action, act.Put):
