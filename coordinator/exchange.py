@@ -13,6 +13,7 @@ from dataclasses import replace
 from time import monotonic, time
 from typing import Any, NamedTuple
 
+from ..transport.otel import RequestTrace
 from .call import JSON, Call, Headers
 from .choice import Choice, ChoiceOptions
 from .errors import ApiError, InternalError, from_ended
@@ -40,6 +41,7 @@ class ExchangeOptions(NamedTuple):
     """Called once, when the response is complete or its client gone, and nothing runs for it any more."""
     best: int | None = None
     """Of each prompt's choices so many are given back, the likeliest; None: all, in order."""
+    trace: RequestTrace | None = None
 
 
 class HttpExchange:
@@ -280,6 +282,7 @@ class HttpExchange:
             prefill_worker=ended.prefill_worker,
             decode_worker=ended.decode_worker,
             tenant=self._call.account.tenant,
+            trace=self._options.trace,
         )
 
 

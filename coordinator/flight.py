@@ -148,4 +148,5 @@ class Flight:
             salt=request.salt,
             prompt_logprobs=request.prompt_logprobs if self.owes_prompt_logprobs else None,
             deadline_s=max(0.0, request.deadline - now),
+            traceparent=request.traceparent,
         )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from ..transport.otel import RequestTrace, Tracing
 from .api_types import ChatCompletionRequest, CompletionRequest
 from .call import JSON, Call, Endpoint
 from .chat_reading import grammar_for, has_grammar, read_as_chat
@@ -58,6 +59,7 @@ class GenerationApi:
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None
         """Set while no new request is taken."""
+        self.tracing: Tracing | None = None
         self._dispatcher = dispatcher
         self._model = model
         self._metrics = metrics
@@ -176,7 +178,8 @@ class GenerationApi:
         samplings = [sampling_of(request, self._model, len(prompt.token_ids), inputs.grammar) for prompt in prompts]
         id = self._new_id("chatcmpl" if call.endpoint == "/v1/chat/completions" else "cmpl")
         best = (request.n or 1) if is_ranked(request) else None
-        options = ExchangeOptions(id, call.endpoint, arrival, request.include_usage, self._done, best)
+        trace = self._begin_trace(call, arrival)
+        options = ExchangeOptions(id, call.endpoint, arrival, request.include_usage, self._done, best, trace)
         choice_options = self._choice_options(request, self._format(call.endpoint, id, request))
         choice_options = read_as_chat(choice_options, request, self._model)
         exchange = HttpExchange(call, self._dispatcher, self._metrics, options, choice_options)
@@ -197,12 +200,19 @@ class GenerationApi:
                 salt=account.salt,
                 session=session,
                 prompt_logprobs=num_logprobs(request) if choice_options.echo else None,
+                traceparent=trace.traceparent if trace is not None else "",
             )
             for prompt, sampling in zip(prompts, samplings, strict=True)
             for number in range(n)
             for choice in (exchange.add_choice(prompt),)
         ]
         return requests, exchange
+
+    def _begin_trace(self, call: Call, arrival: float) -> RequestTrace | None:
+        if self.tracing is None:
+            return None
+        context = {name: call.headers.get(name.encode(), b"").decode("latin-1") for name in ("traceparent", "tracestate")}
+        return self.tracing.begin(f"POST {call.endpoint}", {name: value for name, value in context.items() if value}, arrival)
 
     def _new_id(self, kind: str) -> str:
         self._num_requests += 1

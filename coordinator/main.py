@@ -7,6 +7,7 @@ import gc
 import logging
 import multiprocessing
 import signal
+import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import uvloop
 from ..transport.errors import KeyFileError
 from ..transport.keys import KeyFile
 from ..transport.messages import Sampling
+from ..transport.otel import Tracing
 from .admin import AdminRoutes, admin_key
 from .admin_server import admin_server
 from .batch.runner import BatchOptions
@@ -25,6 +27,7 @@ from .limits import HttpLimits
 from .processes import Place, Serve, run_all
 from .request import GenerationRequest, Sink
 from .request_log import log_request
+from .request_trace import end_trace
 from .served_model import ServedModel
 from .server import HttpServer, create_app
 from .settings import CoordinatorSettings, is_loopback
@@ -93,6 +96,10 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     trace_log = None if settings.trace_folder is None else TraceLog(settings.trace_folder, settings.request_timeout_s)
     if trace_log is not None:
         dispatcher.listeners.append(trace_log.note)
+    tracing = tracing_of(settings)
+    if tracing is not None:
+        app.generation.tracing = tracing
+        app.metrics.listeners.append(end_trace)
     server = HttpServer(app, host=settings.listen_host, port=settings.port, shared=bool(place.others))
     if not place.others:
         say_who_may(settings)
@@ -129,6 +136,8 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     if trace_log is not None:
         trace_log.close()
     await limiter.stop()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     if meter is not None:
         await asyncio.to_thread(meter.stop)
     directory.close()
@@ -152,6 +161,13 @@ def limiter_of(settings: CoordinatorSettings) -> Limiter:
 
         return RedisLimiter(settings.redis_url)
     return SharedLimiter(settings.tenants_file.with_name(settings.tenants_file.name + "-limits"))
+
+
+def tracing_of(settings: CoordinatorSettings) -> Tracing | None:
+    """Raises TracingUnavailable."""
+    if settings.otlp_endpoint is None:
+        return None
+    return Tracing.open(settings.otlp_endpoint, "coordinator", f"{socket.gethostname()}:{settings.port}", settings.trace_sample_ratio)
 
 
 def say_who_may(settings: CoordinatorSettings) -> None:

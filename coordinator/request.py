@@ -70,6 +70,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     tenant: str = ""  # whose; fair shares are counted by it
     priority_class: PriorityClass = "standard"
+    traceparent: str = ""  # of its span; empty: it leaves no trace
 
 
 class Dispatcher(Protocol):

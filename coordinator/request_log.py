@@ -18,7 +18,7 @@ def log_request(record: RequestRecord) -> None:
     tokens = f"{record.num_prompt_tokens} prompt tokens ({record.num_cached_tokens} cached), {record.num_output_tokens} output tokens"
     where = f"{record.prefill_worker or '-'} to {record.decode_worker or '-'}"
     times = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in stages.items() if seconds)
-    fields = {
+    fields: dict[str, object] = {
         "request_id": record.id,
         "endpoint": record.endpoint,
         "status": record.status,
@@ -32,4 +32,6 @@ def log_request(record: RequestRecord) -> None:
         "prefill_worker": record.prefill_worker,
         "decode_worker": record.decode_worker,
     }
+    if record.trace is not None:
+        fields["trace_id"] = record.trace.trace_id
     _log.info("%s %s in %.1f ms (%s): %s, %s", record.id, record.status, record.total * 1e3, times, tokens, where, extra={"fields": fields})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..transport.otel import RequestTrace
 from .time_ledger import Stages, TimeLedger
 
 
@@ -23,6 +24,7 @@ class RequestRecord(NamedTuple):
     prefill_worker: str = ""
     decode_worker: str = ""
     tenant: str = ""
+    trace: RequestTrace | None = None
 
     @property
     def total(self) -> float:

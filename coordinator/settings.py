@@ -141,6 +141,14 @@ class CoordinatorSettings(BaseModel):
         description="Price of one GPU for an hour, or of one worker that has none, in any currency; /metrics then says what a million "
         "output tokens cost.",
     )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://\S+$",
+        description="Send traces to this OTLP receiver over HTTP, http://HOST:4318/v1/traces; needs splitserve[otel].",
+    )
+    trace_sample_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="Share of requests that are traced, where the client does not say by its traceparent."
+    )
     log_level: LogLevel = Field(default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again.")
     trace_folder: Path | None = Field(
         default=None,

@@ -54,9 +54,11 @@ from ..transport.movers.checksum import block_checksum
 from ..transport.movers.opening import offered
 from ..transport.movers.shm import SharedPool
 from ..transport.movers.targets import MoverTargets
+from ..transport.otel import Tracing
 from ..transport.reports import with_telemetry
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
+from ..transport.worker_trace import WorkerTrace
 from .core import DecodeAction, DecodeCore
 from .rows import DecodeStep
 from .scheduler import DecodeScheduler
@@ -78,6 +80,8 @@ class DecodeWorker:
         self._settings, self._model, self._shared = settings, model, shared
         self._identity = ModelIdentity.model_validate(model.identity)
         self._telemetry = telemetry_of(model.device)
+        self._tracing = Tracing.open(settings.otlp_endpoint, "decode", settings.worker_id) if settings.otlp_endpoint else None
+        self._trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
         self._wakeup = Wakeup()
         self._stopping = self._leaving = False
         self._ticked = self._reported = 0.0
@@ -155,6 +159,7 @@ class DecodeWorker:
 
     def _receive(self, ready: set[object], now: float) -> None:
         for message in self._links.receive(ready, now):
+            self._hear(message, now)
             self._core.from_coordinator(message)
         if self._peers.socket in ready:
             self._hear_peers(now)
@@ -182,7 +187,12 @@ class DecodeWorker:
                 if isinstance(message, BETWEEN_MOVERS):
                     self._movers.hear(peer, message)
                 else:
+                    self._hear(message, now)
                     self._core.from_peer(peer, message, now)
+
+    def _hear(self, message: Message, now: float) -> None:
+        if self._trace is not None:
+            self._trace.heard(message, now)
 
     def _note_writer(self, peer: PeerId, meet: Meet) -> None:
         if meet.host == host_identity():
@@ -245,6 +255,8 @@ class DecodeWorker:
         if any(isinstance(message, Load) for message in messages):
             self._links.report(self._load)
         self._links.send(*(message for message in messages if not isinstance(message, Load)))
+        if self._trace is not None:
+            self._trace.said(messages, time.monotonic())
 
     def _do(self, action: DecodeAction, now: float) -> None:
         if isinstance(action, ToCoordinator):
@@ -372,6 +384,8 @@ class DecodeWorker:
         self._grammars.stop()
         if self._telemetry is not None:
             self._telemetry.stop()
+        if self._tracing is not None:
+            self._tracing.close()
         self._movers.close_all()
         self._sending.close()
         self._peers.close()

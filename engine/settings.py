@@ -90,6 +90,11 @@ class WorkerSettings(BaseModel):
     orphaned_after_s: float = Field(
         default=10, ge=1, le=3600, description="Seconds without a word of the coordinator after which a worker frees all it holds."
     )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://\S+$",
+        description="Send traces to this OTLP receiver over HTTP, http://HOST:4318/v1/traces; needs splitserve[otel].",
+    )
     log_level: LogLevel = Field(default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again.")
     log_format: LogFormat = Field(default="text", description="text, or json: one object a line, with request ids where there are any.")
 

@@ -33,9 +33,11 @@ from ..transport.keys import ClusterKey, load_key
 from ..transport.layer_slicing import LayerSlicing
 from ..transport.messages import Goodbye, Hello, Load, Meet, Message, ModelIdentity
 from ..transport.movers.opening import offered
+from ..transport.otel import Tracing
 from ..transport.reports import with_telemetry
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
+from ..transport.worker_trace import WorkerTrace
 from .core import PrefillAction, PrefillCore
 from .scheduler import PrefillScheduler, PrefillStep
 from .settings import PrefillSettings
@@ -53,6 +55,8 @@ class PrefillWorker:
         self._settings, self._model = settings, model
         self._identity = ModelIdentity.model_validate(model.identity)
         self._telemetry = telemetry_of(model.device)
+        self._tracing = Tracing.open(settings.otlp_endpoint, "prefill", settings.worker_id) if settings.otlp_endpoint else None
+        self._trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
         self._stopping = self._leaving = False
@@ -120,6 +124,8 @@ class PrefillWorker:
 
     def _receive(self, ready: set[object], now: float) -> None:
         for message in self._links.receive(ready, now):
+            if self._trace is not None:
+                self._trace.heard(message, now)
             self._core.from_coordinator(message, now)
         self._sending.receive(ready, now)
         self._grammars.report(self._core)
@@ -189,6 +195,8 @@ class PrefillWorker:
         if any(isinstance(message, Load) for message in messages):
             self._links.report(self._load)
         self._links.send(*(message for message in messages if not isinstance(message, Load)))
+        if self._trace is not None:
+            self._trace.said(messages, time.monotonic())
 
     def _do(self, action: PrefillAction) -> None:
         if isinstance(action, ToCoordinator):
@@ -250,6 +258,8 @@ class PrefillWorker:
         self._grammars.stop()
         if self._telemetry is not None:
             self._telemetry.stop()
+        if self._tracing is not None:
+            self._tracing.close()
         self._sending.close()
         self._links.close(LINGER_S)
         self._wakeup.close()

@@ -4,6 +4,7 @@ TransportError
 ├── BadMessage     bytes that are no message we accept, or a message too large to send
 ├── KeyFileError   a cluster key file that is missing, unsafe or not one of ours
 ├── AddressError   an address that cannot be listened on or connected to
+├── TracingUnavailable   traces were asked for, and OpenTelemetry is not installed
 └── MoverError     a KV mover that cannot be set up, or whose peer is gone
 """
 
@@ -22,6 +23,10 @@ class KeyFileError(TransportError):
 
 class AddressError(TransportError):
     """An address that cannot be listened on or connected to."""
+
+
+class TracingUnavailable(TransportError):
+    """Traces were asked for, and OpenTelemetry is not installed."""
 
 
 class MoverError(TransportError):

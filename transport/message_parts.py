@@ -62,6 +62,7 @@ class RequestSpec(Message):
     salt: Annotated[bytes, Field(max_length=64)] = b""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     deadline_s: Duration  # seconds left until the request as a whole must have ended
+    traceparent: Annotated[str, Field(max_length=64)] = ""  # of the request's span; empty: it leaves no trace
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,63 @@
+"""One request's trace across coordinator, prefill and decode worker, as an OTLP receiver hears of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+from e2e.cluster import MODEL_NAME, running, wait_for
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+from transformers import PreTrainedModel
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+EXPECTED = {
+    ("splitserve-coordinator", "POST /v1/completions"),
+    ("splitserve-prefill", "prefill"),
+    ("splitserve-decode", "handoff"),
+    ("splitserve-decode", "decode"),
+}
+
+
+@contextmanager
+def otlp_receiver(heard: list[tuple[str, str, str, bytes]]) -> Iterator[str]:
+    """Its address; ``heard`` gets (service, span, trace id, parent)."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                (service,) = [a.value.string_value for a in resource.resource.attributes if a.key == "service.name"]
+                spans = [span for scope in resource.scope_spans for span in scope.spans]
+                heard.extend((service, span.name, span.trace_id.hex(), span.parent_span_id) for span in spans)
+            answer = ExportTraceServiceResponse().SerializeToString()
+            self.send_response(200)
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_one_trace_across_three_processes(tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    heard: list[tuple[str, str, str, bytes]] = []
+    with otlp_receiver(heard) as endpoint, running(tiny[0], tmp_path, "--kv-cache-gib", "0.1", "--otlp-endpoint", endpoint) as cluster:
+        headers = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
+        body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 5, "ignore_eos": True}
+        httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
+        wait_for("spans of all three", lambda: {span[:2] for span in heard if span[2] == TRACE_ID} >= EXPECTED, 30)
+        parents = {span[3] for span in heard if span[0] != "splitserve-coordinator"}
+        assert len(parents) == 1  # the workers' spans lie below the coordinator's
