@@ -18,6 +18,7 @@ from splitserve.transport.keys import generate_key
 
 TESTS = Path(__file__).parent.parent
 LOOK_S = 0.03
+PROGRESS_TIMEOUT_S = 3.0  # the coordinator's patience with a worker whose steps do not end
 ORPHANED_AFTER_S = 2.0  # the workers' patience with a coordinator that says nothing
 HEARTBEAT_S = 0.02  # how soon the state of the workers is known
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -48,6 +49,7 @@ class ForkedCluster(Cluster):
         """As the only one, or after it was killed."""
         command = [sys.executable, "-m", "splitserve.deploy.cli", "coordinator", *self._common, "--served-model-name", MODEL_NAME]
         command += ["--port", str(self._port), "--control-address", self.control_address, "--heartbeat-s", str(HEARTBEAT_S)]
+        command += ["--progress-timeout-s", str(PROGRESS_TIMEOUT_S)]
         with (self._folder / "coordinator.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRON)
 

@@ -2,8 +2,9 @@
 
     python -m support.worker_nursery        reads {"role", "argv", "log"} as JSON lines, answers each with the new worker's process id
 
-A worker from here is `splitserve prefill` or `splitserve decode`, but for one thing: a request with a seed of ``KILLS`` kills the worker of
-that role that computes it. Workers die with the nursery, which ends with its standard input.
+A worker from here is `splitserve prefill` or `splitserve decode`, but for two things: a request with a seed of ``KILLS`` kills the worker
+of that role that computes it; one with a seed of ``HANGS`` keeps the first such worker's model busy without end, while its loop answers as
+ever. Workers die with the nursery, which ends with its standard input.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+HANGS = {"prefill": 66_611, "decode": 66_612}
+HANGS_S = 6.0  # then somebody kills it
 KILLS = {"prefill": 66_601, "decode": 66_602}
 
 
@@ -43,7 +48,7 @@ def be_worker(order: dict[str, Any]) -> None:
     os.dup2(log, 2)
     status = 1
     try:
-        die_of(KILLS[order["role"]])
+        catch(KILLS[order["role"]], HANGS[order["role"]], Path(order["log"]).with_name(f"{order['role']} has hung"))
         sys.argv = ["splitserve", order["role"], *order["argv"]]
         from splitserve.deploy.cli import main as splitserve
 
@@ -56,15 +61,20 @@ def be_worker(order: dict[str, Any]) -> None:
         os._exit(status)
 
 
-def die_of(seed: int) -> None:
-    """From now on a batch with a sequence of this seed is the end of this process."""
+def catch(kills: int, hangs: int, hung: Path) -> None:
+    """From now on a batch with a sequence of such a seed is this process's last. ``hung``: made by the first that hangs."""
     from splitserve.engine.batch import Batch
     from splitserve.engine.model_runner import ModelRunner
 
     execute = ModelRunner.execute
 
     def deadly(self: ModelRunner, batch: Batch, *args: Any) -> Any:
-        if any(state is not None and state.params.seed == seed for state in batch.sampling):
+        seeds = {state.params.seed for state in batch.sampling if state is not None}
+        if hangs in seeds and not hung.exists():
+            hung.touch()
+            time.sleep(HANGS_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kills in seeds:
             os.kill(os.getpid(), signal.SIGKILL)
         return execute(self, batch, *args)
 

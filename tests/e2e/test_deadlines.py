@@ -1,0 +1,53 @@
+"""Real processes: requests that take too long end as promised, and a model that hangs keeps nobody waiting for ever."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from e2e.cluster import MODEL_NAME, wait_for
+from e2e.forked_cluster import ForkedCluster
+from e2e.test_failure import Streams
+from support.worker_nursery import HANGS, HANGS_S
+
+BODY = {"model": MODEL_NAME, "prompt": "for ever " * 30, "max_tokens": 3500, "ignore_eos": True, "timeout": 0.4}
+
+
+@pytest.fixture(autouse=True)
+def whole_before(forked_cluster: ForkedCluster) -> None:
+    forked_cluster.wait_whole(2, 2)
+
+
+def test_past_its_deadline_a_request_is_a_504(forked_cluster: ForkedCluster) -> None:
+    answer = httpx.post(f"{forked_cluster.url}/v1/completions", json=BODY, timeout=30)
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    forked_cluster.wait_at_rest()
+
+
+def test_past_its_deadline_a_stream_ends_with_a_finish_reason_and_an_error_event(forked_cluster: ForkedCluster) -> None:
+    with httpx.stream("POST", f"{forked_cluster.url}/v1/completions", json={**BODY, "timeout": 1.5, "stream": True}, timeout=30) as answer:
+        assert answer.status_code == 200
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    *chunks, last, error = events
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+    assert last["choices"][0]["finish_reason"] == "error"
+    assert error["error"]["code"] == "deadline_exceeded"
+    assert "stage: decode" in error["error"]["message"]
+    forked_cluster.wait_at_rest()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_model_that_hangs_is_given_up_and_its_streams_go_on(forked_cluster: ForkedCluster, role: str) -> None:
+    """Its process answers every heartbeat: only that its steps do not end tells."""
+    cluster, prompts = forked_cluster, ["bystander " * 5, "another " * 40]
+    expected, bystanders = cluster.complete("hang", 40), Streams(cluster, prompts, 300).texts()
+    started = cluster.num_started
+    streams = Streams(cluster, prompts, 300)
+    assert cluster.complete("hang", 40, seed=HANGS[role]) == expected
+    assert streams.texts() == bystanders
+    assert "busy without finishing a step" in cluster.log_of("coordinator")
+    wait_for("the hung process was started again", lambda: cluster.num_started > started, HANGS_S + 10)
+    cluster.wait_whole(2, 2)
+    cluster.wait_at_rest()
