@@ -103,10 +103,10 @@ def measure(model: Path, cores: list[int], seconds: float) -> dict[str, Any]:
 # --- measurements --------------------------------------------------------------------------------
 
 
-def streamed_tokens(server: Server, workers: FakeWorkers, num_streams: int, ahead: int, seconds: float) -> dict[str, Any]:
+def streamed_tokens(server: Server, workers: FakeWorkers, num_streams: int, ahead: int, seconds: float, key: str = "") -> dict[str, Any]:
     """Tokens through all of the coordinator to ``num_streams`` chat streams."""
     client = RawClient(server.port, num_streams)
-    client.send_all(request_bytes("/v1/chat/completions", {**CHAT, "stream": True, "max_tokens": 900_000}))
+    client.send_all(request_bytes("/v1/chat/completions", {**CHAT, "stream": True, "max_tokens": 900_000}, key))
     open_streams(client, workers, num_streams)
     result = rate(server, client, ahead * num_streams, seconds, workers.step, workers.poll)
     client.close()
@@ -238,9 +238,9 @@ def requests(server: Server, workers: FakeWorkers, count: int) -> None:
     client.close()
 
 
-def open_streams(client: RawClient, workers: FakeWorkers, num_streams: int) -> None:
+def open_streams(client: RawClient, workers: FakeWorkers, num_streams: int, timeout_s: float = 60.0) -> None:
     """Returns once each stream has its role and its first token."""
-    received, deadline = 0, time.monotonic() + 60
+    received, deadline = 0, time.monotonic() + timeout_s
     while received < 2 * num_streams:
         workers.poll()
         received += client.count(0.01)[0]
@@ -288,12 +288,12 @@ def _ready(server: Server, workers: FakeWorkers) -> bool:
 
 
 @contextmanager
-def coordinator(model: Path, cores: list[int]) -> Iterator[Server]:
-    """The real one, by its command."""
+def coordinator(model: Path, cores: list[int], *more: str) -> Iterator[Server]:
+    """The real one, by its command; ``more``: options."""
     port, control = free_port("127.0.0.1"), f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     command = [sys.executable, "-m", "splitserve.deploy.cli", "coordinator", "--model", str(model), "--served-model-name", "bench"]
     options = ["--port", str(port), "--control-address", control, "--insecure", "--log-level", "warning", "--max-queue", "100000"]
-    with pinned([*command, *options], cores) as process:
+    with pinned([*command, *options, *more], cores) as process:
         deadline = time.monotonic() + 60
         while not _answers(port):
             if time.monotonic() > deadline:
@@ -319,9 +319,9 @@ def bare_server(module: str, cores: list[int]) -> Iterator[Server]:
 
 
 @contextmanager
-def pinned(command: list[str], cores: list[int]) -> Iterator[subprocess.Popen[str]]:
-    """A server on the first core, while this process keeps to the last."""
-    os.sched_setaffinity(0, cores[:1])
+def pinned(command: list[str], cores: list[int], all_cores: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A server on the first core (or wherever it likes), while this process keeps to the last."""
+    os.sched_setaffinity(0, cores if all_cores else cores[:1])
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     os.sched_setaffinity(0, cores[-1:])
     try:

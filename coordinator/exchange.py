@@ -105,6 +105,13 @@ class HttpExchange:
         num_prompt, num_output = sum(prompts.values()), sum(choice.num_tokens for choice in self.choices)
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
+    def usage_begun(self) -> UsageRecord:
+        """For billing: what is known when it begins."""
+        account, options = self._call.account, self._options
+        num_prompt_tokens = sum({id(choice.prompt): len(choice.prompt.token_ids) for choice in self.choices}.values())
+        names = (account.tenant, account.key, self._metrics.model_name, options.endpoint, account.priority_class)
+        return UsageRecord(options.id, time(), *names, "", num_prompt_tokens)
+
     def usage_record(self) -> UsageRecord:
         """For billing: as it stands now."""
         now, account, used, stages = monotonic(), self._call.account, self.usage_so_far(), self._ledger.stages()

@@ -140,7 +140,7 @@ class GenerationApi:
             exchange.admission, exchange.more_headers = answer, headers_of(answer.room)
             call.responder = self.open[call] = exchange
             if self._tenancy.meter is not None:
-                self._tenancy.meter.began(exchange.usage_record())
+                self._tenancy.meter.began(exchange.usage_begun())
             exchange.submit(requests)
 
     def _done(self, exchange: HttpExchange) -> None:

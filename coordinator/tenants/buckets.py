@@ -1,7 +1,7 @@
 """How much of its limits a key or a tenant has left: two token buckets and two quotas over seven numbers. Pure.
 
-The numbers may lie in a list, in memory that processes share, or in Redis (``redis_limiter.py`` has the same rules in Lua, and a test
-holds the two to each other). A bucket holds a minute's worth and fills evenly: a burst of a minute's worth passes, and the mean rate is
+The numbers lie in memory that processes share, or in Redis (``redis_limiter.py`` has the same rules in Lua, and a test holds the two to
+each other). A bucket holds a minute's worth and fills evenly: a burst of a minute's worth passes, and the mean rate is
 kept. Tokens are taken by estimate when a request comes in and set right when it ends; a bucket in debt lets nobody in until
 it is paid. Times are unix seconds, so that hosts agree; days and months are UTC's.
 """
@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from .limits import Limits
 
@@ -24,17 +24,10 @@ STREAM_WAIT_S = 1.0  # nobody knows when a stream ends
 What = Literal["requests", "tokens", "streams", "day", "month"]
 
 
-class State(Protocol):
-    """The numbers, by the names above."""
-
-    def __getitem__(self, index: int, /) -> float: ...
-    def __setitem__(self, index: int, value: float, /) -> None: ...
-
-
 class Holder(NamedTuple):
     """A key or a tenant, its limits and what it holds. ``num_streams``: requests of it that are open."""
 
-    state: State
+    state: list[float]
     limits: Limits
     num_streams: int = 0
 
@@ -89,7 +82,7 @@ def settle(holders: Sequence[Holder], estimated: int, used: int, now: float) -> 
         take(holder.state, holder.limits, used - estimated)
 
 
-def take(state: State, limits: Limits, tokens: int) -> None:
+def take(state: list[float], limits: Limits, tokens: int) -> None:
     """Negative: gives back."""
     if (per_minute := limits.tokens_per_minute) is not None:
         state[TOKENS] = min(per_minute, state[TOKENS] - tokens)
@@ -99,12 +92,14 @@ def take(state: State, limits: Limits, tokens: int) -> None:
 
 def fill(holder: Holder, now: float) -> None:
     """Brings a holder's buckets and calendar up to ``now``. A clock that went back fills nothing."""
-    state, limits = holder.state, holder.limits
-    new = state[FILLED_AT] == 0
-    elapsed = max(0.0, now - state[FILLED_AT])
-    for field, limit in ((REQUESTS, limits.requests_per_minute), (TOKENS, limits.tokens_per_minute)):
-        state[field] = FULL if limit is None else limit if new else min(limit, state[field] + elapsed * limit / 60)
-    state[FILLED_AT] = max(now, state[FILLED_AT])
+    state, limits, _ = holder
+    new, elapsed = state[FILLED_AT] == 0, now - state[FILLED_AT]
+    if elapsed > 0:
+        state[FILLED_AT] = now
+    else:
+        elapsed = 0.0
+    state[REQUESTS] = _filled(state[REQUESTS], limits.requests_per_minute, elapsed, new)
+    state[TOKENS] = _filled(state[TOKENS], limits.tokens_per_minute, elapsed, new)
     day = now // DAY_S
     if day > state[DAY]:
         state[DAY], state[DAY_TOKENS] = day, 0.0
@@ -113,11 +108,22 @@ def fill(holder: Holder, now: float) -> None:
             state[MONTH], state[MONTH_TOKENS] = month, 0.0
 
 
+def _filled(level: float, limit: int | None, elapsed: float, new: bool) -> float:
+    if limit is None:
+        return FULL
+    level += elapsed * limit / 60
+    return limit if new or level > limit else level
+
+
 def room(holders: Sequence[Holder]) -> Room:
     """For the headers."""
-    requests = min(((s[REQUESTS], limit) for s, li, _ in holders if (limit := li.requests_per_minute) is not None), default=None)
-    tokens = min(((s[TOKENS], limit) for s, li, _ in holders if (limit := li.tokens_per_minute) is not None), default=None)
-    return Room(*_left(requests), *_left(tokens))
+    requests = tokens = (FULL, 1)
+    for state, limits, _ in holders:
+        if limits.requests_per_minute is not None and state[REQUESTS] < requests[0]:
+            requests = (state[REQUESTS], limits.requests_per_minute)
+        if limits.tokens_per_minute is not None and state[TOKENS] < tokens[0]:
+            tokens = (state[TOKENS], limits.tokens_per_minute)
+    return Room(*_left(*requests), *_left(*tokens))
 
 
 def month_of(now: float) -> int:
@@ -132,10 +138,9 @@ def month_end(now: float) -> float:
     return datetime(year, month + 1, 1, tzinfo=UTC).timestamp()
 
 
-def _left(bucket: tuple[float, int] | None) -> tuple[int | None, int, float]:
-    if bucket is None:
+def _left(level: float, limit: int) -> tuple[int | None, int, float]:
+    if level == FULL:
         return None, 0, 0.0
-    level, limit = bucket
     return limit, max(0, math.floor(level)), (limit - level) * 60 / limit
 
 

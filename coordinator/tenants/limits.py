@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,10 +24,10 @@ class Limits(BaseModel):
     tokens_per_day: Bound = Field(default=None, description="Tokens from 0:00 to 24:00 UTC.")
     tokens_per_month: Bound = Field(default=None, description="Tokens of one calendar month, by UTC.")
 
-    @property
+    @cached_property
     def bounded(self) -> bool:
         """Whether there is anything to hold to."""
-        return any(value is not None for value in self.__dict__.values())
+        return any(getattr(self, name) is not None for name in type(self).model_fields)
 
 
 LIMIT_NAMES = tuple(Limits.model_fields)
@@ -48,7 +49,7 @@ class Account(BaseModel):
     digest: bytes = b""
     expires: float = float("inf")  # unix seconds
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The key's name for people and records; empty for nobody's."""
         return f"key_{self.key_id}" if self.key_id else ""

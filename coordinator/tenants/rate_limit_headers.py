@@ -21,15 +21,19 @@ WORDS = {
 def headers_of(room: Room) -> Headers:
     """None of what has no limit."""
     headers: Headers = []
-    for name, limit, remaining, reset_s in (
-        (b"requests", room.limit_requests, room.remaining_requests, room.reset_requests_s),
-        (b"tokens", room.limit_tokens, room.remaining_tokens, room.reset_tokens_s),
-    ):
-        if limit is not None:
-            headers.append((b"x-ratelimit-limit-" + name, b"%d" % limit))
-            headers.append((b"x-ratelimit-remaining-" + name, b"%d" % remaining))
-            headers.append((b"x-ratelimit-reset-" + name, duration(reset_s).encode()))
+    if room.limit_requests is not None:
+        headers += _of(b"requests", room.limit_requests, room.remaining_requests, room.reset_requests_s)
+    if room.limit_tokens is not None:
+        headers += _of(b"tokens", room.limit_tokens, room.remaining_tokens, room.reset_tokens_s)
     return headers
+
+
+def _of(name: bytes, limit: int, remaining: int, reset_s: float) -> Headers:
+    return [
+        (b"x-ratelimit-limit-" + name, b"%d" % limit),
+        (b"x-ratelimit-remaining-" + name, b"%d" % remaining),
+        (b"x-ratelimit-reset-" + name, duration(reset_s).encode()),
+    ]
 
 
 def refusal_of(shortage: Shortage) -> ApiError:

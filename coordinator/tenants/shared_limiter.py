@@ -13,8 +13,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 
 from .buckets import NUM_FIELDS, Holder, Room, Shortage, admit, settle
@@ -27,6 +27,7 @@ MAX_PROCESSES = 56
 ROW_DOUBLES = FIRST_COLUMN + MAX_PROCESSES
 ROW_BYTES = 8 * ROW_DOUBLES
 GROW_ROWS = 1024
+END_OF_COLUMNS = 0  # in row 0, which is nobody's: the first column that was never owned
 LOCK_TRIES = 50
 LOCK_WAIT_S = 1e-4
 LOCK = "hhqqi4x"  # struct flock
@@ -43,13 +44,15 @@ class SharedLimiter:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise TenantsFileError(f"cannot use the limits file {path}: {error.strerror}") from None
+        self._lock = _Lock(self._fd)
         self._column = self._claim_column(path)
         self._map: mmap.mmap | None = None
         self._view: memoryview[float] = memoryview(bytearray(8)).cast("d")
         self._num_rows = 0
-        with self._locked():
+        with self._lock:
             self._reach(0)
-            for row in range(self._num_rows):
+            self._view[END_OF_COLUMNS] = max(self._view[END_OF_COLUMNS], self._column + 1)
+            for row in range(1, self._num_rows):
                 self._view[row * ROW_DOUBLES + self._column] = 0.0
 
     def admit(self, account: Account, tokens: int, answer: Answer) -> None:
@@ -57,20 +60,23 @@ class SharedLimiter:
         if not rows:
             answer(Admission(account, tokens, Room()))
             return
-        with self._locked():
-            result = admit([self._holder(row, limits) for row, limits in rows], tokens, self._clock())
+        with self._lock:
+            holders = self._holders(rows)
+            result = admit(holders, tokens, self._clock())
             if isinstance(result, Shortage) and result.what == "streams" and self._bury_dead(rows):
-                result = admit([self._holder(row, limits) for row, limits in rows], tokens, self._clock())
+                holders = self._holders(rows)
+                result = admit(holders, tokens, self._clock())
             if isinstance(result, Room):
-                self._count_stream(rows, 1.0)
+                self._store(rows, holders, 1.0)
         answer(Admission(account, tokens, result) if isinstance(result, Room) else result)
 
     def settle(self, admission: Admission, tokens: int) -> None:
         rows = self._rows(admission.account)
         if rows:
-            with self._locked():
-                settle([self._holder(row, limits) for row, limits in rows], admission.tokens, tokens, self._clock())
-                self._count_stream(rows, -1.0)
+            with self._lock:
+                holders = self._holders(rows)
+                settle(holders, admission.tokens, tokens, self._clock())
+                self._store(rows, holders, -1.0)
 
     async def start(self) -> None:
         """It is ready as it is."""
@@ -83,19 +89,31 @@ class SharedLimiter:
 
     def _rows(self, account: Account) -> list[tuple[int, Limits]]:
         """Rows and limits, of the tenant and of the key, as far as there are limits."""
-        rows = ((2 * account.tenant_id, account.tenant_limits), (2 * account.key_id + 1, account.key_limits))
-        return [(row, limits) for row, limits in rows if limits.bounded]
+        rows: list[tuple[int, Limits]] = []
+        if account.tenant_limits.bounded:
+            rows.append((2 * account.tenant_id, account.tenant_limits))
+        if account.key_limits.bounded:
+            rows.append((2 * account.key_id + 1, account.key_limits))
+        return rows
 
-    def _holder(self, row: int, limits: Limits) -> Holder:
-        self._reach(row)
-        at = row * ROW_DOUBLES
-        num_streams = round(sum(self._view[at + FIRST_COLUMN : at + ROW_DOUBLES])) if limits.max_streams is not None else 0
-        return Holder(self._view[at : at + NUM_FIELDS], limits, num_streams)
+    def _holders(self, rows: list[tuple[int, Limits]]) -> list[Holder]:
+        """Copies: a list of floats is quicker to work on than shared memory."""
+        holders: list[Holder] = []
+        for row, limits in rows:
+            self._reach(row)
+            at = row * ROW_DOUBLES
+            end = at + int(self._view[END_OF_COLUMNS])
+            num_streams = round(sum(self._view[at + FIRST_COLUMN : end])) if limits.max_streams is not None else 0
+            state: list[float] = [*self._view[at : at + NUM_FIELDS]]
+            holders.append(Holder(state, limits, num_streams))
+        return holders
 
-    def _count_stream(self, rows: list[tuple[int, Limits]], change: float) -> None:
-        for row, _ in rows:
-            at = row * ROW_DOUBLES + self._column
-            self._view[at] = max(0.0, self._view[at] + change)
+    def _store(self, rows: list[tuple[int, Limits]], holders: list[Holder], change: float) -> None:
+        """Writes the holders' numbers back, and counts so many more streams of this process."""
+        for (row, _), holder in zip(rows, holders, strict=True):
+            at = row * ROW_DOUBLES
+            self._view[at : at + NUM_FIELDS] = array("d", holder.state)
+            self._view[at + self._column] = max(0.0, self._view[at + self._column] + change)
 
     def _reach(self, row: int) -> None:
         """Maps as many rows as there are, and makes more where this one is not among them."""
@@ -132,21 +150,25 @@ class SharedLimiter:
         os.close(self._fd)
         raise TenantsFileError(f"{path}: {MAX_PROCESSES} coordinator processes hold to its limits already; no more can")
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Others wait for microseconds. One that was stopped while it held the lock must not stop everybody: after some milliseconds we go
-        on without it, and a limit may be off by a request."""
+
+class _Lock:
+    """Others wait for microseconds. One that was stopped while it held the lock must not stop everybody: after some milliseconds we go on
+    without it, and a limit may be off by a request."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> None:
         for _ in range(LOCK_TRIES):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 time.sleep(LOCK_WAIT_S)
             else:
-                break
-        try:
-            yield
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+                return
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
 def _column_lock(column: int) -> bytes:
