@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -56,6 +57,12 @@ def run_all(settings: CoordinatorSettings, serve: Serve) -> None:
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stopping.append(number))
+
+    def pass_on(number: int, _: object) -> None:
+        for process in processes:
+            process.signal(number)
+
+    signal.signal(signal.SIGUSR2, pass_on)  # debug on, off: it is they who log
     while not stopping:
         now = time.monotonic()
         for process in processes:
@@ -97,6 +104,10 @@ class _Process:
             self._process = multiprocessing.get_context("spawn").Process(target=self._serve, args=self._arguments, daemon=False)
             self._process.start()
             self._started = now
+
+    def signal(self, number: int) -> None:
+        if self._process is not None and self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
 
     def terminate(self) -> None:
         if self._process is not None:

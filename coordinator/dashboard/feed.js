@@ -3,6 +3,7 @@
 const EVERY_MS = 1000;
 const HIDDEN_MS = 10000;
 const PATIENCE_MS = 4000;
+const STICK_MS = 5000; // so long this page stays with the process it knows
 const MAX_POINTS = 450;
 const MAX_REQUESTS = 120;
 const KEY = "splitserve-admin-key";
@@ -42,6 +43,7 @@ export class Feed {
   }
 
   take(state) {
+    if (this.boot && state.boot !== this.boot && Date.now() - this.lastHeard < STICK_MS) return; // another process on the same port
     this.lastHeard = Date.now();
     if (state.boot !== this.boot) {
       const again = this.boot !== "";

@@ -1,6 +1,6 @@
 // Who is here, how full they are, and how requests pass between them.
 
-import { $, el, count } from "./dom.js";
+import { $, el, count, percent } from "./dom.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const MAX_LABELLED = 8; // with more workers, rates would stand on each other
@@ -93,9 +93,17 @@ function workerCard(worker) {
   const parts = [["used", used], ["leased", leased], ["cached", cached], ["free", free]];
   const sum = Math.max(1, used + leased + cached + free);
   const say = `KV blocks: ${parts.map(([name, n]) => `${count(n)} ${name}`).join(", ")} of ${count(total)}`;
+  const gpu = worker.gauges.gpu_utilization_ratio === undefined ? null : el("div", { class: "sub" }, gpuWords(worker.gauges));
   const tokens = worker.role === "prefill" ? `${count(worker.waiting_tokens)} prompt tokens waiting` : `${count(worker.counters.preemptions ?? 0)} preemptions`;
   return el("div", { class: `node ${worker.role}`, title: `${say}; pid ${worker.pid} on ${worker.host}` },
     el("div", { class: "head" }, el("b", {}, worker.id), worker.draining ? el("span", { class: "badge" }, "draining") : el("span", { class: "sub" }, `KV ${Math.round((100 * used) / Math.max(1, total))}%`)),
     el("div", { class: "kvbar", role: "img", "aria-label": say }, ...parts.map(([name, n]) => el("i", { class: `kv ${name}`, style: { width: `${(100 * n) / sum}%` } }))),
-    el("div", { class: "sub" }, `${count(worker.running)} running, ${count(worker.waiting)} waiting, ${tokens}`));
+    el("div", { class: "sub" }, `${count(worker.running)} running, ${count(worker.waiting)} waiting, ${tokens}`), gpu);
+}
+
+/** What the GPU has told of itself. */
+function gpuWords(gauges) {
+  const parts = [["gpu_utilization_ratio", percent], ["gpu_power_watts", (w) => `${Math.round(w)} W`], ["gpu_temperature_celsius", (c) => `${c} °C`],
+    ["gpu_memory_used_bytes", (b) => `${(b / 2 ** 30).toFixed(1)} GiB`]];
+  return `GPU ${parts.filter(([name]) => gauges[name] !== undefined).map(([name, say]) => say(gauges[name])).join(", ")}`;
 }

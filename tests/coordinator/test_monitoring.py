@@ -60,12 +60,16 @@ def names_in(text: str) -> set[str]:
     return set(re.findall(r"\bsplitserve_[a-z0-9_]+", text))
 
 
+def queries() -> list[str]:
+    """The Grafana dashboard's."""
+    dashboard = json.loads((MONITORING / "grafana.json").read_text())
+    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+
 async def test_every_query_names_a_metric_that_exists(metrics: str) -> None:
     known = set(re.findall(r"^(splitserve_[a-z0-9_]+)", metrics, re.M))
-    dashboard = json.loads((MONITORING / "grafana.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert len(queries) > 50
-    used = {name for query in queries for name in names_in(query)}
+    assert len(queries()) > 50
+    used = {name for query in queries() for name in names_in(query)}
     assert used - known == set()
     alerts = re.sub(r"^ +(summary|description):.*$", "", (MONITORING / "alerts.yml").read_text(), flags=re.M)
     assert names_in(alerts) - known == set()
@@ -140,6 +144,11 @@ async def test_a_real_prometheus_scrapes_it(server: HttpServer, http: httpx.Asyn
             assert found["value"][1] == "1"
             assert found["metric"]["job"] == "splitserve"
             assert (await answered(asker, "histogram_quantile(0.5, splitserve_e2e_request_latency_seconds_bucket)"))["value"]
+            for query in queries():
+                answer = await asker.get(
+                    "/api/v1/query", params={"query": query.replace("$instance", ".*").replace("$__rate_interval", "1m")}
+                )
+                assert answer.json()["status"] == "success", answer.text
             rules = (await asker.get("/api/v1/rules")).json()["data"]["groups"]
             assert len(rules[0]["rules"]) == 13
 
