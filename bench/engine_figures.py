@@ -78,6 +78,9 @@ class RandomTensors:
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         self._shapes = expected
 
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
     def tensor(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:

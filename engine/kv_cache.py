@@ -43,10 +43,11 @@ class KVCacheLayout:
 
     @property
     def description(self) -> str:
-        """Equal on two workers exactly if a block means the same to both."""
+        """Equal on two workers exactly if a block means the same to both (the model's dtype aside)."""
+        float8 = " in float8_e4m3fn" if self.dtype == torch.float8_e4m3fn else ""
         return (
             f"block-major/v1 [num_layers={self.num_layers}, 2, block_size={self.block_size}, "
-            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}]"
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}]{float8}"
         )
 
 

@@ -25,6 +25,8 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str) -> Tensor: ...
 
+    def has(self, name: str) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class LayerLoader:
@@ -52,6 +54,11 @@ class LayerLoader:
         table = self.checkpoint.tensor(f"{name}.weight")
         placed = table if self.device.type == "cpu" else table.to(self.device, self.dtype)
         return VocabularyEmbedding(placed, self.dtype, self.kernels)
+
+    def kv_scale(self, name: str, num_kv_heads: int) -> Tensor:
+        """float32 [num_kv_heads]: the checkpoint's scale, of all heads or of each; 1 where it has none."""
+        scale = self.checkpoint.tensor(name).float() if self.checkpoint.has(name) else torch.ones(1)
+        return scale.flatten().expand(num_kv_heads).to(self.device)
 
     def norm(self, name: str) -> Tensor:
         return self._tensor(f"{name}.weight")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.interface import Kernels
 from ..kernels.reference import TorchKernels
-from ..kernels.select import InexactKernelsError, numerics, select_kernels
+from ..kernels.select import UnsuitableKernelsError, numerics, select_kernels
 from .attention_metadata import AttentionMetadata
 from .batch import Batch, Logprobs, SamplingParams, SamplingState, StepOutput
 from .config import ModelConfig
@@ -56,6 +56,8 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt and output tokens of one sequence
     num_threads: int = 1  # CPU threads of one step
     exact: bool = False  # batch-invariant: see kernels/select.py
+    kv_dtype: str = "auto"  # auto: as dtype; fp8
+    quantization: str = "none"  # of linear layers: none, fp8
     max_decode_seqs: int = 0  # on GPUs: decode steps of up to so many sequences are captured as graphs by ``warm_up``
     pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
 
@@ -72,17 +74,23 @@ class ModelRunner:
         self.max_model_len = _max_model_len(engine.max_model_len, self.config)
         self.fingerprint = model_fingerprint(engine.model_path)
         self.phases.done("fingerprint")
+        if engine.quantization == "fp8":
+            self.fingerprint += "-fp8"  # two such workers share their cache, but not with others
         try:
-            kernels = select_kernels(self.device, engine.num_threads, engine.exact)
-        except InexactKernelsError as error:
+            kernels = select_kernels(
+                self.device, engine.num_threads, engine.exact, fp8_linears=engine.quantization == "fp8", fp8_cache=engine.kv_dtype == "fp8"
+            )
+        except UnsuitableKernelsError as error:
             raise ModelConfigError(str(error)) from error
         self.numerics = numerics(self.device, engine.exact)
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self.dtype = select_dtype(engine.dtype, self.device, checkpoint.dtype)
-            self._model = DecoderModel(self.config, LayerLoader(checkpoint, kernels, self.dtype, self.device), self.max_model_len)
+            load = LayerLoader(checkpoint, kernels, self.dtype, self.device)
+            self._model = DecoderModel(self.config, load, self.max_model_len, fp8_cache=engine.kv_dtype == "fp8")
         self.phases.done("weights")
         self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)
-        layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], self.dtype)
+        cache_dtype = torch.float8_e4m3fn if engine.kv_dtype == "fp8" else self.dtype
+        layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], cache_dtype)
         num_blocks = engine.num_blocks or (engine.kv_cache_bytes or self._default_cache_bytes()) // layout.block_bytes
         check_sequence_fits(layout, num_blocks, self.max_model_len)
         self.kv_cache = KVCache(layout, num_blocks, self.device, engine.pool_allocator)

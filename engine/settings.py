@@ -10,6 +10,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVDType = Literal["auto", "fp8"]
+Quantization = Literal["none", "fp8"]
 Mover = Literal["auto", "shm", "nccl", "nixl", "zmq"]
 CONTROL_ADDRESS = r"tcp://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -43,6 +45,17 @@ class WorkerSettings(BaseModel):
         default="auto",
         description="Type of weights and KV cache. auto: bfloat16 on GPUs and on CPUs with AMX or AVX512-BF16; on other CPUs bfloat16 if "
         "the checkpoint is, else float32.",
+    )
+    kv_dtype: KVDType = Field(
+        default="auto",
+        description="Type of the KV cache. auto: as dtype. fp8: float8 (e4m3), half the memory and traffic; scales by head from the "
+        "checkpoint (self_attn.k_scale, v_scale) where it has them, else 1. On CPUs in plain torch, for tests. All workers alike. "
+        "Not yet run on a GPU.",
+    )
+    quantization: Quantization = Field(
+        default="none",
+        description="fp8: linear layers multiply in float8 (e4m3), scales by row; needs a GPU with float8 instructions (Ada, Hopper or "
+        "later), and not exact. All workers alike. Not yet run on a GPU.",
     )
     block_size: int = Field(
         default=0, ge=0, le=4096, description="Tokens per KV block, the same on all workers. 0: 16 on CPUs, 64 on GPUs."

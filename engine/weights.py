@@ -66,6 +66,9 @@ class Checkpoint:
             sizes[view.get_dtype()] += math.prod(view.get_shape())
         return STORED_DTYPES.get(sizes.most_common(1)[0][0], torch.float32) if sizes else torch.float32
 
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
     def tensor(self, name: str) -> Tensor:
         """In the file's dtype, without a copy."""
         tensor: Tensor = self._file_of[name].get_tensor(name)

@@ -74,6 +74,8 @@ class WorkerModel:
                 max_model_len=settings.max_model_len,
                 num_threads=settings.threads,
                 exact=settings.exact,
+                kv_dtype=settings.kv_dtype,
+                quantization=settings.quantization,
                 max_decode_seqs=max_decode_seqs,
                 pool_allocator=None if on_gpu else allocate,
             )

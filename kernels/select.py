@@ -16,19 +16,34 @@ from .reference import TorchKernels
 logger = logging.getLogger(__name__)
 
 
-class InexactKernelsError(Exception):
-    """Exact kernels were asked for where there are none; says what to do."""
+class UnsuitableKernelsError(Exception):
+    """Exact or float8 kernels were asked for where there are none; says what to do."""
 
 
-def select_kernels(device: torch.device, num_threads: int, exact: bool = False) -> Kernels:
-    """Triton's on GPUs, C++ on CPUs; plain torch where Triton or a C++ compiler was missing at installation. Raises InexactKernelsError."""
+FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+
+
+def select_kernels(
+    device: torch.device, num_threads: int, exact: bool = False, fp8_linears: bool = False, fp8_cache: bool = False
+) -> Kernels:
+    """Triton's on GPUs, C++ on CPUs; plain torch where Triton or a C++ compiler was missing at installation, and for a float8 KV cache on a
+    CPU. Raises UnsuitableKernelsError."""
+    if fp8_linears and exact:
+        raise UnsuitableKernelsError("exact products are not made in float8: leave exact off, or quantization at none")
+    if fp8_linears and device.type != "cuda":
+        raise UnsuitableKernelsError(f"quantization fp8 needs a GPU with float8 instructions, and the device is {device}; use none")
     if device.type == "cuda":
-        return _cuda_kernels(device, exact)
+        return _cuda_kernels(device, exact, fp8_linears, fp8_cache)
+    if fp8_cache:
+        if exact:
+            raise UnsuitableKernelsError("exact with a float8 KV cache needs a GPU: leave exact off, or kv_dtype at auto")
+        logger.warning("kernels: plain torch, slower: the C++ kernels know no float8 KV cache")
+        return TorchKernels()
     try:
         from .native_cpu import INSTRUCTION_SET, NativeCpuKernels
     except ImportError:
         if exact:
-            raise InexactKernelsError(
+            raise UnsuitableKernelsError(
                 "exact needs the C++ kernels, which were not built: install a C++ compiler, then this package again; or leave exact off"
             ) from None
         logger.warning("kernels: plain torch, slower: the C++ kernels were not built (install a C++ compiler, then this package again)")
@@ -52,17 +67,24 @@ def numerics(device: torch.device, exact: bool) -> str:
     return f"exact, C++ {INSTRUCTION_SET}"
 
 
-def _cuda_kernels(device: torch.device, exact: bool) -> Kernels:
+def _cuda_kernels(device: torch.device, exact: bool, fp8_linears: bool, fp8_cache: bool) -> Kernels:
+    if (fp8_linears or fp8_cache) and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        raise UnsuitableKernelsError(f"{name} has no float8 instructions (Ada, Hopper and later have): leave kv_dtype and quantization out")
     try:
         from .cuda import CudaKernels
     except ImportError:
         if exact:
-            raise InexactKernelsError("exact on a GPU needs Triton: pip install triton; or leave exact off, or use --device cpu") from None
+            raise UnsuitableKernelsError(
+                "exact on a GPU needs Triton: pip install triton; or leave exact off, or use --device cpu"
+            ) from None
+        if fp8_linears:
+            raise UnsuitableKernelsError("quantization fp8 needs Triton: pip install triton; or use none") from None
         logger.warning("kernels: plain torch on %s, much slower: Triton is not installed (pip install triton)", device)
         return TorchKernels()
     gpu = torch.cuda.get_device_properties(device)
     logger.info("kernels: Triton on %s, %d multiprocessors%s", gpu.name, gpu.multi_processor_count, ", exact" if exact else "")
-    return CudaKernels(gpu.multi_processor_count, exact)
+    return CudaKernels(gpu.multi_processor_count, exact, fp8_linears)
 
 
 def cpu_multiplies_bfloat16() -> bool:

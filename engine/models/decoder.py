@@ -21,7 +21,8 @@ from ..config import ModelConfig
 from ..layers import LayerLoader
 from ..rope import cos_sin_table
 
-IGNORED_TENSORS = (".rotary_emb.inv_freq",)  # in old checkpoints; computed from the configuration instead
+IGNORED_TENSORS = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
+"""The first is in old checkpoints, and computed from the configuration instead; the others are for a float8 KV cache alone."""
 
 
 class DecoderLayer:
@@ -74,7 +75,7 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    def __init__(self, config: ModelConfig, load: LayerLoader, max_model_len: int) -> None:
+    def __init__(self, config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool = False) -> None:
         load.checkpoint.check(expected_tensors(config), ignored_tensors(config))
         self._config = config
         self._kernels = load.kernels
@@ -83,6 +84,7 @@ class DecoderModel:
         self._fused = load.kernels.fuse_layers([layer.parts for layer in self._layers], config.rms_norm_eps)
         self._norm = load.norm("model.norm")
         self._head = load.vocabulary_head("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+        self._kv_scales = _kv_scales(config, load) if fp8_cache else None
         self._cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len).to(load.device)
 
     def forward(
@@ -146,12 +148,19 @@ class DecoderModel:
     def _rope_inputs(self, metadata: AttentionMetadata) -> RopeInputs:
         c = self._config
         return RopeInputs(
-            metadata.positions, metadata.slot_mapping, self._cos_sin, c.num_heads, c.num_kv_heads, c.head_dim, norm_eps=c.rms_norm_eps
-        )
+            metadata.positions, metadata.slot_mapping, self._cos_sin, c.num_heads, c.num_kv_heads, c.head_dim,
+            norm_eps=c.rms_norm_eps, kv_scales=self._kv_scales,
+        )  # fmt: skip
 
     def _attention_inputs(self, metadata: AttentionMetadata) -> AttentionInputs:
         scale = self._config.head_dim**-0.5
-        return AttentionInputs(metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, scale)
+        return AttentionInputs(metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, scale, kv_scales=self._kv_scales)
+
+
+def _kv_scales(config: ModelConfig, load: LayerLoader) -> Tensor:
+    """float32 [num_layers, 2, num_kv_heads]."""
+    names = [[f"model.layers.{i}.self_attn.{x}_scale" for x in "kv"] for i in range(config.num_layers)]
+    return torch.stack([torch.stack([load.kv_scale(name, config.num_kv_heads) for name in pair]) for pair in names]).contiguous()
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

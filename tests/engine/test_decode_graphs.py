@@ -38,7 +38,7 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2)
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_: CudaKernels(num_sms=1, prefill_shape=TileShape(16, 32, 4, 3)))
+    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: CudaKernels(num_sms=1, prefill_shape=TileShape(16, 32, 4, 3)))
     config = EngineConfig(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=80, max_decode_seqs=MAX_SEQS)
     runner = ModelRunner(config)
     runner.kv_cache.pool.fill_(torch.nan)

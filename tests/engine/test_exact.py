@@ -197,7 +197,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(runner: ModelRunner) -> None:
 
 def test_exact_says_what_it_needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "splitserve.kernels.cuda", None)
-    with pytest.raises(select.InexactKernelsError, match=r"pip install triton"):
+    with pytest.raises(select.UnsuitableKernelsError, match=r"pip install triton"):
         select.select_kernels(torch.device("cuda"), 1, exact=True)
     monkeypatch.setitem(sys.modules, "splitserve.kernels.native_cpu", None)
     with pytest.raises(ModelConfigError, match=r"C\+\+ compiler"):

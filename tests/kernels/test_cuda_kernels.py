@@ -34,7 +34,7 @@ SMALL = TileShape(16, 32, 4, 3)
 
 def three_steps(folder: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> tuple[list[StepOutput], torch.Tensor]:
     """A prompt in two chunks, the second beside another sequence's decode step, then a decode step of both."""
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_: kernels)
+    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
     runner = ModelRunner(EngineConfig(folder, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
     runner.kv_cache.pool.fill_(torch.nan)
     random = np.random.default_rng(1)
@@ -79,7 +79,7 @@ def test_exact_kernels_give_a_token_the_same_bits_however_it_is_computed(tmp_pat
     """A prompt at once and alone; in chunks, the last of them a decode step, beside another sequence."""
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     kernels = CudaKernels(num_sms=1, exact=True, prefill_shape=SMALL)
-    monkeypatch.setattr(model_runner, "select_kernels", lambda *_: kernels)
+    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: kernels)
     runner = ModelRunner(EngineConfig(tmp_path, device="cpu", dtype="float32", block_size=BLOCK_SIZE, num_blocks=64))
     random = np.random.default_rng(2)
     params = SamplingParams(max_tokens=9, temperature=0.0, logprobs=3)
