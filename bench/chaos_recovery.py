@@ -1,7 +1,7 @@
 """How long streams stood still in a chaos run, and where that time went: by kind of fault, and by stage.
 
 fault .. noticed        detection: the process's end, its silence, its lost connection
-noticed .. dispatched   absence: a role had no worker at all (a second fault); then wait: none had room
+noticed .. dispatched   absence: a role had no worker at all (a second fault); then wait: others that came back were computed first
 dispatched .. token     prompt and answer so far computed again, behind those of others that came back
 token .. arrival        from the coordinator to the client
 """
