@@ -129,9 +129,8 @@ class PrefillCore:
     def schedule(self, now: float) -> PrefillStep | None:
         """The next step; prompts that start with it are offered to their decode workers."""
         step, self._step_began = self.scheduler.schedule(now), now
-        if step is not None:
-            for sequence in step.started:
-                self._offer(sequence, now)
+        for sequence in self.scheduler.take_started():
+            self._offer(sequence, now)
         return step
 
     def layer_stride(self, step: PrefillStep) -> int:

@@ -86,7 +86,6 @@ class Chunk:
 class PrefillStep:
     chunks: list[Chunk]
     batch: Batch
-    started: list[PrefillSequence]  # those whose first chunk this is
 
 
 class PrefillScheduler:
@@ -111,6 +110,7 @@ class PrefillScheduler:
         self._starving_s = starving_s
         self.waiting: dict[Key, PrefillSequence] = {}
         self.running: dict[Key, PrefillSequence] = {}
+        self._started: list[PrefillSequence] = []
         self.pinned: dict[Key, PrefillSequence] = {}  # computed; blocks kept until the handoff is over
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -184,7 +184,6 @@ class PrefillScheduler:
             return None
         budget = self._budget
         chunks: list[Chunk] = []
-        started: list[PrefillSequence] = []
         computing = {h for s in self.running.values() if (h := self._next_hash(s, s.num_computed // self.block_size))}
         crowding = self._crowding_peers()
         starved = False
@@ -198,7 +197,7 @@ class PrefillScheduler:
                 if not self._start(sequence, now):
                     starved = now - sequence.arrival > self._starving_s
                     continue
-                started.append(sequence)
+                self._started.append(sequence)
                 if block_hash := self._next_hash(sequence, sequence.num_computed // self.block_size):
                     computing.add(block_hash)
             count = min(budget, sequence.remaining)
@@ -207,7 +206,12 @@ class PrefillScheduler:
             chunks.append(Chunk(sequence, sequence.num_computed, count))
             sequence.in_step = True
             budget -= count
-        return PrefillStep(chunks, self._batch(chunks), started) if chunks else None
+        return PrefillStep(chunks, self._batch(chunks)) if chunks else None
+
+    def take_started(self) -> list[PrefillSequence]:
+        """Those that have their blocks since the last call: in a step, or before one while their grammar is compiled."""
+        started, self._started = self._started, []
+        return started
 
     def _rank(self, sequence: PrefillSequence, now: float) -> tuple[bool, float]:
         return not sequence.returns, sequence.remaining - self._aging * (now - sequence.arrival)
