@@ -27,6 +27,7 @@ from ..kernels.gpu.rope_store import rope_and_store
 from ..kernels.gumbel_noise import noise_key
 from ..kernels.interface import RopeInputs
 from ..kernels.reference import TorchKernels
+from .device_mover_checks import cuda_ipc, host_mirror
 from .kernel_inputs import LAYER, AttentionCase, attention_case, randn, relative_error
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -113,6 +114,9 @@ def checks(big: bool) -> Iterator[Check]:
     yield Check("float8 linear, one scale", 0.06, partial(_fp8_linear, False))
     yield Check("blocks packed and unpacked", 0, _copies)
     yield Check("checksums are xxh3", 0, _checksums)
+    yield Check("blocks through the mirror in host memory", 0, host_mirror)
+    if big:
+        yield Check("blocks between two processes by cuda_ipc", 0, cuda_ipc)
     yield Check("gumbel_argmax", 0, partial(_gumbel, 32 if big else 3, 151936 if big else 5000))
     yield Check("sampling as on a CPU", 0, partial(_sampling, 151936 if big else 300))
 

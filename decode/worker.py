@@ -50,8 +50,8 @@ from ..transport.messages import (
     Met,
     ModelIdentity,
 )
-from ..transport.movers.checksum import block_checksum
-from ..transport.movers.opening import offered
+from ..transport.movers.checksum import checksums
+from ..transport.movers.opening import ON_DEVICE, offered
 from ..transport.movers.shm import SharedPool
 from ..transport.movers.targets import MoverTargets
 from ..transport.otel import Tracing
@@ -294,11 +294,14 @@ class DecodeWorker:
             self._verify(check, now)
 
     def _verify(self, check: Verify, now: float) -> None:
-        rows = zip(check.positions, check.blocks, check.checksums, strict=True)
-        wrong = {position for position, block, checksum in rows if block_checksum(self._model.pool[block]) != checksum}
+        on_device = self._model.device_blocks if self._core.receiver.mover_of(check.lease) in ON_DEVICE else None
+        found = checksums(self._model.pool, check.blocks) if on_device is None else on_device.checksums(check.blocks)
+        rows = zip(check.positions, found, check.checksums, strict=True)
+        wrong = {position for position, checksum, said in rows if checksum != said}
         if wrong:
             _log.warning("%d of %d KV blocks arrived corrupt", len(wrong), len(check.blocks))
-        self._model.store([block for position, block in zip(check.positions, check.blocks, strict=True) if position not in wrong])
+        if on_device is None:
+            self._model.store([block for position, block in zip(check.positions, check.blocks, strict=True) if position not in wrong])
         self._core.receiver.verified(check.lease, check.positions, sorted(wrong), now)
 
     def _bury_dead_writers(self, now: float) -> None:
@@ -323,8 +326,9 @@ class DecodeWorker:
 
     def _open_movers(self) -> MoverTargets:
         settings, plaintext = self._settings, self._settings.plaintext_kv or self._settings.insecure
-        movers, host = offered(settings.mover, plaintext), advertised_host(settings)
-        return MoverTargets(movers, self._model.pool, self._shared, settings.data_listen, host, plaintext)
+        model, host = self._model, advertised_host(settings)
+        movers = offered(settings.mover, plaintext, model.device.type == "cuda")
+        return MoverTargets(movers, model.pool, self._shared, settings.data_listen, host, plaintext, model.device_blocks)
 
     def _meet(self, movers: tuple[str, ...]) -> Meet:
         """How this worker introduces itself to other decode workers, as one that hands over."""

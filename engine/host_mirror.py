@@ -43,15 +43,17 @@ class HostMirror:
 
     def fetch(self, blocks: Sequence[int], first_layer: int = 0, num_layers: int | None = None) -> None:
         """Brings ``num_layers`` layers of these blocks (None: all from ``first_layer``) from the device: before they are sent."""
-        index, end = torch.tensor(blocks), None if num_layers is None else first_layer + num_layers
+        end = None if num_layers is None else first_layer + num_layers
         with torch.cuda.stream(self._stream):  # of no effect where that is None
-            layers = self._device_pool[:, first_layer:end]
-            self._host[index, first_layer:end] = layers[index.to(self._device_pool.device)].cpu()
+            for block in blocks:  # each a copy by the GPU itself, into page-locked memory
+                self._host[block, first_layer:end].copy_(self._device_pool[block, first_layer:end], non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def store(self, blocks: Sequence[int]) -> None:
-        """Brings these blocks to the device: after they have arrived."""
-        index = torch.tensor(blocks)
-        self._device_pool[index.to(self._device_pool.device)] = self._host[index].to(self._device_pool.device)
+        """Brings these blocks to the device: after they have arrived. Does not wait: what reads them comes later in the same stream."""
+        for block in blocks:
+            self._device_pool[block].copy_(self._host[block], non_blocking=True)
 
 
 def lock_pages(memory: Tensor) -> None:

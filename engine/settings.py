@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "fp8"]
 Quantization = Literal["none", "fp8"]
-Mover = Literal["auto", "shm", "nccl", "nixl", "zmq"]
+Mover = Literal["auto", "cuda_ipc", "shm", "nccl", "nixl", "zmq"]
 CONTROL_ADDRESS = r"tcp://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -88,7 +88,8 @@ class WorkerSettings(BaseModel):
     mover: Mover = Field(
         default="auto",
         description="How KV blocks travel. auto: the best that both workers have: shm between processes of one host; nixl where it is "
-        "installed, there is RDMA and plaintext_kv is set; else zmq.",
+        "installed, there is RDMA and plaintext_kv is set; else zmq. cuda_ipc (GPUs of one host) and nccl only by name, until they have "
+        "run on GPUs.",
     )
     plaintext_kv: bool = Field(
         default=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from .kv_cache import PoolAllocator
 from .model_runner import EngineConfig, ModelRunner
 from .settings import WorkerSettings
 from .step_thread import Launch, Runner
+
+if TYPE_CHECKING:
+    from .device_blocks import DeviceBlocks
 
 CPU = torch.device("cpu")
 DEFAULT_GPU_CACHE_GIB = 8.0  # its mirror takes as much host memory
@@ -35,6 +39,7 @@ class WorkerModel:
     vocab_size: int
     device: torch.device = CPU
     mirror: HostMirror | None = None  # set where the cache itself lies on a GPU
+    device_blocks: DeviceBlocks | None = None  # likewise
     grammars: GrammarCompiler | None = None  # None: it serves no structured output
     ahead_at_layer: int = 0  # see ``StepThread``
     launch: Launch | None = None  # likewise: set where steps run on a GPU
@@ -86,7 +91,12 @@ class WorkerModel:
         _log.info(
             "KV cache: %d blocks of %d tokens, %.2f GiB", cache.num_blocks, cache.layout.block_size, cache.block_bytes_view.nbytes / 2**30
         )
-        mirror = HostMirror(cache.pool.view(torch.uint8).view(cache.num_blocks, cache.layout.num_layers, -1), allocate) if on_gpu else None
+        mirror, device_blocks = None, None
+        if on_gpu:
+            from .device_blocks import DeviceBlocks  # needs Triton
+
+            on_device = cache.pool.view(torch.uint8).view(cache.num_blocks, cache.layout.num_layers, -1)
+            mirror, device_blocks = HostMirror(on_device, allocate), DeviceBlocks(on_device)
         return cls(
             runner=runner,
             pool=mirror.pool if mirror else cache.layer_bytes_view,
@@ -103,6 +113,7 @@ class WorkerModel:
             vocab_size=runner.config.vocab_size,
             device=runner.device,
             mirror=mirror,
+            device_blocks=device_blocks,
             grammars=GrammarCompiler(settings.model, runner.config.vocab_size, runner.config.eos_token_ids),
             launch=runner.launch if on_gpu else None,
             ahead_at_layer=0 if on_gpu else max(1, cache.layout.num_layers - 1),

@@ -244,7 +244,8 @@ class PrefillWorker:
 
     def _meet(self, incarnation: int) -> Meet:
         settings = self._settings
-        movers, worker_id = offered(settings.mover, settings.plaintext_kv or settings.insecure), settings.worker_id
+        plaintext, worker_id = settings.plaintext_kv or settings.insecure, settings.worker_id
+        movers = offered(settings.mover, plaintext, self._model.device.type == "cuda")
         return Meet(
             worker_id=worker_id, incarnation=incarnation, host=host_identity(), pid=os.getpid(), model=self._identity, movers=movers
         )

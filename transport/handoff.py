@@ -42,8 +42,8 @@ class Wait(NamedTuple):
     until: float  # seconds of the core's clock: a tick at that time ends it
 
 
-ONE_SIDED_MOVERS = frozenset({"shm", "nixl"})
-SAME_HOST_MOVERS = frozenset({"shm"})
+ONE_SIDED_MOVERS = frozenset({"cuda_ipc", "shm", "nixl"})
+SAME_HOST_MOVERS = frozenset({"cuda_ipc", "shm"})
 FALLBACK_MOVER = "zmq"
 """Works between any two workers: what another mover that fails is replaced by."""
 

@@ -141,6 +141,11 @@ class HandoffReceiver:
             incoming.arrived.add(position)
             self._check(incoming)
 
+    def mover_of(self, lease: int) -> str:
+        """The mover that this lease's writer uses; empty where there is no such lease."""
+        incoming = self._by_lease.get(lease)
+        return self._writers.movers.get(incoming.peer, "") if incoming is not None else ""
+
     def verified(self, lease: int, positions: list[int], wrong: list[int], now: float) -> None:
         """The answer to a Verify action, or to a part of it: ``wrong`` are those of ``positions`` that differ."""
         incoming = self._by_lease.get(lease)

@@ -20,9 +20,10 @@ from .handoff import FALLBACK_MOVER, PeerId
 from .handoff_sender import HandoffSender
 from .keys import ClusterKey
 from .messages import BETWEEN_MOVERS, FROM_DECODE, Handoff, Message, Placed, Release, u64
-from .movers.checksum import RunningChecksums
+from .movers.block_memory import DevicePool
+from .movers.checksum import DeviceChecksums, RunningChecksums
 from .movers.interface import Pool, PutSource, TalkingSource
-from .movers.opening import open_source
+from .movers.opening import ON_DEVICE, open_source
 from .transfer_clock import TransferClock
 
 RECEIVE_LIMIT = 256
@@ -38,6 +39,10 @@ class SourceBlocks(Protocol):
 
     @property
     def num_layers(self) -> int: ...
+
+    @property
+    def device_blocks(self) -> DevicePool | None:
+        """The cache itself, where it lies on a GPU."""
 
     def fetch(self, blocks: Sequence[int], first_layer: int = 0, num_layers: int | None = None) -> None:
         """Brings these layers of these blocks into ``pool``."""
@@ -62,6 +67,8 @@ class SendingEnd:
         self._channels: dict[PeerId, DealerChannel] = {}
         self._movers: dict[PeerId, PutSource] = {}
         self._checksums = RunningChecksums(source.pool)
+        self._device_checksums = None if source.device_blocks is None else DeviceChecksums(source.device_blocks.checksums)
+        self._on_device: set[PeerId] = set()  # written from the cache on the GPU itself
         self._held_back: dict[PeerId, list[tuple[int, Callable[[], None]]]] = {}
         self.transfers = TransferClock()
 
@@ -137,7 +144,12 @@ class SendingEnd:
         self._poller.register(channel.socket, zmq.POLLIN)
 
     def _open_mover(self, action: OpenMover) -> None:
-        self._movers[action.peer] = open_source(action.met, self._source.pool, self._plaintext)
+        device = self._source.device_blocks
+        self._movers[action.peer] = open_source(action.met, self._source.pool, self._plaintext, device)
+        if device is not None and action.met.mover in ON_DEVICE:
+            self._on_device.add(action.peer)
+        else:
+            self._on_device.discard(action.peer)
         _log.info("hands KV blocks to %s by %s", action.peer[0], action.met.mover)
 
     def _put(self, action: Put) -> None:
@@ -148,7 +160,8 @@ class SendingEnd:
         self.transfers.put(action.peer, num_bytes, time.monotonic())
 
         def put() -> None:
-            source.fetch(blocks, first, end - first)
+            if action.peer not in self._on_device:
+                source.fetch(blocks, first, end - first)
             mover = self._movers[action.peer]
             mover.put(action.lease, action.secret, action.items, first, end - first)
             self._time(action.peer, mover)
@@ -156,7 +169,12 @@ class SendingEnd:
         if action.peer in self._movers:  # else it has failed a moment ago, and what was under way has been given back
             self._with_mover(action.peer, put)
             self._say_words(action.peer)
-        self._checksums.add(blocks, first, end - first)
+        self._sums(action.peer).add(blocks, first, end - first)
+
+    def _sums(self, peer: PeerId) -> RunningChecksums | DeviceChecksums:
+        if peer in self._on_device and self._device_checksums is not None:
+            return self._device_checksums
+        return self._checksums
 
     def _time(self, peer: PeerId, mover: PutSource) -> None:
         if not mover.pending() and (burst := self.transfers.settled(peer, time.monotonic())) is not None:
@@ -184,12 +202,12 @@ class SendingEnd:
 
     def _send_placed(self, action: SendPlaced) -> None:
         if action.peer in self._channels:
-            sums = u64(self._checksums.of(action.source_blocks))
+            sums = u64(self._sums(action.peer).of(action.source_blocks))
             self._send(action.peer, Placed(lease=action.lease, first=action.first, checksums=sums))
 
     def _send_handoff(self, action: SendHandoff) -> None:
         if action.peer in self._channels:
-            sums = u64(self._checksums.of(action.source_blocks))
+            sums = u64(self._sums(action.peer).of(action.source_blocks))
             handoff = Handoff(
                 spec=action.spec,
                 lease=action.lease,

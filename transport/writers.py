@@ -25,6 +25,8 @@ class Writers:
         self._identity, self._endpoints, self._num_blocks = identity, endpoints, num_blocks
         self.one_sided: dict[PeerId, bool] = {}
         """By writer, whether it writes this worker's memory by itself."""
+        self.movers: dict[PeerId, str] = {}
+        """By writer, the one in use."""
         self.pids: dict[PeerId, int] = {}
         self._num_movers: dict[PeerId, int] = {}  # that a writer has named: they only become fewer
 
@@ -44,6 +46,7 @@ class Writers:
         if not self._is_echo(peer, meet, incarnation):
             self._num_movers[peer] = len(meet.movers)
             self.one_sided[peer] = common[0] in ONE_SIDED_MOVERS
+            self.movers[peer] = common[0]
         return Met(
             worker_id=worker_id,
             incarnation=incarnation,
@@ -64,6 +67,7 @@ class Writers:
     def forget(self, peer: PeerId) -> None:
         """Its process has ended."""
         self.one_sided.pop(peer, None)
+        self.movers.pop(peer, None)
         self._num_movers.pop(peer, None)
         self.pids.pop(peer, None)
 

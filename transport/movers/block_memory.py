@@ -25,6 +25,20 @@ class BlockMemory(Protocol):
         """The other way."""
 
 
+class DevicePool(BlockMemory, Protocol):
+    """A pool on a GPU, for movers that leave blocks on the device."""
+
+    @property
+    def pointer(self) -> int:
+        """Where it begins on its device."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """Of these blocks, in this order: the numbers that ``checksum.checksums`` gives for the same bytes."""
+
+
 class HostMemory:
     """Blocks of a pool in host memory."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,26 @@ def block_checksum(block: NDArray[np.uint8]) -> int:
 def checksums(pool: Pool, blocks: Sequence[int]) -> list[int]:
     """Of these blocks of the pool, in this order."""
     return [block_checksum(pool[block]) for block in blocks]
+
+
+class DeviceChecksums:
+    """Of blocks on a GPU, many at a time: once they are all put, and only when somebody asks. Takes the place of RunningChecksums."""
+
+    def __init__(self, compute: Callable[[Sequence[int]], list[int]]) -> None:
+        self._compute = compute
+        self._done: dict[int, int] = {}
+
+    def add(self, blocks: Iterable[int], first_layer: int = 0, num_layers: int | None = None) -> None:
+        """These layers of these blocks are being put: what was known of them is so no more."""
+        for block in blocks:
+            self._done.pop(block, None)
+
+    def of(self, blocks: Iterable[int]) -> list[int]:
+        """The checksums of these blocks, all of whose layers are final."""
+        wanted = list(blocks)
+        if due := [block for block in wanted if block not in self._done]:
+            self._done.update(zip(due, self._compute(due), strict=True))
+        return [self._done[block] for block in wanted]
 
 
 class RunningChecksums:

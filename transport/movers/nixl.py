@@ -27,9 +27,10 @@ from typing import Any, TypeAlias
 from ..errors import MoverError
 from ..handoff import PeerId
 from .interface import Arrival, Item, Pool, layer_slice
+from .runs import runs
 
 PUT_S, SLOWEST_BYTES_PER_S = 10.0, 50e6  # a put may take that long, and as long as its bytes at that rate
-Run: TypeAlias = tuple[int, int, int]
+Descriptor: TypeAlias = tuple[int, int, int]
 """(address, bytes, device 0)"""
 _BASE = struct.Struct("<Q")  # the pool's address in its process
 _log = logging.getLogger(__name__)
@@ -133,11 +134,9 @@ class NixlSource:
 
     def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
         layers = layer_slice(self._pool.shape, first_layer, num_layers)
-        for _, source, target in items:
-            if not (0 <= source < len(self._pool) and 0 <= target < self._num_blocks):
-                raise MoverError(f"put of block {source} into block {target}: pools of {len(self._pool)} and {self._num_blocks} blocks")
-        own, peers = self._runs(items, layers)
-        handle = self._agent.start(own, peers, self._peer)
+        found = runs(items, layers, self._pool.shape, self._num_blocks, self._pool.ctypes.data, self._peer_base)
+        own = [(run.source, run.num_bytes, 0) for run in found]
+        handle = self._agent.start(own, [(run.target, run.num_bytes, 0) for run in found], self._peer)
         if isinstance(handle, str):
             raise MoverError(f"NIXL cannot write to the decode worker: {handle}")
         deadline = time.monotonic() + PUT_S + sum(length for _, length, _ in own) / SLOWEST_BYTES_PER_S
@@ -170,23 +169,6 @@ class NixlSource:
             self._agent.release(self._writes.pop().handle)
         self._agent.close()
 
-    def _runs(self, items: Sequence[Item], layers: slice) -> tuple[list[Run], list[Run]]:
-        """What is read and where it goes; blocks side by side in both pools are one run."""
-        block_bytes, layer_bytes = self._pool[0].nbytes, self._pool.shape[2]
-        offset, length = layers.start * layer_bytes, (layers.stop - layers.start) * layer_bytes
-        base = self._pool.ctypes.data
-        own: list[Run] = []
-        peers: list[Run] = []
-        for _, source, target in items:
-            start, goal = base + source * block_bytes + offset, self._peer_base + target * block_bytes + offset
-            if own and own[-1][0] + own[-1][1] == start and peers[-1][0] + peers[-1][1] == goal:
-                own[-1] = (own[-1][0], own[-1][1] + length, 0)
-                peers[-1] = (peers[-1][0], peers[-1][1] + length, 0)
-            else:
-                own.append((start, length, 0))
-                peers.append((goal, length, 0))
-        return own, peers
-
 
 class _Agent:
     """A NIXL agent with the pool registered. Not used by two threads at once. It ends with the last reference to it, so NIXL's errors,
@@ -214,7 +196,7 @@ class _Agent:
             _log.warning("NIXL refuses a peer's metadata: %s", error)
             return None
 
-    def start(self, own: list[Run], peers: list[Run], peer: Any) -> Any:
+    def start(self, own: list[Descriptor], peers: list[Descriptor], peer: Any) -> Any:
         """A handle of the write under way; a string: what is wrong."""
         nixl = self._nixl
         try:

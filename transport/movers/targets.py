@@ -11,7 +11,9 @@ from ..handoff import PeerId
 from ..handoff_receiver import MoverEndpoints
 from ..host import host_identity
 from ..messages import Message, Met
-from .block_memory import HostMemory
+from .block_memory import DevicePool, HostMemory
+from .cuda_ipc import CudaIpcTarget
+from .cuda_runtime import LoadedCudart
 from .interface import Arrival, Pool, PutTarget, TalkingTarget
 from .nccl_target import NcclTarget
 from .nixl import NixlTarget
@@ -24,20 +26,31 @@ _log = logging.getLogger(__name__)
 class MoverTargets:
     """``endpoints`` is what the receiving core tells of them."""
 
-    def __init__(self, offered: Sequence[str], pool: Pool, shared: SharedPool | None, data_listen: str, host: str, plaintext: bool) -> None:
+    def __init__(
+        self,
+        offered: Sequence[str],
+        pool: Pool,
+        shared: SharedPool | None,
+        data_listen: str,
+        host: str,
+        plaintext: bool,
+        device: DevicePool | None = None,
+    ) -> None:
         """Of the movers ``offered`` those that work here: ``shared`` is the pool's memory for shm; zmq listens on ``data_listen``, is
         reached as ``host``. Raises AddressError, or MoverError where the only one does not work."""
         self._targets: dict[str, PutTarget] = {}
         self._met_by: dict[PeerId, set[str]] = {}
         self.leaving: set[PeerId] = set()  # of whom ``shut_out`` has to be asked again
         shm_name = data_address = ""
+        if "cuda_ipc" in offered and device is not None:
+            self._targets["cuda_ipc"] = CudaIpcTarget(device.pointer, LoadedCudart(device.device.index or 0))
         if "shm" in offered and shared is not None:
             self._targets["shm"] = shm = ShmTarget(shared)
             shm_name = shm.shm_name
         if "nixl" in offered:
             self._open_nixl(pool, forced=len(offered) == 1)
         if "nccl" in offered:
-            self._targets["nccl"] = NcclTarget(HostMemory(pool), pool.shape)
+            self._targets["nccl"] = NcclTarget(device or HostMemory(pool), pool.shape)
         if "zmq" in offered:
             self._targets["zmq"] = tcp = TcpTarget(data_listen, pool, plaintext)
             data_address = tcp.data_address(host)

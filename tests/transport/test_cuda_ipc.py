@@ -1,0 +1,172 @@
+"""The mover cuda_ipc, with a stand-in for CUDA whose copies happen when the test says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, POOL_SHAPE, SECRET, empty_pool, filled_pool
+
+from splitserve.transport.errors import MoverError
+from splitserve.transport.movers import cuda_ipc
+from splitserve.transport.movers.cuda_ipc import CudaIpcSource, CudaIpcTarget
+from splitserve.transport.movers.cuda_runtime import HANDLE_BYTES, LoadedCudart
+from splitserve.transport.movers.interface import Pool
+from splitserve.transport.movers.opening import offered
+
+BEFORE = 512  # bytes of the allocation before the pool
+WRITER = ("p0", 1)
+
+
+class FakeCuda:
+    """Device memory is an array that begins at address 0; the source's pool at ``SOURCE``, the target's in an allocation at ``TARGET``."""
+
+    SOURCE, TARGET, HANDLE = 0, 1 << 40, b"h" * HANDLE_BYTES
+
+    def __init__(self, source: Pool, target: Pool) -> None:
+        self._source, self._target = source.reshape(-1), target.reshape(-1)
+        self._queue: list[tuple[int, int, int] | int] = []  # copies, and events by number
+        self._num_events, self._over = 0, 0
+        self.mapped = 0
+        self.hangs = False
+
+    def share(self, pointer: int) -> tuple[bytes, int]:
+        assert pointer == self.TARGET + BEFORE
+        return self.HANDLE, BEFORE
+
+    def map(self, handle: bytes) -> int:
+        if handle != self.HANDLE:
+            raise MoverError("cudaIpcOpenMemHandle: invalid argument")
+        self.mapped += 1
+        return self.TARGET
+
+    def unmap(self, pointer: int) -> None:
+        assert pointer == self.TARGET
+        self.mapped -= 1
+
+    def new_stream(self) -> Any:
+        return "stream"
+
+    def end_stream(self, stream: Any) -> None:
+        assert stream == "stream"
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: Any) -> None:
+        self._queue.append((target - self.TARGET - BEFORE, source - self.SOURCE, num_bytes))
+
+    def record(self, stream: Any) -> Any:
+        self._num_events += 1
+        self._queue.append(self._num_events)
+        return self._num_events
+
+    def is_over(self, event: Any) -> bool:
+        if not self.hangs and event > self._over:
+            self.run_one_put()
+            return False  # later, never at once
+        return bool(event <= self._over)
+
+    def run_one_put(self) -> None:
+        while self._queue:
+            what = self._queue.pop(0)
+            if isinstance(what, int):
+                self._over = what
+                return
+            target, source, num_bytes = what
+            self._target[target : target + num_bytes] = self._source[source : source + num_bytes]
+
+
+class Pair:
+    def __init__(self, stack: ExitStack) -> None:
+        self.source_pool, self.pool = filled_pool(), empty_pool()
+        self.cuda = FakeCuda(self.source_pool, self.pool)
+        self.target = CudaIpcTarget(FakeCuda.TARGET + BEFORE, self.cuda)
+        self.source = self.meet(self.target.address(WRITER))
+
+    def meet(self, address: bytes) -> CudaIpcSource:
+        return CudaIpcSource(address, NUM_BLOCKS, FakeCuda.SOURCE, POOL_SHAPE, self.cuda)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(stack)
+
+
+def test_blocks_and_layers_reach_their_places_when_the_stream_gets_there(pair: Pair) -> None:
+    own, peers = [3, 4, 5, 20], [7, 8, 9, 0]
+    pair.source.put(9, SECRET, list(zip(range(4), own, peers, strict=True)))
+    pair.source.put(8, SECRET, [(5, 30, 31)], 1, 2)
+    assert not pair.pool.any()
+    assert (pair.source.pending(), pair.source.writing(9), pair.source.writing(8)) == (5, True, True)
+    assert pair.source.poll() == []
+    assert pair.source.poll() == [(9, position) for position in range(4)]
+    assert (pair.source.writing(9), pair.source.writing(8)) == (False, True)
+    while pair.source.pending():
+        pair.source.poll()
+    expected = empty_pool()
+    expected[peers] = pair.source_pool[own]
+    expected[31, 1:3] = pair.source_pool[30, 1:3]
+    assert np.array_equal(pair.pool, expected)
+
+
+@pytest.mark.parametrize("item", [(0, 0, NUM_BLOCKS), (0, NUM_BLOCKS, 0), (0, 0, -1), (0, -1, 0)])
+def test_blocks_that_do_not_exist_are_an_error(pair: Pair, item: tuple[int, int, int]) -> None:
+    with pytest.raises(MoverError, match="pools of"):
+        pair.source.put(1, SECRET, [item])
+    with pytest.raises(MoverError, match=f"blocks have {NUM_LAYERS}"):
+        pair.source.put(1, SECRET, [(0, 0, 0)], NUM_LAYERS)
+
+
+def test_a_copy_that_does_not_end_is_an_error_and_not_believed_to_have_ended(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "PUT_S", -1.0)
+    monkeypatch.setattr(cuda_ipc, "CLOSE_S", 0.05)
+    pair.cuda.hangs = True
+    pair.source.put(1, SECRET, [(0, 1, 1)])
+    with pytest.raises(MoverError, match="in time"):
+        pair.source.poll()
+    with pytest.raises(MoverError, match="started anew"):
+        pair.source.close()
+
+
+def test_closing_waits_for_what_is_under_way(pair: Pair) -> None:
+    pair.source.put(1, SECRET, [(0, 1, 1)])
+    pair.source.close()
+    assert np.array_equal(pair.pool[1], pair.source_pool[1])
+    assert pair.cuda.mapped == 0
+
+
+def test_putting_into_a_dead_process_is_an_error(pair: Pair) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        source = pair.meet(cuda_ipc._ADDRESS.pack(FakeCuda.HANDLE, BEFORE, process.pid))
+        process.kill()
+        process.wait(DEADLINE_S)
+        with pytest.raises(MoverError, match="has ended"):
+            source.put(1, SECRET, [(0, 1, 1)])
+        source.close()
+
+
+@pytest.mark.parametrize("address", [b"", b"x" * 10, cuda_ipc._ADDRESS.pack(b"other", 0, os.getpid())])
+def test_an_address_that_is_none_is_an_error(pair: Pair, address: bytes) -> None:
+    with pytest.raises(MoverError):
+        pair.meet(address)
+
+
+def test_it_is_for_gpus() -> None:
+    with pytest.raises(MoverError, match="GPUs"):
+        offered("cuda_ipc", plain_kv=False, on_gpu=False)
+    assert offered("cuda_ipc", plain_kv=False, on_gpu=True) == ("cuda_ipc",)
+    assert offered("auto", plain_kv=False, on_gpu=False) == ("shm", "zmq")
+
+
+def test_without_a_cuda_runtime_it_says_so() -> None:
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("this torch brings a CUDA runtime")
+    with pytest.raises(MoverError, match="CUDA runtime"):
+        LoadedCudart(0)

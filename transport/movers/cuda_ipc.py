@@ -1,0 +1,138 @@
+"""The ``cuda_ipc`` mover: the decode worker's pool on a GPU, mapped into a prefill worker of the same host; a put is a copy from device to
+device on a stream of its own, beside the computation. The two may share one GPU.
+
+The handle travels over the encrypted control channel as 64 bytes that only CUDA reads. As with ``shm``, who has mapped the pool can
+write as long as his process lives.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import MoverError
+from ..handoff import PeerId
+from .cuda_runtime import HANDLE_BYTES, CudaRuntime
+from .interface import Arrival, Item, layer_slice
+from .runs import runs
+
+PUT_S, SLOWEST_BYTES_PER_S = 5.0, 1e9  # a put may take that long, and as long as its bytes at that rate
+CLOSE_S, LOOK_S = 5.0, 0.001
+_ADDRESS = struct.Struct(f"<{HANDLE_BYTES}sQI")  # handle, offset of the pool, process id
+
+
+class CudaIpcTarget:
+    """The receiving side has nothing to do: the writer writes, and Handoff tells that it has."""
+
+    one_sided = True
+    fd = None
+
+    def __init__(self, pointer: int, cuda: CudaRuntime) -> None:
+        """``pointer``: the pool's address on its device. Raises MoverError where CUDA cannot share it."""
+        self._address = _ADDRESS.pack(*cuda.share(pointer), os.getpid())
+
+    def address(self, peer: PeerId) -> bytes:
+        return self._address
+
+    def shut_out(self, peer: PeerId) -> bool:
+        """A process that has mapped the pool can write as long as it lives."""
+        return False
+
+    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
+        """Nothing to prepare: the grant itself tells the writer where to write."""
+
+    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
+        """Nothing to prepare."""
+
+    def close(self, lease: int) -> None:
+        """Cannot stop the writer; see ``PutTarget.one_sided``."""
+
+    def poll(self, limit: int) -> list[Arrival]:
+        return []
+
+    def close_all(self) -> None:
+        """The pool's memory is its owner's."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A put under way."""
+
+    lease: int
+    positions: list[int]
+    event: Any
+    deadline: float
+
+
+class CudaIpcSource:
+    """The sending side: the peer's pool, mapped."""
+
+    def __init__(self, address: bytes, num_blocks: int, pointer: int, shape: Sequence[int], cuda: CudaRuntime) -> None:
+        """``pointer``, ``shape``: of the own pool. Raises MoverError where the peer's cannot be mapped."""
+        if len(address) != _ADDRESS.size:
+            raise MoverError("the decode worker shares no pool on a GPU")
+        handle, offset, pid = _ADDRESS.unpack(address)
+        self._num_blocks, self._pointer, self._shape, self._cuda = num_blocks, pointer, tuple(shape), cuda
+        self._copies: list[_Copy] = []
+        try:
+            self._process = os.pidfd_open(pid)
+        except OSError as error:
+            raise MoverError(f"the decode worker's process {pid} is not on this host: {error.strerror}") from None
+        self._ended = select.poll()
+        self._ended.register(self._process, select.POLLIN)
+        try:
+            self._mapped = cuda.map(handle)
+            self._target = self._mapped + offset
+            self._stream = cuda.new_stream()
+        except MoverError:
+            os.close(self._process)
+            raise
+
+    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
+        layers = layer_slice(self._shape, first_layer, num_layers)
+        found = runs(items, layers, self._shape, self._num_blocks, self._pointer, self._target)
+        if self._ended.poll(0):
+            raise MoverError("the decode worker's process has ended")
+        for run in found:
+            self._cuda.copy(run.target, run.source, run.num_bytes, self._stream)
+        deadline = time.monotonic() + PUT_S + sum(run.num_bytes for run in found) / SLOWEST_BYTES_PER_S
+        positions = [position for position, _, _ in items]
+        self._copies.append(_Copy(lease, positions, self._cuda.record(self._stream), deadline))
+
+    def poll(self) -> list[Arrival]:
+        left: list[Arrival] = []
+        while self._copies and self._cuda.is_over(self._copies[0].event):  # one stream: they end in order
+            copy = self._copies.pop(0)
+            left += [(copy.lease, position) for position in copy.positions]
+        if self._copies and time.monotonic() > self._copies[0].deadline:
+            raise MoverError("a copy between GPUs was not complete in time")
+        return left
+
+    def pending(self) -> int:
+        return sum(len(copy.positions) for copy in self._copies)
+
+    def writing(self, lease: int) -> bool:
+        return any(copy.lease == lease for copy in self._copies)
+
+    def cancel(self, lease: int) -> None:
+        """What is under way cannot be called back: see ``writing``."""
+
+    def close(self) -> None:
+        """Waits for what is under way. Raises MoverError where the GPU does not end it: only the end of this process can then be believed
+        to end the writing, so nobody may catch it and go on."""
+        os.close(self._process)
+        until = time.monotonic() + CLOSE_S
+        while self._copies:
+            if self._cuda.is_over(self._copies[0].event):
+                self._copies.pop(0)
+            elif time.monotonic() > until:
+                raise MoverError("copies between GPUs do not end: this worker has to be started anew")
+            else:
+                time.sleep(LOOK_S)
+        self._cuda.unmap(self._mapped)
+        self._cuda.end_stream(self._stream)
