@@ -73,7 +73,7 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
     settings = ChatSettings(url=plan.url)
 
     async def serve() -> int:
-        say(f"ready at {plan.url}\n\n{curl_example(plan)}\n\nCtrl-C stops everything.")
+        say(f"ready at {plan.url} (in a browser: the dashboard)\n\n{curl_example(plan)}\n\nCtrl-C stops everything.")
         await asyncio.Event().wait()
         return 0
 
