@@ -10,6 +10,7 @@ import pytest
 from planner.test_simulator import profile
 
 from splitserve.deploy.config import Sources, load
+from splitserve.engine.latency_profile import Piece
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.plan_command import plan as plan_command
 from splitserve.planner.plan_command import require_reachable
@@ -128,3 +129,19 @@ def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys
     assert load("up", {}, sources).prefill == 2  # type: ignore[attr-defined]
     with pytest.raises(SimulationError, match="does not run"):
         write_launch(tmp_path / "up.yaml", Candidate(0, 0, 3, 512, 16))
+
+
+def test_distserves_own_example_two_prefill_workers_for_one_decode_worker() -> None:
+    """13B on an A100, 512 prompt and 64 output tokens: 5.6 requests/s a prefill worker, 10 a decode worker; 2P1D bears 10, 3.3 a GPU."""
+    base = profile(memory=profile().memory.model_copy(update={"num_blocks": 4096}))
+    step_s, batch = 1 / 5.6, 32
+    of = base.model_copy(
+        update={
+            "prefill": base.prefill.model_copy(update={"pieces": (Piece(curve=((0, 0.0), (512, step_s))),)}),
+            "decode": base.decode.model_copy(update={"pieces": (Piece(curve=((0, batch / 640), (64, batch / 640))),)}),
+        }
+    )
+    demand = Demand(prompt=512, output=65, context=544, reads=256)
+    bounds = {c.ratio: bound(c, Hardware(of, of), demand, None) for c in splits(3, 512, batch)}
+    assert bounds == pytest.approx({"1P:2D": 5.6, "2P:1D": 10.0})
+    assert max(bounds, key=lambda ratio: bounds[ratio]) == "2P:1D"

@@ -1,0 +1,88 @@
+"""How fast the simulator is: simulated requests a second of processor time on one core, and whether its memory stays flat.
+
+Workers with made-up times of about a 70B model's on an 8-GPU machine; Poisson arrivals at a rate that keeps the pools busy; lengths of
+the Azure conversation trace's medians and spreads.
+
+    python -m splitserve.bench.simulator_speed --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
+from ..planner.simulator.cluster import Cluster, Pool
+from ..planner.simulator.simulation import Simulation
+from ..planner.workload.arrivals import Arrivals
+from ..planner.workload.lengths import MarginalLengths
+from ..planner.workload.workload import Workload
+from .environment import environment
+
+PROFILE = Profile(
+    name="about 70B",
+    memory=Memory(block_size=64, num_blocks=26_000, block_bytes=20 << 20, num_layers=80, max_model_len=16_384),
+    prefill=StepModel(pieces=(Piece(curve=((0, 0.03), (512, 0.054), (2048, 0.134), (8192, 0.53))),)),
+    decode=StepModel(pieces=(Piece(curve=((0, 0.03), (64, 0.044), (512, 0.15)), read_s=1.8e-7),)),
+    handoff=HandoffModel(bytes_per_s=2e11),
+)
+LENGTHS = {
+    "conversation": MarginalLengths(prompt="lognormal:1020,0.7", output="lognormal:129,0.9"),
+    "code": MarginalLengths(prompt="lognormal:1469,0.8", output="lognormal:13,1"),
+}
+PER_WORKER = {"conversation": 4.0, "code": 4.5}
+"""Requests a second for each worker of the cluster: most of what it can bear."""
+SHARE_OF_PREFILL = {"conversation": 0.35, "code": 0.8}
+
+
+def measure(kind: str, num_workers: int, num_requests: int) -> dict[str, Any]:
+    """One cluster under one load."""
+    prefill = round(num_workers * SHARE_OF_PREFILL[kind])
+    pools = (
+        Pool(role="prefill", count=prefill, profile=PROFILE, max_batch_tokens=2048),
+        Pool(role="decode", count=num_workers - prefill, profile=PROFILE, max_num_seqs=256),
+    )
+    arrivals = Arrivals(rate=PER_WORKER[kind] * num_workers)
+    trace = Workload(arrivals=arrivals, lengths=LENGTHS[kind], sessions=None).trace(0, max_requests=num_requests)
+    simulation = Simulation(Cluster(pools=pools, max_queue=1 << 30))
+    began = time.process_time()
+    tallies = simulation.run(trace)
+    took = time.process_time() - began
+    return {
+        "workers": num_workers,
+        "requests": tallies.num_requests,
+        "finished": tallies.outcomes["finished"],
+        "requests_per_cpu_s": tallies.num_requests / took,
+        "tokens_per_cpu_s": tallies.num_output_tokens / took,
+        "events_per_cpu_s": simulation.queue.num_events / took,
+        "simulated_s": simulation.elapsed_s,
+        "busy": [m.device.busy_s / simulation.elapsed_s for m in (simulation.machines[0], simulation.machines[-1])],
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 100])
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in LENGTHS}
+    for kind in LENGTHS:
+        for num_workers in arguments.workers:
+            found = measure(kind, num_workers, arguments.requests)
+            results[kind].append(found)
+            rate, busy = found["requests_per_cpu_s"], ", ".join(f"{share:.0%}" for share in found["busy"])
+            print(f"{kind}, {num_workers} workers: {rate:,.0f} requests/s of processor time (busy {busy})", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
