@@ -67,8 +67,8 @@ def test_a_required_call_has_valid_arguments(cluster: Cluster) -> None:
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_kill_in_mid_json(cluster: Cluster, role: str) -> None:
+@pytest.mark.parametrize(("role", "number"), [("decode", signal.SIGKILL), ("prefill", signal.SIGKILL), ("decode", signal.SIGTERM)])
+def test_a_worker_dies_or_leaves_in_mid_json(cluster: Cluster, role: str, number: signal.Signals) -> None:
     cluster.wait_whole(2, 2)
     undisturbed = ask(cluster, LONG, seed=5, temperature=0.9).choices[0].message.content
     pieces: list[str] = []
@@ -81,7 +81,7 @@ def test_kill_in_mid_json(cluster: Cluster, role: str) -> None:
     reader.start()
     wait_for("the answer is under way", lambda: len(pieces) > 20, 30)
     assert sum(map(len, pieces)) < len(undisturbed) - 20
-    os.kill(cluster.busy_worker(role)["pid"], signal.SIGKILL)
+    os.kill(cluster.busy_worker(role)["pid"], number)
     reader.join(60)
     assert "".join(pieces) == undisturbed
     jsonschema.validate(json.loads(undisturbed), LONG)
