@@ -49,10 +49,11 @@ from ..deploy.up import free_port, free_ports
 from .environment import environment
 from .fake_workers import FakeWorkers
 from .raw_client import RawClient, request_bytes
-from .streaming import CHAT, Server, coordinator, model_folder, open_streams, pinned, streamed_tokens, workers_of
+from .streaming import CHAT, Server, coordinator, model_folder, pinned, streamed_tokens, workers_of
 
 NUM_CONNECTIONS = 256
 WARM_UP = 500
+OPEN_WITHIN_S = 300.0
 PATH: Endpoint = "/v1/chat/completions"
 
 
@@ -170,11 +171,18 @@ async def _admission(served: ServedModel, tenancy: Tenancy, header: bytes, count
 
 def streams(model: Path, tenants: Path, key: str, cores: list[int], num_streams: int, tokens_each: int = 10) -> dict[str, Any]:
     """All open at the same time, each with its first token and some more. Any error ends the measurement."""
-    with coordinator(model, cores, "--tenants-file", str(tenants)) as server, workers_of(server, model) as workers:
+    more = ("--tenants-file", str(tenants), "--dead-after-s", "60")  # the one thread of clients and workers may be busy
+    with coordinator(model, cores, *more) as server, workers_of(server, model) as workers:
         idle, cpu, begin = server.rss_mb(), server.cpu_s(), time.monotonic()
-        client = RawClient(server.port, num_streams)
-        client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}, key))
-        open_streams(client, workers, num_streams, 300.0)
+        client, request = RawClient(server.port, 0), request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}, key)
+        opened = 0
+        while opened < 2 * num_streams:  # each one's role, and its first token
+            if len(client.sockets) < num_streams and opened >= 2 * len(client.sockets) - 400:
+                client.connect(server.port, min(100, num_streams - len(client.sockets)), request)
+            workers.poll()
+            opened += client.count(0.001)[0]
+            if time.monotonic() > begin + OPEN_WITHIN_S:
+                raise TimeoutError(f"{opened} of {2 * num_streams} first events came")
         opened_s, open_mb = time.monotonic() - begin, server.rss_mb()
         sent = received = 0
         begin = time.monotonic()
@@ -299,7 +307,7 @@ def several(model: Path, cores: list[int], tenants: Path, processes: int) -> Ite
     port, control, admin = free_port("127.0.0.1"), free_ports("127.0.0.1", processes), free_ports("127.0.0.1", processes)
     command = ["coordinator", "--model", str(model), "--served-model-name", "bench", "--port", str(port), "--insecure"]
     options = ["--processes", str(processes), "--control-address", f"tcp://127.0.0.1:{control}", "--admin-port", str(admin)]
-    more = ["--tenants-file", str(tenants), "--log-level", "warning", "--max-queue", "100000"]
+    more = ["--tenants-file", str(tenants), "--log-level", "warning", "--max-queue", "100000", "--dead-after-s", "60"]
     with ExitStack() as stack:
         whole = [sys.executable, "-m", "splitserve.deploy.cli", *command, *options, *more]
         process = stack.enter_context(pinned(whole, cores, all_cores=processes > 1))

@@ -22,14 +22,21 @@ class RawClient:
     def __init__(self, port: int, num_connections: int) -> None:
         self._epoll = select.epoll()
         self.sockets: dict[int, socket.socket] = {}
+        self.num_reads = self.num_events = 0
+        self._tails: dict[int, bytes] = {}  # the beginning of what may be cut in two
+        self.connect(port, num_connections)
+
+    def connect(self, port: int, num_connections: int, request: bytes = b"") -> None:
+        """More connections, each with a request on it."""
         for _ in range(num_connections):
             connection = socket.create_connection(("127.0.0.1", port))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
             self.sockets[connection.fileno()] = connection
+            self._tails[connection.fileno()] = b""
             self._epoll.register(connection.fileno(), select.EPOLLIN)
-        self.num_reads = self.num_events = 0
-        self._tails = dict.fromkeys(self.sockets, b"")  # the beginning of what may be cut in two
+            if request:
+                connection.send(request)
 
     def send_all(self, request: bytes) -> None:
         """The same request on every connection."""
