@@ -216,7 +216,7 @@ def simulated_cluster(arguments: argparse.Namespace, profile: Profile, coordinat
     options = {"profile": profile, "max_num_seqs": arguments.max_num_seqs, "max_batch_tokens": arguments.max_batch_tokens}
     return Cluster(
         pools=(
-            Pool(role="prefill", count=arguments.prefill, **{**options, "max_num_seqs": 64}),
+            Pool(role="prefill", count=arguments.prefill, **options),
             Pool(role="decode", count=arguments.decode, **options),
         ),
         coordinator_s=coordinator_s,

@@ -13,6 +13,9 @@ from ...transport.layer_slicing import LayerSlicing
 from ...transport.messages import Message
 from .worker_shell import WorkerShell
 
+MOST_PROMPTS = 64
+"""In one step: the prefill workers' default."""
+
 
 class PrefillShell(WorkerShell):
     """While a step runs, its layers become final one after the other and leave as the core wants them."""
@@ -24,7 +27,7 @@ class PrefillShell(WorkerShell):
         super().__init__(*args)
         pool, memory = self.pool, self.pool.profile.memory
         blocks = BlockManager(self.num_blocks)
-        scheduler = PrefillScheduler(blocks, memory.block_size, self.model.fingerprint, pool.max_batch_tokens, pool.max_num_seqs)
+        scheduler = PrefillScheduler(blocks, memory.block_size, self.model.fingerprint, pool.max_batch_tokens, MOST_PROMPTS)
         slicing = LayerSlicing(memory.num_layers, memory.block_bytes)
         self.core = PrefillCore(self.meet(), scheduler, frozenset(), memory.max_model_len, slicing=slicing)
         self.device.prefill = self
