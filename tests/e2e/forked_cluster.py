@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent.parent
 LOOK_S = 0.03
 PROGRESS_TIMEOUT_S = 3.0  # the coordinator's patience with a worker whose steps do not end
 ORPHANED_AFTER_S = 2.0  # the workers' patience with a coordinator that says nothing
-HEARTBEAT_S = 0.02  # how soon the state of the workers is known
+HEARTBEAT_S = 0.05  # how soon the state of the workers is known
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 

@@ -11,6 +11,7 @@ from e2e.forked_cluster import ForkedCluster
 from e2e.test_failure import Streams
 from support.worker_nursery import HANGS, HANGS_S
 
+NUM_CHOICES = 8
 BODY = {"model": MODEL_NAME, "prompt": "for ever " * 30, "max_tokens": 3500, "ignore_eos": True, "timeout": 0.4}
 
 
@@ -27,12 +28,13 @@ def test_past_its_deadline_a_request_is_a_504(forked_cluster: ForkedCluster) -> 
 
 
 def test_past_its_deadline_a_stream_ends_with_a_finish_reason_and_an_error_event(forked_cluster: ForkedCluster) -> None:
-    with httpx.stream("POST", f"{forked_cluster.url}/v1/completions", json={**BODY, "timeout": 1.5, "stream": True}, timeout=30) as answer:
+    body = {**BODY, "timeout": 3.0, "stream": True, "n": NUM_CHOICES, "logprobs": 5}  # more tokens than can come in that time
+    with httpx.stream("POST", f"{forked_cluster.url}/v1/completions", json=body, timeout=30) as answer:
         assert answer.status_code == 200
         events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
-    *chunks, last, error = events
-    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
-    assert last["choices"][0]["finish_reason"] == "error"
+    *chunks, error = events
+    reasons = [(choice["index"], choice["finish_reason"]) for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert sorted(reasons) == [(i, "error") for i in range(NUM_CHOICES)]
     assert error["error"]["code"] == "deadline_exceeded"
     assert "stage: decode" in error["error"]["message"]
     forked_cluster.wait_at_rest()

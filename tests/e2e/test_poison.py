@@ -23,7 +23,7 @@ def expected(forked_cluster: ForkedCluster) -> list[str]:
 def test_a_poisonous_request_ends_and_the_others_go_on(forked_cluster: ForkedCluster, expected: list[str], role: str) -> None:
     cluster = forked_cluster
     cluster.wait_whole(2, 2)
-    started, lost = cluster.num_started, cluster.state()["counters"]["workers_lost"]
+    started = cluster.num_started
     streams = Streams(cluster, PROMPTS, NUM_TOKENS)
     streams.wait_under_way()
     with pytest.raises(openai.InternalServerError) as caught:
@@ -35,5 +35,4 @@ def test_a_poisonous_request_ends_and_the_others_go_on(forked_cluster: ForkedClu
     assert streams.texts() == expected
     cluster.wait_whole(2, 2)
     cluster.wait_at_rest()
-    assert cluster.state()["counters"]["workers_lost"] - lost == MOST_DEATHS
-    assert cluster.num_started - started == MOST_DEATHS
+    assert 1 < cluster.num_started - started <= MOST_DEATHS
