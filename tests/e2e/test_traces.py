@@ -1,14 +1,17 @@
-"""One request's trace across coordinator, prefill and decode worker, as an OTLP receiver hears of it."""
+"""One request's trace across coordinator, prefill and decode worker, as an OTLP receiver hears of it; and its time ledger."""
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
+import pytest
 from e2e.cluster import MODEL_NAME, running, wait_for
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 from transformers import PreTrainedModel
@@ -52,12 +55,23 @@ def otlp_receiver(heard: list[tuple[str, str, str, bytes]]) -> Iterator[str]:
         server.server_close()
 
 
+def check_ledger(server_timing: str, took: float) -> None:
+    """The stages sum to the end-to-end time within 1%, and that is within what the client saw."""
+    seconds = {name: float(ms) / 1e3 for name, ms in re.findall(r"(\w+);dur=([\d.]+)", server_timing)}
+    total = seconds.pop("total")
+    assert sum(seconds.values()) == pytest.approx(total, rel=0.01)
+    assert total <= took
+    assert min(seconds["prefill"], seconds["decode"]) > 0
+
+
 def test_one_trace_across_three_processes(tiny: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     heard: list[tuple[str, str, str, bytes]] = []
     with otlp_receiver(heard) as endpoint, running(tiny[0], tmp_path, "--kv-cache-gib", "0.1", "--otlp-endpoint", endpoint) as cluster:
         headers = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
         body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 5, "ignore_eos": True}
-        httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
+        began = time.monotonic()
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
+        check_ledger(answer.headers["server-timing"], time.monotonic() - began)
         wait_for("spans of all three", lambda: {span[:2] for span in heard if span[2] == TRACE_ID} >= EXPECTED, 30)
         parents = {span[3] for span in heard if span[0] != "splitserve-coordinator"}
         assert len(parents) == 1  # the workers' spans lie below the coordinator's
