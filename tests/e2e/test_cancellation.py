@@ -18,9 +18,11 @@ WITHIN_S = 0.1  # from the worker's next loop turn
 BESIDE_S = 0.05 + 0.1 + HEARTBEAT_S
 """What is measured begins earlier and ends later: the client closes its socket, the worker's turn comes (an idle loop waits, or a step
 is under way), it frees the blocks, a heartbeat tells it, a poll reads it."""
+NUM_PROCESSES = 4
+"""The coordinator, a prefill worker, a decode worker and this one: where other programs have the cores, each waits for its turn about as long as
+a poll of the idle cluster takes."""
 STARVED_S = 5.0
-"""Where other programs have the machine's cores, one turn of a loop may come late: only the median is held to the promise, and no single
-case to more than this. (tests/decode/test_cancellation.py holds every case to it, in every state, on a clock of its own.)"""
+"""There one turn of a loop may come late: only the median is held to the promise, and no single case to more than this. (tests/decode/test_cancellation.py holds every case to it, in every state, on a clock of its own.)"""
 
 
 def hang_up_after(cluster: ForkedCluster, body: dict[str, object], wait_s: float) -> None:
@@ -36,8 +38,11 @@ def hang_up_after(cluster: ForkedCluster, body: dict[str, object], wait_s: float
 def test_who_hangs_up_holds_no_block(forked_cluster: ForkedCluster, record_property: pytest.RecordProperty) -> None:
     cluster, draw = forked_cluster, random.Random(3)
     cluster.wait_whole(2, 2)
-    seconds = []
+    seconds, polls = [], []
     for number in range(NUM_MOMENTS):
+        asked = time.monotonic()
+        cluster.state()
+        polls.append(time.monotonic() - asked)
         prompt = [draw.randrange(250) for _ in range(draw.choice([5, 100, 1000, 2500]))]
         hang_up_after(cluster, {"prompt": prompt, "max_tokens": 1000, "n": 1 + number % 2}, draw.uniform(0, LONGEST_WAIT_S))
         closed = time.monotonic()
@@ -45,5 +50,5 @@ def test_who_hangs_up_holds_no_block(forked_cluster: ForkedCluster, record_prope
         seconds.append(time.monotonic() - closed)
     p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100, method="inclusive")[98]
     record_property("freed_after_s", {"p50": round(p50, 4), "p99": round(p99, 4)})
-    print(f"freed after: p50 {p50:.3f} s, p99 {p99:.3f} s")
-    assert p50 <= WITHIN_S + BESIDE_S
+    print(f"freed after: p50 {p50:.3f} s, p99 {p99:.3f} s; a poll: {statistics.median(polls):.3f} s")
+    assert p50 <= WITHIN_S + BESIDE_S + NUM_PROCESSES * statistics.median(polls)
