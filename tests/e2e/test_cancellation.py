@@ -19,10 +19,11 @@ BESIDE_S = 0.05 + 0.1 + HEARTBEAT_S
 """What is measured begins earlier and ends later: the client closes its socket, the worker's turn comes (an idle loop waits, or a step
 is under way), it frees the blocks, a heartbeat tells it, a poll reads it."""
 NUM_PROCESSES = 4
-"""The coordinator, a prefill worker, a decode worker and this one: where other programs have the cores, each waits for its turn about as long as
-a poll of the idle cluster takes."""
+"""The coordinator, a prefill worker, a decode worker and this one: where other programs have the cores, each waits for its turn about as
+long as a poll of the idle cluster takes."""
 STARVED_S = 5.0
-"""There one turn of a loop may come late: only the median is held to the promise, and no single case to more than this. (tests/decode/test_cancellation.py holds every case to it, in every state, on a clock of its own.)"""
+"""There one turn of a loop may come late: only the median is held to the promise, and no single case to more than this.
+(tests/decode/test_cancellation.py holds every case to it, in every state, on a clock of its own.)"""
 
 
 def hang_up_after(cluster: ForkedCluster, body: dict[str, object], wait_s: float) -> None:
