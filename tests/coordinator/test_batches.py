@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from support.http_fakes import ANSWER, FakeDispatcher
@@ -40,7 +41,9 @@ async def serving(dispatcher: FakeDispatcher, model: ServedModel, path: Path) ->
     app = create_app(dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(path, max_running=4))
     server = HttpServer(app)
     await server.start()
-    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
+    plain = httpx.AsyncClient(verify=False, timeout=20)  # reading certificates takes longer than a test
+    url = f"http://127.0.0.1:{server.port}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=plain) as client:
         yield client
     await server.stop(grace_s=0)
     assert not dispatcher.running

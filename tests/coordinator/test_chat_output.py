@@ -95,7 +95,7 @@ PARTS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(maker=st.sampled_from(list(MAKERS)), parts=st.lists(st.sampled_from(PARTS), max_size=12), data=st.data())
 def test_how_a_text_is_cut_changes_nothing(maker: str, parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)

@@ -21,7 +21,7 @@ def test_every_operation_does_what_it_says(fuzzed: httpx.Client) -> None:
     assert len(operations) > 15
 
     @settings(
-        max_examples=60,
+        max_examples=40,
         deadline=None,
         database=None,
         phases=[Phase.generate],

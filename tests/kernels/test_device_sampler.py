@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from splitserve.bench import triton_interpreter
@@ -80,6 +83,38 @@ def test_a_vocabulary_of_several_slices() -> None:
     found, logprobs = DeviceSampler((EOS,)).sample(logits, SampledRows.booked(rows))
     assert found.tolist() == expected.tolist()
     assert logprobs[2].logprob == pytest.approx(float(logits[2].log_softmax(0).max()), abs=1e-5)
+
+
+class Allows:
+    """A matcher that allows these tokens always."""
+
+    failure = ""
+
+    def __init__(self, *tokens: int) -> None:
+        bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+        bits[list(tokens)] = 1
+        self._words = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
+        return self._words
+
+
+def test_rows_that_follow_a_grammar() -> None:
+    """Masked as on a CPU, and log probabilities are the model's own."""
+    logits = randn(4, VOCAB, seed=2) * 3
+    rows = [
+        SamplingState(SamplingParams(max_tokens=9, seed=row, grammar=b"g", **own), [1], [2], Allows(7, 8, VOCAB - 1))
+        for row, own in enumerate(({}, {"temperature": 0.0, "logprobs": 3}, {"top_k": 2, "logprobs": 0}))
+    ]
+    rows.append(SamplingState(SamplingParams(max_tokens=9, temperature=0.0), [1], [2]))
+    expected, expected_logprobs = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))
+    found, logprobs = DeviceSampler((EOS,)).sample(logits.clone(), SampledRows.booked(rows))
+    assert found.tolist() == expected.tolist()
+    assert set(found[:3].tolist()) <= {7, 8, VOCAB - 1}
+    assert found[3] == logits[3].argmax()
+    for row, told in expected_logprobs.items():
+        assert logprobs[row].logprob == pytest.approx(told.logprob, abs=1e-5)
+        assert logprobs[row].top_ids == told.top_ids
 
 
 def test_the_chosen_tokens_are_counted_on_the_device() -> None:
