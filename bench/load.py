@@ -72,7 +72,9 @@ async def generate_load(
         raise LoadError(f"{settings.trace} has no requests")
     timeout = aiohttp.ClientTimeout(total=settings.timeout_s, connect=30)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(settings.url.rstrip("/"), timeout=timeout, connector=connector) as session:
+    key = settings.api_key_file.read_text(encoding="utf-8").strip() if settings.api_key_file is not None else ""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession(settings.url.rstrip("/"), headers=headers, timeout=timeout, connector=connector) as session:
         model = settings.served_model_name or await _first_model(session, settings.url)
         for request in draw_requests(settings, settings.warmup, settings.seed ^ WARMUP_SEED):
             sample = Sample(0.0)

@@ -28,10 +28,11 @@ GETS = {
 }
 ERRORS = {
     "400": "The request is wrong: `param` names the field.",
+    "401": "The API key is missing, unknown, or opens no more. Only where the server asks for keys.",
     "404": "There is no such model, file or batch.",
     "413": "The body is too large.",
     "415": "The body is compressed.",
-    "429": "Too much is waiting; see Retry-After.",
+    "429": "Too much is waiting, or a limit of the key or its tenant is reached; see Retry-After.",
     "503": "No workers can serve it now; see Retry-After.",
     "504": "The request's deadline has passed.",
 }

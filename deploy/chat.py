@@ -205,7 +205,9 @@ def _unreachable(client: httpx.AsyncClient, error: httpx.HTTPError) -> str:
 
 
 def _client(settings: ChatSettings) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=settings.url, timeout=httpx.Timeout(None, connect=5), trust_env=False)
+    key = settings.api_key_file.read_text(encoding="utf-8").strip() if settings.api_key_file is not None else ""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(base_url=settings.url, headers=headers, timeout=httpx.Timeout(None, connect=5), trust_env=False)
 
 
 async def _lines() -> AsyncIterator[str]:

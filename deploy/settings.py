@@ -33,6 +33,7 @@ class ChatSettings(BaseModel):
 
     url: str = Field(default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The server's address.")
     served_model_name: str = Field(default="", max_length=256, description="Model to ask for. Default: the first that the server lists.")
+    api_key_file: Path | None = Field(default=None, description="File with the API key, where the server asks for one.")
     system: str = Field(default="", description="System message at the start of the conversation.")
     max_tokens: int | None = Field(
         default=None, ge=1, le=1 << 20, description="Longest answer in tokens. Default: what the context leaves."

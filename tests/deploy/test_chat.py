@@ -6,10 +6,13 @@ import asyncio
 import io
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from support.fake_openai import USAGE, fake_openai
 
+from splitserve.bench import load
+from splitserve.bench.settings import LoadSettings
 from splitserve.deploy.chat import account, answer_once, converse
 from splitserve.deploy.settings import ChatSettings
 
@@ -22,6 +25,14 @@ async def test_one_answer_is_streamed_and_accounted_for(capsys: pytest.CaptureFi
         assert "8 of 12 prompt tokens cached" in printed.replace("\n", " ")
         assert server.requests[0]["model"] == "fake"
         assert server.requests[0]["stream_options"] == {"include_usage": True}
+
+
+async def test_the_key_of_a_file_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sk-split-abc\n")
+    async with fake_openai() as server:
+        assert await answer_once(ChatSettings(url=server.url, api_key_file=tmp_path / "key"), "count") == 0
+        await load.generate_load(LoadSettings(url=server.url, api_key_file=tmp_path / "key", requests=1, warmup=0))
+        assert server.keys == ["Bearer sk-split-abc"] * 2
 
 
 def test_the_account_names_every_stage() -> None:

@@ -24,6 +24,7 @@ class FakeOpenAI:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.keys: list[str] = []  # what came as authorization
         self.gap_s = 0.0
         self.failing = False
         self.url = ""
@@ -35,6 +36,7 @@ class FakeOpenAI:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
         self.requests.append(body)
+        self.keys.append(request.headers.get("authorization", ""))
         if self.failing:
             return web.json_response(
                 {"error": {"message": "too many requests", "type": "overloaded", "param": None, "code": None}}, status=429
