@@ -58,6 +58,7 @@ class LiveView:
 
     def sample(self, now: float, system: SystemSnapshot) -> None:
         """One more point of the history."""
+        self._forget_routes(now)
         fresh, self._fresh = self._fresh, []
         seconds, grown = max(1e-3, now - self._sampled_at), self._growth.since_last(system.workers)
         self._sampled_at = now
@@ -82,8 +83,7 @@ class LiveView:
 
     def state(self, now: float, system: SystemSnapshot, after_point: int = 0, after_request: int = 0) -> dict[str, Any]:
         """JSON-ready; of points and requests only those that the viewer has not seen."""
-        while self._routes and self._routes[0][0] < now - RATE_S:
-            self._routes.popleft()
+        self._forget_routes(now)
         flows = Counter((prefill, decode) for _, prefill, decode in self._routes)
         return {
             "ready": system.ready,
@@ -99,6 +99,10 @@ class LiveView:
             "points": [point for point in self._points if point["n"] > after_point],
             "requests": [self._request(number, record, now) for number, record in self._recent if number > after_request],
         }
+
+    def _forget_routes(self, now: float) -> None:
+        while self._routes and self._routes[0][0] < now - RATE_S:
+            self._routes.popleft()
 
     def _request(self, number: int, record: RequestRecord, now: float) -> dict[str, Any]:
         return {

@@ -94,6 +94,16 @@ def test_the_flow_is_of_the_last_seconds() -> None:
     assert view.state(100.0, SystemSnapshot())["flows"] == []
 
 
+def test_without_a_viewer_nothing_piles_up() -> None:
+    view = LiveView(0.0, 0.0)
+    for number in range(5000):
+        view.note(record(number, number / 10, 0.01))
+        if number % 20 == 19:
+            view.sample(number / 10, SystemSnapshot())
+    assert len(view._routes) <= 10 * 10 + 20
+    assert len(view._fresh) == 0
+
+
 async def test_the_feed_over_http(http: httpx.AsyncClient, server: HttpServer, dispatcher: FakeDispatcher) -> None:
     await http.post("/v1/completions", json={"prompt": "quick", "max_tokens": 5})
     server.app.dashboard.view.sample(server.app.dashboard.view._sampled_at + 2, dispatcher.system())
