@@ -11,7 +11,7 @@ from splitserve.transport.movers.interface import Arrival, Pool, PutSource, PutT
 
 DEADLINE_S = 10.0
 NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES = 64, 4, 17_500
-BLOCK_BYTES = NUM_LAYERS * LAYER_BYTES  # 29 blocks a parcel
+BLOCK_BYTES = NUM_LAYERS * LAYER_BYTES  # 29 blocks in one of the small parcels of tests/transport/conftest.py
 POOL_SHAPE = (NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES)
 SECRET = b"0123456789abcdef"
 

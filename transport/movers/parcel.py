@@ -21,7 +21,7 @@ from .interface import Pool
 _HEADER = struct.Struct(f"<4sB3xQ{SECRET_BYTES}sQQ")
 _MAGIC, _VERSION = b"SSKV", 2
 SIZE = struct.Struct("<I")
-PARCEL_BYTES = 2 << 20
+PARCEL_BYTES = 8 << 20
 RECORD_BYTES = 256 << 10
 MAX_POSITIONS = 1024
 
