@@ -122,6 +122,7 @@ def sections() -> list[tuple[str, Callable[[str, Ceilings, bool], Iterator[Figur
     """What is measured, in this order; each yields its figures one by one."""
     from . import kernel_figures as kernels
     from .engine_figures import engine_figures
+    from .gpu_worker import worker_figures
 
     return [
         ("decode attention", kernels.decode_figures),
@@ -130,6 +131,7 @@ def sections() -> list[tuple[str, Callable[[str, Ceilings, bool], Iterator[Figur
         ("blocks", kernels.block_figures),
         ("sampling", kernels.sampling_figures),
         ("engine", engine_figures),
+        ("worker", worker_figures),
         ("linears", kernels.linear_figures),
         ("other tiles for decode attention", kernels.decode_tile_figures),
     ]

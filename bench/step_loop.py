@@ -49,7 +49,7 @@ class Watched:
 
 def run(runner: Runner, batch: int, ahead_at_layer: int, ahead: bool, seconds: float) -> tuple[float, float]:
     """(steps a second, median microseconds between two steps)."""
-    scheduler = _scheduler(batch)
+    scheduler = decode_scheduler(batch)
     watched, woken = Watched(runner), threading.Event()
     steps: StepThread[DecodeStep] = StepThread(watched, woken.set, ahead_at_layer=ahead_at_layer if ahead else 0)
     num_steps, started = 0, time.perf_counter()
@@ -68,7 +68,8 @@ def run(runner: Runner, batch: int, ahead_at_layer: int, ahead: bool, seconds: f
     return rate, statistics.median(watched.gaps) * 1e6
 
 
-def _scheduler(batch: int) -> DecodeScheduler:
+def decode_scheduler(batch: int) -> DecodeScheduler:
+    """So many sequences with ``CONTEXT`` tokens each, which end far away."""
     blocks = BlockManager(batch * MAX_LEN // BLOCK_SIZE)
     scheduler = DecodeScheduler(blocks, BLOCK_SIZE, batch, MAX_LEN, frozenset())
     params = SamplingParams(max_tokens=MAX_LEN, temperature=0.0, ignore_eos=True)
