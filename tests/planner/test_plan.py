@@ -34,7 +34,7 @@ def question(prompt: int, output: int, count: int = 40) -> Question:
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
-    asked = question(400, 4)
+    asked = question(400, 3, count=24)
     found = search(asked, 3, (512,), jobs=1)
     everything = [answer(asked, candidate) for candidate in splits(3, 512, found.best.candidate.max_num_seqs)]
     best = max(everything, key=lambda a: a.goodput)
@@ -43,7 +43,7 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
 
 
 def test_long_prompts_want_prefill_workers_and_long_answers_decode_workers() -> None:
-    code, talk = question(600, 2), question(20, 25)
+    code, talk = question(600, 2, count=30), question(20, 20, count=30)
     ratios = [Candidate(2, 1, 0, 512, 16), Candidate(1, 2, 0, 512, 16)]
     (code_prefill, code_decode), (talk_prefill, talk_decode) = ([answer(q, c).goodput for c in ratios] for q in (code, talk))
     assert code_prefill > 1.3 * code_decode
@@ -51,9 +51,8 @@ def test_long_prompts_want_prefill_workers_and_long_answers_decode_workers() -> 
 
 
 def test_no_candidate_exceeds_its_bound_by_more_than_a_short_trace_explains() -> None:
-    for candidate in (Candidate(1, 1, 0, 512, 16), Candidate(0, 0, 1, 512, 16)):
-        found = answer(question(400, 10, count=100), candidate)
-        assert found.goodput <= 1.1 * found.bound
+    found = answer(question(400, 6, count=60), Candidate(0, 0, 1, 512, 16))
+    assert 0 < found.goodput <= 1.1 * found.bound
 
 
 def test_what_is_not_better_than_the_best_known_is_not_bisected() -> None:
@@ -67,7 +66,7 @@ def test_what_is_not_better_than_the_best_known_is_not_bisected() -> None:
 
 
 def test_the_goodput_is_where_the_attainment_falls() -> None:
-    asked = question(300, 4, count=80)
+    asked = question(300, 4, count=50)
     found = answer(asked, Candidate(1, 1, 0, 512, 16))
     assert simulate(asked, found.candidate, found.goodput, give_up=False).tallies.attainment >= 0.9
     assert simulate(asked, found.candidate, 1.3 * found.goodput, give_up=False).tallies.attainment < 0.9
@@ -110,7 +109,7 @@ def test_what_nobody_could_meet_is_refused_with_the_reason() -> None:
 
 def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile().write(tmp_path / "p.json")
-    requests = question(300, 4).load.requests
+    requests = question(300, 3, count=24).load.requests
     write_trace(tmp_path / "t.jsonl", Trace("t", lambda: iter(requests)))
     settings = PlanSettings(
         trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", gpus=3, slo="ttft=0.4@p90,tpot=0.03@p90", jobs=1, chunk_budgets="512",

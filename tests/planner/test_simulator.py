@@ -174,7 +174,7 @@ def test_memory_does_not_grow_with_the_trace(monkeypatch: pytest.MonkeyPatch) ->
         return size
 
     peak(20)  # caches
-    assert peak(450) < 1.1 * peak(150)
+    assert peak(270) < 1.1 * peak(90)
 
 
 def test_percentiles_are_as_exact_as_promised() -> None:
