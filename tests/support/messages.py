@@ -5,7 +5,7 @@ from __future__ import annotations
 from splitserve.transport import messages as m
 
 MODEL = m.ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="block-major/v1", block_bytes=4096)
-SAMPLING = m.Sampling(max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(1, 2), seed=3, logprobs=2)
+SAMPLING = m.Sampling(max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(1, 2), seed=3, logprobs=2, grammar=b'start: "a"')
 SPEC = m.RequestSpec(
     request_id="r", epoch=1, dispatch=2, coordinator=3, token_ids=m.u32([1, 2, 3]), num_prompt_tokens=3, sampling=SAMPLING, deadline_s=9.5
 )
@@ -36,7 +36,7 @@ EXAMPLES: list[m.Message] = [
     m.Move(dispatch=1, spec=SPEC, decode=m.Peer(worker_id="d1", incarnation=4, address="tcp://127.0.0.1:1")),
     m.Drain(coordinator=1, timeout_s=2.5),
     m.Meet(worker_id="p0", incarnation=1, host="h", pid=2, model=MODEL, movers=("shm", "zmq")),
-    m.Offer(request_id="r", epoch=0, coordinator=1, dispatch=2, num_tokens=33, block_hashes=b"h" * 32),
+    m.Offer(request_id="r", epoch=0, coordinator=1, dispatch=2, num_tokens=33, block_hashes=b"h" * 32, grammar=b"g"),
     m.Renew(leases=m.u64([1, 2])),
     m.Placed(lease=1, first=3, checksums=m.u64([1, 2])),
     m.Handoff(spec=SPEC, lease=1, token=2, checksums=m.u64([1, 2])),
