@@ -124,7 +124,7 @@ class DecodeRows:
         slots += 1
         indices += 1
         for row in (seq_lens % self._block_size == 0).nonzero()[0].tolist():
-            self.beginning.add(self.sequences[row])
+            self._find_slot(self.sequences[row], int(seq_lens[row]))
         return step
 
     def settle(self, token_ids: NDArray[np.int32]) -> None:
@@ -144,9 +144,13 @@ class DecodeRows:
         self._tokens[row], self._fed_from[row] = state.output_token_ids[-1], KNOWN
         self._positions[row] = position = state.position - 1
         self._indices[row] = len(state.output_token_ids)
+        self._find_slot(sequence, position)
+
+    def _find_slot(self, sequence: DecodeSequence, position: int) -> None:
+        """Where the token at ``position`` goes. The block may be there already: of a step that was made and has not run."""
         at_block, offset = divmod(position, self._block_size)
         if at_block < len(sequence.blocks):
-            self._slots[row] = sequence.blocks[at_block] * self._block_size + offset
+            self._slots[sequence.row] = sequence.blocks[at_block] * self._block_size + offset
             self.beginning.discard(sequence)
         else:
             self.beginning.add(sequence)

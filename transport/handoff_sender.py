@@ -79,6 +79,11 @@ class HandoffSender:
     def __len__(self) -> int:
         return len(self._outgoing)
 
+    @property
+    def held(self) -> list[Key]:
+        """The dispatches that are being handed over."""
+        return list(self._outgoing)
+
     def rename(self, meet: Meet) -> None:
         """Takes a new incarnation. Every decode worker is met anew at once: meeting the new incarnation is what tells it that the old
         one writes no more."""

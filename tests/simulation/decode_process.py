@@ -14,6 +14,7 @@ from simulation.worker_process import BLOCK_SIZE, DRAIN_S, MAX_MODEL_LEN, MODEL,
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.transport import actions as act
+from splitserve.transport.handoff import Key
 from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
 from splitserve.transport.messages import FROM_DECODE, Meet, Message
 
@@ -53,6 +54,13 @@ class DecodeProcess(WorkerProcess):
 
     def from_coordinator(self, message: Message) -> None:
         self.core.from_coordinator(message)
+
+    def shrink_step(self, step: Any) -> None:
+        self.core.shrink_step(step)
+
+    def still_held(self, keys: set[Key]) -> Iterable[Key]:
+        moving = self.core.moving.keys() if self.core.moving is not None else ()
+        return keys.intersection((*self.core.scheduler.held, *self.core.receiver.keys(), *moving))
 
     def take_new_incarnation(self) -> None:
         """What the old incarnation still owes its peers is said before its channels close."""

@@ -11,6 +11,7 @@ from simulation.worker_process import BLOCK_SIZE, DRAIN_S, MAX_MODEL_LEN, MODEL,
 
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
+from splitserve.transport.handoff import Key
 from splitserve.transport.layer_slicing import LayerSlicing, SlicingMode
 from splitserve.transport.messages import Message
 
@@ -43,6 +44,16 @@ class PrefillProcess(WorkerProcess):
 
     def from_coordinator(self, message: Message) -> None:
         self.core.from_coordinator(message, self.now)
+
+    def shrink_step(self, step: Any) -> None:
+        self.core.shrink_step(step, "the adversary says so")
+
+    def still_held(self, keys: set[Key]) -> Iterable[Key]:
+        yield from keys.intersection(self.core.sender.held)
+        for key in keys.intersection(self.core.scheduler.held):
+            sequence = self.core.scheduler.running.get(key)
+            if sequence is None or not (sequence.in_step and sequence.doomed):
+                yield key
 
     def take_new_incarnation(self) -> None:
         """What the old incarnation still owes its peers is said before its channels close."""

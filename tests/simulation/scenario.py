@@ -32,6 +32,7 @@ class Faults:
     die_in_put: float = 0.0
     # per step
     step_error: float = 0.0
+    step_no_memory: float = 0.0
     # mean seconds between
     kill_every: float = 0.0
     freeze_every: float = 0.0
@@ -69,7 +70,9 @@ class Scenario:
 
 
 NETWORK = Faults(drop=0.01, double=0.02, late=0.02, mangle=0.002, partition_every=0.8, cancel=0.1)
-PROCESSES = Faults(kill_every=0.5, freeze_every=0.5, hang_every=1.5, slow_every=1.0, step_error=0.002, clock_drift=0.02, cancel=0.1)
+PROCESSES = Faults(
+    kill_every=0.5, freeze_every=0.5, hang_every=1.5, slow_every=1.0, step_error=0.002, step_no_memory=0.002, clock_drift=0.02, cancel=0.1
+)
 MOVERS = Faults(
     corrupt_put=0.02,
     partial_put=0.01,
@@ -93,6 +96,7 @@ EVERYTHING = replace(
     hang_every=2.0,
     slow_every=1.5,
     step_error=0.004,
+    step_no_memory=0.004,
     drain_every=1.5,
     spill_every=1.0,
     clock_drift=0.01,
@@ -108,7 +112,7 @@ NAMED = {
     "movers": Scenario(MOVERS),
     "writers": Scenario(Faults(corrupt_put=0.05, partial_put=0.05, double=0.5, freeze_in_put=0.05, cancel=0.05), Cluster(one_sided=1.0)),
     "drains": Scenario(Faults(drain_every=0.3), Cluster(num_prefill=3, num_decode=3)),
-    "memory": Scenario(Faults(cancel=0.1, spill_every=0.5), FEW_BLOCKS),
+    "memory": Scenario(Faults(cancel=0.1, spill_every=0.5, step_no_memory=0.01), FEW_BLOCKS),
     "echoes": Scenario(Faults(drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1)),
     "everything": Scenario(EVERYTHING),
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from simulation.worker_process import WorkerProcess
 
-FAILED, SKIPPED = "failed", "skipped"
+FAILED, SKIPPED, NO_MEMORY = "failed", "skipped", "out of memory"
 
 
 class Steps:
@@ -20,7 +20,7 @@ class Steps:
     def __init__(self, process: WorkerProcess, ahead: bool) -> None:
         self._process, self._world, self._ahead = process, process.world, ahead
         self._steps: deque[Any] = deque()  # submitted and not collected
-        self._outcomes: deque[Any] = deque()  # of the first of these: an output, FAILED or SKIPPED
+        self._outcomes: deque[Any] = deque()  # of the first of these: an output, FAILED, NO_MEMORY or SKIPPED
         self._nearly_done = False  # of the one that runs
         self._sampled_last: list[int] = []
 
@@ -79,8 +79,9 @@ class Steps:
         if output is None:
             output = process.finish(step)
         process.blocks.end_step(step)
-        if world.strikes(world.scenario.faults.step_error, "steps failed"):
-            self._outcomes.append(FAILED)
+        failed = FAILED if world.strikes(world.scenario.faults.step_error, "steps failed") else None
+        if failed or world.strikes(world.scenario.faults.step_no_memory, "steps out of memory"):
+            self._outcomes.append(failed or NO_MEMORY)
             while (behind := self.running) is not None:
                 world.counts["steps skipped"] += 1
                 process.blocks.end_step(behind)

@@ -40,7 +40,7 @@ def test_nothing_is_lost_to_one_kind_of_fault(name: str) -> None:
 HAPPENS = """
 messages dropped|messages doubled|messages late|messages mangled|messages lost in a partition|messages held by a partition
 puts corrupted|puts cut short|puts doubled|puts late|puts lost|parcels refused|corrupt blocks found|mover errors
-freezes in mid-put|deaths in mid-put|steps failed|steps skipped|steps made ahead
+freezes in mid-put|deaths in mid-put|steps failed|steps out of memory|steps skipped|steps made ahead
 kills|freezes|hangs|slow workers|partitions|one-way partitions|spills
 coordinator restarts|coordinator freezes|drains by signal|drains by the coordinator|workers drained|layers put|cancellations
 ended: stop|ended: length|ended: deadline|ended: cancelled|ended: overloaded

@@ -30,6 +30,14 @@ def test_echoes_of_old_messages_open_no_way_into_joined_blocks() -> None:
     assert not any(simulate(seed, scenario, requests=25).violations for seed in range(50))
 
 
+def test_a_decode_step_that_ran_out_of_memory_is_made_again_with_the_blocks_it_has() -> None:
+    """The step made ahead of one that ran out of memory had been given its next block already; made again, it was given another one, and
+    wrote there."""
+    worlds = [simulate(seed, Scenario(Faults(step_no_memory=0.05)), requests=100) for seed in range(4)]
+    assert sum(world.counts["steps out of memory"] for world in worlds) > 20
+    assert not any(world.violations for world in worlds)
+
+
 def test_an_echo_of_the_handoff_is_no_word_of_blocks_that_are_put_again() -> None:
     """Blocks that had come corrupt were asked for again; while their one-sided writer stood still in the middle of that put, an echo of the
     first Handoff came, the blocks were found right, and joined: and were then written once more, whoever had them by now."""

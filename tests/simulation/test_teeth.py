@@ -18,6 +18,7 @@ from splitserve.coordinator.flight import Flight
 from splitserve.coordinator.flight_table import FlightTable
 from splitserve.coordinator.lifecycle import Lifecycle
 from splitserve.coordinator.progress import Progress
+from splitserve.decode.core import DecodeCore
 from splitserve.decode.rows import DecodeRows
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.block_manager import BlockManager
@@ -166,6 +167,23 @@ def never_free_a_cancelled_prompt(patch: Patch) -> None:
     patch.setattr(PrefillCore, "_drop", lambda self, key: self.sender.abandon(key))
 
 
+def run_a_cancelled_sequence_to_its_end(patch: Patch) -> None:
+    def broken(self: Any, key: Any) -> None:
+        self.receiver.cancel(key)
+
+    patch.setattr(DecodeCore, "_drop", broken)
+
+
+def give_a_block_that_is_there_already(patch: Patch) -> None:
+    def broken(self: Any, sequence: Any, position: int) -> None:
+        find_slot(self, sequence, position)
+        if position % self._block_size == 0:
+            self.beginning.add(sequence)
+
+    find_slot = DecodeRows._find_slot
+    patch.setattr(DecodeRows, "_find_slot", broken)
+
+
 def wait_for_ever_for_a_grant(patch: Patch) -> None:
     offer = HandoffSender.offer
 
@@ -282,6 +300,8 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (send_layers_before_they_are_computed, "calm"),
     (forget_which_layers_have_left, "calm"),
     (never_free_a_cancelled_prompt, "network"),
+    (run_a_cancelled_sequence_to_its_end, "network"),
+    (give_a_block_that_is_there_already, "processes"),
     (wait_for_ever_for_a_grant, "calm"),
     (free_blocks_in_the_middle_of_a_step, "memory"),
     (move_a_row_without_its_blocks, "calm"),

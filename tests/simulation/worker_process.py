@@ -9,12 +9,25 @@ from typing import TYPE_CHECKING, Any
 from simulation.memory import Memory
 from simulation.model import VOCABULARY
 from simulation.process import Process
-from simulation.steps import FAILED, SKIPPED, Steps
+from simulation.steps import FAILED, NO_MEMORY, SKIPPED, Steps
 from simulation.watched_blocks import WatchedBlocks
 
 from splitserve.transport.actions import ToCoordinator
-from splitserve.transport.handoff import HandoffTimes
-from splitserve.transport.messages import Alive, Fenced, Goodbye, Hello, Meet, Message, ModelIdentity, RequestFailed, Role, Welcome
+from splitserve.transport.handoff import HandoffTimes, Key
+from splitserve.transport.messages import (
+    Alive,
+    Cancel,
+    Fenced,
+    Goodbye,
+    Hello,
+    Meet,
+    Message,
+    ModelIdentity,
+    RequestFailed,
+    Role,
+    Welcome,
+    from_u32,
+)
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -66,6 +79,14 @@ class WorkerProcess(Process):
         """Carries out an action that only this role has."""
         raise NotImplementedError
 
+    def shrink_step(self, step: Any) -> None:
+        """A step ran out of memory."""
+        raise NotImplementedError
+
+    def still_held(self, keys: set[Key]) -> Iterable[Key]:
+        """Those of which something is here that no step in flight uses."""
+        raise NotImplementedError
+
     def take_new_incarnation(self) -> None:
         raise NotImplementedError
 
@@ -100,6 +121,9 @@ class WorkerProcess(Process):
         else:
             self.from_coordinator(message)
         self.turn()
+        if isinstance(message, Cancel) and self.alive and not self.frozen:
+            for key in self.still_held({(message.coordinator, dispatch) for dispatch in from_u32(message.dispatches)}):
+                self.world.violated(f"{self.name}: {key} was cancelled, and a turn later something of it is held")
 
     def turn(self) -> None:
         """One turn of the loop."""
@@ -125,6 +149,8 @@ class WorkerProcess(Process):
         for step, outcome in self.steps.collect():
             if outcome is FAILED:
                 self.core.fail_step(step, "the adversary says so")
+            elif outcome is NO_MEMORY:
+                self.shrink_step(step)
             elif outcome is SKIPPED:
                 self.core.skip_step(step)
             else:
