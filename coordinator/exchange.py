@@ -219,7 +219,9 @@ class HttpExchange:
     def _respond_whole(self) -> None:
         self._end("200")
         chosen = self.choices if self._options.best is None else _best(self.choices, self._options.best)
-        results = [replace(choice.result(choice.finish_reason() or "error"), index=index) for index, choice in enumerate(chosen)]
+        results = [choice.result(choice.finish_reason() or "error") for choice in chosen]
+        if self._options.best is not None:
+            results = [replace(result, index=index) for index, result in enumerate(results)]
         self._respond(200, self._choice_options.form.response(results, self._usage()), [])
 
     def _respond(self, status: int, body: bytes, headers: Headers) -> None:

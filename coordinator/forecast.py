@@ -50,6 +50,11 @@ class Forecast:
         """It is gone."""
         self._measured.pop(worker.id, None)
 
+    @property
+    def known(self) -> bool:
+        """Whether any worker's speed is."""
+        return any(len(measured.rates) >= MIN_REPORTS for measured in self._measured.values())
+
     def tokens_per_s(self, workers: list[Worker]) -> float | None:
         """Of all these prefill workers; one that was not measured counts as the mean of the others. None: none was."""
         measured = [m.rates for w in workers if (m := self._measured.get(w.id)) is not None]

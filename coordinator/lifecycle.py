@@ -154,7 +154,7 @@ class Lifecycle:
         """Refuses what would break its deadline, or its class's objective, by the forecast: at once, and not after the wait."""
         prefills = self.pools.open_of_role("prefill")
         ahead: float = sum(worker.pending_tokens for worker in prefills)
-        if not (self.num_queued or ahead):
+        if not (self.num_queued or ahead) or not self._state.forecast.known:
             return None
         ahead += self._state.line.tokens_ahead(request.priority_class, request.tenant)
         wait_s = self._state.forecast.seconds(prefills, ahead, len(request.prompt_token_ids))

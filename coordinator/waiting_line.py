@@ -122,6 +122,8 @@ class WaitingLine:
 
     def tokens_ahead(self, priority_class: PriorityClass, tenant: str) -> float:
         """Prompt tokens that would be served before a request that joins now: by the counters, in the order of ``serve``."""
+        if not self._entries:
+            return 0.0
         line = self._classes[priority_class]
         own = line.tenants.get(tenant)
         own_tokens = float(own.num_tokens) if own is not None else 0.0
@@ -160,6 +162,12 @@ class WaitingLine:
         return True
 
     def _serve_new(self, place: Callable[[Flight], bool], now: float) -> None:
+        if len(self._entries) == 1 and not self._returning:  # mostly
+            (flight,) = self._entries
+            if place(flight):
+                self.charge(flight)
+                self.leave(flight)
+            return
         turns = _Turns(self._classes, self._shares)
         too_long = inf  # where a prompt finds no room, no longer one does
         for _ in range(4 * LOOK_AHEAD + len(self._entries)):
