@@ -26,6 +26,7 @@ COMMANDS = [
     "doctor",
     "bench",
     "keys",
+    "plan",
     "profile",
     "simulate",
     "trace",
