@@ -10,12 +10,13 @@ import ctypes
 import mmap
 import sys
 import threading
+import time
 
 import torch
 from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
-CHUNK_BYTES = 32 << 20
+YIELD_S = 0.001
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in the mmap module
 ALIGNMENT = 64  # a cache line
 
@@ -53,8 +54,10 @@ def populate_in_background(memory: Tensor) -> None:
         madvise = ctypes.CDLL(None).madvise  # without the GIL
         start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         end = memory.data_ptr() + memory.nbytes
-        while start < end and madvise(ctypes.c_void_p(start), ctypes.c_size_t(min(CHUNK_BYTES, end - start)), MADV_POPULATE_WRITE) == 0:
-            start += CHUNK_BYTES
+        # A page at a time: the kernel holds the address space's lock meanwhile, and a step that allocates waits for it.
+        while start < end and madvise(ctypes.c_void_p(start), ctypes.c_size_t(min(HUGE_PAGE_BYTES, end - start)), MADV_POPULATE_WRITE) == 0:
+            start += HUGE_PAGE_BYTES
+            time.sleep(YIELD_S)
 
     threading.Thread(target=populate, name="populate-kv-cache", daemon=True).start()
 
