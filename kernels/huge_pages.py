@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
+CHUNK_BYTES = 32 << 20  # of packed weights
 YIELD_S = 0.001
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in the mmap module
 ALIGNMENT = 64  # a cache line
