@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import multiprocessing
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import uvloop
 
+from ..transport.collector import settle_heap
 from ..transport.errors import KeyFileError
 from ..transport.keys import KeyFile
 from ..transport.messages import Sampling
@@ -42,7 +42,6 @@ from .tenants.usage_database import SQLITE
 from .trace_log import TraceLog
 
 PROBE_TOKENS = 4
-GC_THRESHOLD = 10_000  # objects: a burst of 64 requests makes so many, and none of them is part of a cycle when it ends
 _log = logging.getLogger(__name__)
 
 
@@ -117,9 +116,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     if admin_port is not None:
         await admin_port.start()
         _log.info("admin API on http://%s:%d", settings.admin_host, admin_port.port)
-    gc.collect()
-    gc.freeze()  # what is here now stays: the collector need not look at it again
-    gc.set_threshold(GC_THRESHOLD)
+    settle_heap()
     _log.info("HTTP on http://%s:%d, workers connect to %s", settings.listen_host, server.port, dispatcher.address)
     tasks = [asyncio.create_task(prove(dispatcher, partial(_probe, lifecycle.incarnation)))]
     if keys is not None:

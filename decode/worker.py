@@ -30,6 +30,7 @@ from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import CloseLease, ExpectAgain, Join, OpenLease, Supersede, ToCoordinator, ToPeer, Verify
 from ..transport.channels import RouterChannel
+from ..transport.collector import settle_heap
 from ..transport.coordinator_link import opened_to, worker_of
 from ..transport.coordinator_links import CoordinatorLinks
 from ..transport.handoff import HandoffTimes, PeerId
@@ -130,6 +131,7 @@ class DecodeWorker:
     def run(self) -> None:
         """The loop."""
         sys.setswitchinterval(SWITCH_S)
+        settle_heap()
         try:
             while not self._stopping:
                 ready = self._wait()

@@ -27,6 +27,7 @@ from ..engine.layer_progress import LayerProgress
 from ..engine.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import ToCoordinator
+from ..transport.collector import settle_heap
 from ..transport.coordinator_links import CoordinatorLinks
 from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
@@ -97,13 +98,14 @@ class PrefillWorker:
     def run(self) -> None:
         """The loop."""
         sys.setswitchinterval(SWITCH_S)
+        settle_heap()
         try:
             while not self._stopping:
                 ready = self._wait()
                 now = time.monotonic()
-                self._receive(ready, now)
                 self._collect(now)
-                self._tell()
+                self._tell()  # the step that is over first: someone waits for its tokens
+                self._receive(ready, now)
                 self._launch(now)
                 self._carry_out()
                 self._launch(now)  # blocks that were just freed are used at once

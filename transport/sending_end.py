@@ -22,7 +22,7 @@ from .keys import ClusterKey
 from .messages import BETWEEN_MOVERS, FROM_DECODE, Handoff, Message, Placed, Release, u64
 from .movers.block_memory import DevicePool
 from .movers.checksum import DeviceChecksums, RunningChecksums
-from .movers.interface import Pool, PutSource, TalkingSource
+from .movers.interface import Pool, PutSource, as_talking_source
 from .movers.opening import ON_DEVICE, open_source
 from .transfer_clock import TransferClock
 
@@ -95,16 +95,14 @@ class SendingEnd:
             self._say_words(peer)
 
     def _hear(self, peer: PeerId, message: Message, now: float) -> None:
-        mover = self._movers.get(peer)
         if not isinstance(message, BETWEEN_MOVERS):
             self._sender.receive(peer, message, now)
-        elif isinstance(mover, TalkingSource):
-            mover.hear(message)
+        elif (talking := as_talking_source(self._movers.get(peer))) is not None:
+            talking.hear(message)
 
     def _say_words(self, peer: PeerId) -> None:
-        mover = self._movers.get(peer)
-        if isinstance(mover, TalkingSource):
-            for message in mover.words():
+        if (talking := as_talking_source(self._movers.get(peer))) is not None:
+            for message in talking.words():
                 self._send(peer, message)
 
     def carry_out(self, action: SenderAction) -> None:

@@ -7,7 +7,8 @@ here blocks; nothing is safe to use from two threads at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from functools import cache
+from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +103,21 @@ class TalkingTarget(Protocol):
 
     def words(self) -> list[tuple[PeerId, Message]]:
         """What is to be said since the last call, in order."""
+
+
+def as_talking_source(source: PutSource | None) -> TalkingSource | None:
+    """The source, if it is one that talks."""
+    return cast(TalkingSource, source) if source is not None and _is_a(source.__class__, TalkingSource) else None
+
+
+def as_talking_target(target: PutTarget) -> TalkingTarget | None:
+    """The target, if it is one that talks."""
+    return cast(TalkingTarget, target) if _is_a(target.__class__, TalkingTarget) else None
+
+
+@cache
+def _is_a(kind: type, protocol: type) -> bool:
+    return issubclass(kind, protocol)  # which walks the protocol's members, 20 us, and workers ask in every turn of their loops
 
 
 def layer_slice(shape: Sequence[int], first_layer: int, num_layers: int | None) -> slice:

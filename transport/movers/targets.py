@@ -14,7 +14,7 @@ from ..messages import Message, Met
 from .block_memory import DevicePool, HostMemory
 from .cuda_ipc import CudaIpcTarget
 from .cuda_runtime import LoadedCudart
-from .interface import Arrival, Pool, PutTarget, TalkingTarget
+from .interface import Arrival, Pool, PutTarget, as_talking_target
 from .nccl_target import NcclTarget
 from .nixl import NixlTarget
 from .shm import SharedPool, ShmTarget
@@ -109,12 +109,12 @@ class MoverTargets:
     def hear(self, peer: PeerId, message: Message) -> None:
         """One of BETWEEN_MOVERS."""
         for target in self._targets.values():
-            if isinstance(target, TalkingTarget):
-                target.hear(peer, message)
+            if (talking := as_talking_target(target)) is not None:
+                talking.hear(peer, message)
 
     def words(self) -> list[tuple[PeerId, Message]]:
         """What movers have to say to their other ends."""
-        return [word for target in self._targets.values() if isinstance(target, TalkingTarget) for word in target.words()]
+        return [word for target in self._targets.values() if (talking := as_talking_target(target)) is not None for word in talking.words()]
 
     def poll(self, ready: AbstractSet[object], limit: int) -> list[Arrival]:
         """What has arrived by movers whose descriptor is among ``ready``, up to ``limit`` blocks each."""
