@@ -6,6 +6,7 @@ matcher reads the tokens that there are, and is where the lost one was.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 
 from .errors import GrammarError
 
+ANY_NUMBER = LLMatcher.grammar_from_regex("[0-9]+").encode()
 MAX_CACHED = 128  # compiled grammars
 MAX_LEXER_STATES = 50_000  # 1 to 2 kB each; the library's other limits bound the work of compiling and of each step
+_log = logging.getLogger(__name__)
 
 
 class GrammarMatcher:
@@ -65,6 +68,13 @@ class GrammarCompiler:
             except Exception as error:  # the library's own are plain ones
                 raise GrammarError(f"{self._path} is no tokenizer that structured output can be had with: {error}") from error
         return self._tokenizer
+
+    def warm_up(self) -> None:
+        """So that the first request with a grammar is as quick as the next. A model that has none is told of when a request asks."""
+        try:
+            self.matcher(ANY_NUMBER).mask(())
+        except GrammarError as error:
+            _log.info("no structured output: %s", error)
 
     def matcher(self, grammar: bytes, output_token_ids: Sequence[int] = ()) -> GrammarMatcher:
         """At the end of this output. Raises GrammarError if there is no such grammar, or the output does not follow it."""

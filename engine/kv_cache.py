@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.huge_pages import advise_huge_pages, huge_page_bytes, populate_in_background
+from ..kernels.huge_pages import advise_huge_pages, huge_page_bytes, populate
 from .config import ModelConfig
 from .device import available_bytes
 from .errors import OutOfMemoryError
@@ -70,7 +70,7 @@ class KVCache:
         except (RuntimeError, MemoryError, OSError) as error:
             raise OutOfMemoryError(f"{wanted} could not be allocated ({error}); lower --kv-cache-gib or --num-blocks") from error
         if device.type == "cpu":
-            populate_in_background(raw)
+            populate(raw)
         self.pool: Tensor = raw.view(layout.dtype).view(num_blocks, *layout.block_shape)
         self._raw = raw
 

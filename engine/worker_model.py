@@ -86,6 +86,9 @@ class WorkerModel:
             )
         )
         runner.warm_up()
+        grammars = GrammarCompiler(settings.model, runner.config.vocab_size, runner.config.eos_token_ids)
+        grammars.warm_up()
+        runner.phases.done("grammar")
         cache = runner.kv_cache
         _log.info("%s in %s on %s, ready in %s", settings.model, runner.dtype, runner.device, runner.phases)
         _log.info(
@@ -114,7 +117,7 @@ class WorkerModel:
             device=runner.device,
             mirror=mirror,
             device_blocks=device_blocks,
-            grammars=GrammarCompiler(settings.model, runner.config.vocab_size, runner.config.eos_token_ids),
+            grammars=grammars,
             launch=runner.launch if on_gpu else None,
             ahead_at_layer=0 if on_gpu else max(1, cache.layout.num_layers - 1),
         )

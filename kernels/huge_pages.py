@@ -11,13 +11,16 @@ import mmap
 import sys
 import threading
 import time
+import weakref
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 32 << 20  # of packed weights
-YIELD_S = 0.001
+FIRST_BYTES = 64 << 20  # found at once: what the first requests use
+BACKGROUND_SHARE = 0.1  # of a core, for the rest: the first requests run beside it
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in the mmap module
 ALIGNMENT = 64  # a cache line
 
@@ -42,25 +45,37 @@ def advise_huge_pages(memory: Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
 
-def populate_in_background(memory: Tensor) -> None:
-    """Have Linux find the pages of ``memory`` now, while it is already in use, and not in the middle of a request. Its content stays.
+def populate(memory: Tensor) -> None:
+    """Have Linux find the pages of ``memory`` before requests need them: the first ones now, the rest little by little in a thread, while
+    the memory is already in use. Its content stays.
 
     A virtual machine may need seconds for a GiB that it never touched before. Where the kernel does not know this request, pages are
     found at first use, as ever.
     """
     if not sys.platform.startswith("linux"):
         return
+    first = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    end = memory.data_ptr() + memory.nbytes
+    pages = iter(range(first, end, HUGE_PAGE_BYTES))
+    known = all(_found(page, end) for page in islice(pages, FIRST_BYTES // HUGE_PAGE_BYTES))
+    used = weakref.ref(memory)
 
-    def populate() -> None:
-        madvise = ctypes.CDLL(None).madvise  # without the GIL
-        start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        end = memory.data_ptr() + memory.nbytes
-        # A page at a time: the kernel holds the address space's lock meanwhile, and a step that allocates waits for it.
-        while start < end and madvise(ctypes.c_void_p(start), ctypes.c_size_t(min(HUGE_PAGE_BYTES, end - start)), MADV_POPULATE_WRITE) == 0:
-            start += HUGE_PAGE_BYTES
-            time.sleep(YIELD_S)
+    def populate_the_rest() -> None:
+        for page in pages:
+            began, kept = time.monotonic(), used()
+            if kept is None or not _found(page, end):
+                return
+            del kept
+            time.sleep((time.monotonic() - began) * (1 / BACKGROUND_SHARE - 1))
 
-    threading.Thread(target=populate, name="populate-kv-cache", daemon=True).start()
+    if known:
+        threading.Thread(target=populate_the_rest, name="populate-kv-cache", daemon=True).start()
+
+
+def _found(page: int, end: int) -> bool:
+    """One huge page at a time: the kernel holds the address space's lock meanwhile, and a step that allocates waits for it."""
+    madvise = ctypes.CDLL(None).madvise  # without the GIL
+    return bool(madvise(ctypes.c_void_p(page), ctypes.c_size_t(min(HUGE_PAGE_BYTES, end - page)), MADV_POPULATE_WRITE) == 0)
 
 
 class HugePageArena:

@@ -1,0 +1,75 @@
+"""Pages of the KV cache are there before the first requests need them, and are found without holding anybody up."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from splitserve.kernels import huge_pages
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for pages")
+PAGE = huge_pages.HUGE_PAGE_BYTES
+
+
+def resident(memory: Tensor) -> list[bool]:
+    """Of each huge page's first small one, whether it is in memory."""
+    found = (ctypes.c_ubyte * (memory.nbytes // 4096))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), found) == 0
+    return [bool(found[i]) for i in range(0, len(found), PAGE // 4096)]
+
+
+def populating() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "populate-kv-cache"]
+
+
+def test_the_first_pages_are_there_at_once_the_rest_soon_and_the_content_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "FIRST_BYTES", 2 * PAGE)
+    monkeypatch.setattr(huge_pages, "BACKGROUND_SHARE", 1.0)
+    memory = huge_pages.huge_page_bytes(6 * PAGE)
+    memory[5 * PAGE] = 7
+    assert resident(memory) == [False] * 5 + [True]
+    release, find, asked = threading.Event(), huge_pages._found, []
+
+    def found(page: int, end: int) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            assert release.wait(10)
+        asked.append(page)
+        return find(page, end)
+
+    monkeypatch.setattr(huge_pages, "_found", found)
+    huge_pages.populate(memory)
+    assert resident(memory) == [True, True, False, False, False, True]
+    release.set()
+    for thread in populating():
+        thread.join(10)
+    assert all(resident(memory))
+    assert asked == [memory.data_ptr() + i * PAGE for i in range(6)], "one huge page at a time"
+    assert int(memory.sum()) == 7
+
+
+def test_memory_that_is_no_longer_used_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "FIRST_BYTES", PAGE)
+    monkeypatch.setattr(huge_pages, "BACKGROUND_SHARE", 0.05)
+    memory = huge_pages.huge_page_bytes(500 * PAGE)
+    huge_pages.populate(memory)
+    (thread,) = populating()
+    del memory
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while thread.is_alive():
+        assert time.monotonic() < deadline
+        thread.join(0.1)
+
+
+def test_what_another_system_does_not_know_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "MADV_POPULATE_WRITE", 12345)
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    huge_pages.populate(memory)
+    assert not populating()
