@@ -80,7 +80,7 @@ class Attempts:
             error=ended.error,
             message=ended.message,
             retry_after_s=ended.retry_after_s,
-            num_cached_tokens=flight.num_cached_tokens,
+            num_cached_tokens=flight.num_cached_tokens or 0,
             num_output_tokens=len(flight.tokens),
             num_dispatches=flight.num_attempts,
             prefill_worker=flight.route[0],

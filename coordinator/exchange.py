@@ -235,6 +235,7 @@ class HttpExchange:
     def _look_if_done(self) -> None:
         if self._closed and not self._num_running and self._done is not None:
             done, self._done = self._done, None
+            self._metrics.prompts_done(self.usage_so_far()["prompt_tokens"], self._num_cached())
             done(self)
 
     def _id_header(self) -> Headers:
@@ -285,7 +286,7 @@ class HttpExchange:
             stages=self._ledger.stages(),
             first_token_at=min((c.first_token_at for c in self.choices if c.first_token_at), default=0.0),
             num_prompt_tokens=sum({id(c.prompt): len(c.prompt.token_ids) for c in self.choices}.values()),
-            num_cached_tokens=ended.num_cached_tokens,
+            num_cached_tokens=self._num_cached(),
             num_output_tokens=sum(c.num_tokens for c in self.choices),
             num_dispatches=ended.num_dispatches,
             prefill_worker=ended.prefill_worker,

@@ -77,7 +77,7 @@ class Flight:
     suspect: bool = False  # it may be what kills workers
     move: Move | None = None
     moved_at: float = -1e9  # when a move was last given up
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None  # of the prompt, found in a prefix cache, as the first attempt to be heard of said
     pending_blocks: int = 0  # promised to the decode worker
     model: ModelIdentity | None = None  # of the workers of the last attempt
     charged: float = 0.0  # of its tenant's share

@@ -75,8 +75,6 @@ class Metrics:
         """Times in monotonic seconds; ``first`` is when the first token came, 0 if none did."""
         counts = self.counts
         counts.sequences[ended.finish_reason or ("error" if ended.error else "cancelled")] += 1
-        counts.prompt_tokens += num_prompt_tokens
-        counts.cached_tokens += ended.num_cached_tokens
         counts.output_tokens += num_tokens
         counts.retries += max(0, ended.num_dispatches - 1)
         counts.recovered += ended.finish_reason is not None and ended.num_dispatches > 1
@@ -86,6 +84,11 @@ class Metrics:
             self.ttft.observe(first - arrival)
         if num_tokens > 1:
             self.tpot.observe((now - first) / (num_tokens - 1))
+
+    def prompts_done(self, num_tokens: int, num_cached: int) -> None:
+        """Of one HTTP request, as its usage says: a prompt counts once, however many choices it has."""
+        self.counts.prompt_tokens += num_tokens
+        self.counts.cached_tokens += num_cached
 
     def request_closed(self, record: RequestRecord) -> None:
         """The response is complete, or its client gone. Over all requests the stages sum to the end-to-end time."""

@@ -64,7 +64,7 @@ class Progress:
             self._state.actions += self._members.evacuation.give_up(flight, now)
 
     def _first_token(self, flight: Flight, message: FirstToken, now: float) -> None:
-        flight.num_cached_tokens = max(flight.num_cached_tokens, message.num_cached_tokens)
+        _hear_cached(flight, message)
         if flight.stage == "prefill":
             flight.enter("handoff", now)
             flight.ledger.previous_began_later(message.queue_s)  # it waited on the worker
@@ -81,6 +81,7 @@ class Progress:
             self._push(flight, message.token, message.logprobs, message.finished, now)
 
     def _joined(self, flight: Flight, message: Joined, now: float) -> None:
+        _hear_cached(flight, message)
         if flight.stage != "decode":
             flight.enter("decode", now)
             # Heard in one breath with the first token, the handoff seems to have taken no time: the decode worker knows better.
@@ -131,3 +132,9 @@ class Progress:
             self._attempts.expire(flight, message.message, now)
         else:
             self._attempts.retry(flight, message.message, now, counts=message.kind != "preempted")
+
+
+def _hear_cached(flight: Flight, message: FirstToken | Joined) -> None:
+    """Whichever comes first. What a later attempt finds in a cache was put there by this very request: nobody saved that."""
+    if flight.num_cached_tokens is None:
+        flight.num_cached_tokens = min(message.num_cached_tokens, len(flight.request.prompt_token_ids))

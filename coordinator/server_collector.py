@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from .efficiency import Efficiency
 
 TOKENS = {
-    "prompt_tokens": "Prompt tokens of the sequences that ended.",
+    "prompt_tokens": "Prompt tokens of the requests that ended, as their usage says: once for all choices.",
     "cached_tokens": "Of these, tokens found in a prefix cache.",
     "output_tokens": "Output tokens of the sequences that ended.",
     "retries": "Dispatches after a sequence's first.",

@@ -112,7 +112,7 @@ class WaitingLine:
 
     def charge(self, flight: Flight) -> None:
         """Books what the request has been given since it was last booked: what was computed of its prompt, and its output tokens."""
-        prompt = len(flight.request.prompt_token_ids) - flight.num_cached_tokens if flight.num_attempts else 0
+        prompt = len(flight.request.prompt_token_ids) - (flight.num_cached_tokens or 0) if flight.num_attempts else 0
         cost = PROMPT_WEIGHT * max(0, prompt) + OUTPUT_WEIGHT * len(flight.tokens)
         if (service := cost - flight.charged) != 0.0:
             flight.charged = cost

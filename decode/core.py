@@ -273,6 +273,7 @@ class DecodeCore:
             logprobs=join.logprobs,
             transfer_s=join.transfer_s,
             num_cached_blocks=join.num_cached_blocks,
+            num_cached_tokens=join.num_cached_tokens,
         )
         self._actions.append(ToCoordinator(joined))
         self.scheduler.join(join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s)

@@ -309,7 +309,7 @@ class PrefillCore:
         if finished is not None:
             self._drop(sequence.key)
         else:
-            self.sender.finish(sequence.key, sequence.blocks, token, message.logprobs, now)
+            self.sender.finish(sequence.key, sequence.blocks, token, message.logprobs, now, sequence.num_cached_tokens)
 
     def _finish_reason(self, sequence: PrefillSequence, token: int, index: int) -> FinishReason | None:
         state = sequence.state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .handoff import Key, PeerId
-from .messages import FailureKind, Message, Met, Peer, RequestSpec, TokenLogprobs
+from .messages import FailureKind, Handoff, Message, Met, Peer, RequestSpec, TokenLogprobs
 
 
 class ToCoordinator(NamedTuple):
@@ -66,7 +66,20 @@ class SendHandoff(NamedTuple):
     token: int
     logprobs: TokenLogprobs | None
     source_blocks: list[int]
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     again: bool = False  # after blocks that were wrong have been put again
+
+    def message(self, checksums: bytes) -> Handoff:
+        """``checksums``: of the source blocks, as a column of uint64."""
+        return Handoff(
+            spec=self.spec,
+            lease=self.lease,
+            token=self.token,
+            logprobs=self.logprobs,
+            checksums=checksums,
+            num_cached_tokens=self.num_cached_tokens,
+            again=self.again,
+        )
 
 
 class Delivered(NamedTuple):
@@ -132,6 +145,7 @@ class Join(NamedTuple):
     token: int
     logprobs: TokenLogprobs | None
     num_cached_blocks: int
+    num_cached_tokens: int  # of the prompt, found in the prefill worker's prefix cache
     transfer_s: float
 
 

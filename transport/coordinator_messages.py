@@ -102,8 +102,8 @@ class FirstToken(Message):
 
 
 class Joined(Message):
-    """The decode worker has verified the handoff and the sequence joins its batch. Repeats the first token, should
-    the prefill worker have died before the coordinator heard it."""
+    """The decode worker has verified the handoff and the sequence joins its batch. Repeats what FirstToken says, should the coordinator
+    hear that later, or never because the prefill worker has died."""
 
     coordinator: Incarnation
     dispatch: Dispatch
@@ -112,6 +112,7 @@ class Joined(Message):
     logprobs: TokenLogprobs | None = None
     transfer_s: Duration = 0.0  # from the Handoff message's arrival to the verified join
     num_cached_blocks: Count = 0  # blocks that did not travel
+    num_cached_tokens: Count = 0  # of the prompt, found in the prefill worker's prefix cache
 
 
 class StepTokens(Message):

@@ -77,6 +77,7 @@ class Handoff(Message):
     token: TokenId
     logprobs: TokenLogprobs | None = None
     checksums: ChecksumColumn
+    num_cached_tokens: Count = 0  # of the prompt, found in the prefill worker's prefix cache: Joined repeats it
     again: bool = False  # said after blocks that were wrong have been put again: an echo of what was said before is no word of those
 
 

@@ -315,6 +315,7 @@ class HandoffReceiver:
                 handoff.token,
                 handoff.logprobs,
                 incoming.num_cached,
+                handoff.num_cached_tokens,
                 now - incoming.handoff_at,
             )
         )

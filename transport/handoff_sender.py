@@ -60,6 +60,7 @@ class Outgoing:
     layers_ready: int = 0
     layers_put: int = 0  # of blocks [num_put, filling), these layers have left
     first: tuple[int, TokenLogprobs | None] | None = None  # the first token: the prompt is complete
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     sent: bool = False
     sent_again: bool = False
 
@@ -143,12 +144,14 @@ class HandoffSender:
             self._push(out)
             self._tell_placed(out)
 
-    def finish(self, key: Key, blocks: list[int], token: int, logprobs: TokenLogprobs | None, now: float) -> None:
-        """The prompt is complete, with all its ``blocks``, and has its first token."""
+    def finish(
+        self, key: Key, blocks: list[int], token: int, logprobs: TokenLogprobs | None, now: float, num_cached_tokens: int = 0
+    ) -> None:
+        """The prompt is complete, with all its ``blocks``, and has its first token. ``num_cached_tokens`` of it were not computed."""
         out = self._outgoing.get(key)
         if out is not None:
             out.blocks, out.num_ready, out.layers_ready = blocks, len(blocks), 0
-            out.first = (token, logprobs)
+            out.first, out.num_cached_tokens = (token, logprobs), num_cached_tokens
             self._push(out)
             self._conclude(out, now)
 
@@ -264,7 +267,8 @@ class HandoffSender:
         elif out.sent and out.first is not None:
             token, logprobs = out.first
             sources = out.blocks[out.grant.num_cached_blocks : out.num_blocks]
-            self._actions.append(SendHandoff(out.peer, out.spec, out.grant.lease, token, logprobs, sources, out.sent_again))
+            handoff = SendHandoff(out.peer, out.spec, out.grant.lease, token, logprobs, sources, out.num_cached_tokens, out.sent_again)
+            self._actions.append(handoff)
 
     def _on_met(self, peer: PeerId, met: Met, now: float) -> None:
         contact = self._contacts.get(peer)

@@ -19,7 +19,7 @@ from .errors import TransportError
 from .handoff import FALLBACK_MOVER, PeerId
 from .handoff_sender import HandoffSender
 from .keys import ClusterKey
-from .messages import BETWEEN_MOVERS, FROM_DECODE, Handoff, Message, Placed, Release, u64
+from .messages import BETWEEN_MOVERS, FROM_DECODE, Message, Placed, Release, u64
 from .movers.block_memory import DevicePool
 from .movers.checksum import DeviceChecksums, RunningChecksums
 from .movers.interface import Pool, PutSource, as_talking_source
@@ -206,14 +206,7 @@ class SendingEnd:
     def _send_handoff(self, action: SendHandoff) -> None:
         if action.peer in self._channels:
             sums = u64(self._sums(action.peer).of(action.source_blocks))
-            handoff = Handoff(
-                spec=action.spec,
-                lease=action.lease,
-                token=action.token,
-                logprobs=action.logprobs,
-                checksums=sums,
-                again=action.again,
-            )
+            handoff = action.message(sums)
             self._send(action.peer, handoff)
 
     def _with_mover(self, peer: PeerId, use: Callable[[], object]) -> None:

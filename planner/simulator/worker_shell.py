@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...transport import actions as act
 from ...transport.handoff import HandoffTimes, PeerId
 from ...transport.handoff_sender import HandoffSender
-from ...transport.messages import Fenced, Goodbye, Handoff, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
+from ...transport.messages import Fenced, Goodbye, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
 from .cluster import Pool
 from .device import Device
 
@@ -133,14 +133,7 @@ class WorkerShell:
             self._say_after_puts(action.peer, Placed(lease=action.lease, first=action.first, checksums=sums))
         elif kind is act.SendHandoff:
             sums = bytes(8 * len(action.source_blocks))
-            handoff = Handoff(
-                spec=action.spec,
-                lease=action.lease,
-                token=action.token,
-                logprobs=action.logprobs,
-                checksums=sums,
-                again=action.again,
-            )
+            handoff = action.message(sums)
             self._say_after_puts(action.peer, handoff)
         elif kind is act.Connect:
             self._connect((action.peer.worker_id, action.peer.incarnation))

@@ -51,6 +51,19 @@ def test_the_join_may_overtake_the_first_token() -> None:
     assert tokens(bench.first(1)) == []
 
 
+@pytest.mark.parametrize("joined_first", [False, True])
+def test_cached_tokens_are_what_the_first_word_of_the_first_attempt_says(joined_first: bool) -> None:
+    bench = Bench()
+    bench.submit()
+    for word in (bench.joined, bench.first) if joined_first else (bench.first, bench.joined):
+        word(1, num_cached_tokens=2)
+    bench.say("d", RequestFailed(coordinator=7, dispatch=1, kind="preempted", message="no room"))
+    bench.first(2, index=1, num_cached_tokens=3)  # its own blocks of the first time
+    bench.joined(2, index=1)
+    (ended,) = ends(bench.step(2, 2, 7, "stop"))
+    assert ended.num_cached_tokens == 2
+
+
 def test_a_doubled_or_late_token_is_dropped_and_a_lost_one_starts_a_new_epoch() -> None:
     bench = Bench()
     bench.submit()

@@ -19,7 +19,6 @@ from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoint
 from splitserve.transport.messages import (
     FROM_DECODE,
     Cancel,
-    Handoff,
     Meet,
     ModelIdentity,
     Peer,
@@ -115,7 +114,7 @@ class System:
                     self._say(other, me, Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks)))
                 case act.SendHandoff():
                     sums = u64(action.source_blocks)
-                    self._say(other, me, Handoff(spec=action.spec, lease=action.lease, token=action.token, checksums=sums))
+                    self._say(other, me, action.message(sums))
                 case act.Put() if not self.one_sided:
                     for position, _, _ in action.items:
                         self.after(2, lambda a=action, i=position: self.d.core.receiver.arrived(a.lease, i))

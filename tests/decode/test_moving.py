@@ -22,7 +22,6 @@ from splitserve.transport import actions as act
 from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
 from splitserve.transport.messages import (
     Cancel,
-    Handoff,
     Joined,
     Load,
     Meet,
@@ -96,14 +95,7 @@ class Worker:
             self._send(other, action.message, lossy)
         elif isinstance(action, act.SendHandoff):
             sums = u64(action.source_blocks)
-            handoff = Handoff(
-                spec=action.spec,
-                lease=action.lease,
-                token=action.token,
-                logprobs=action.logprobs,
-                checksums=sums,
-                again=action.again,
-            )
+            handoff = action.message(sums)
             self._send(other, handoff, lossy)
         elif isinstance(action, act.Put):
             for position, _, _ in action.items:

@@ -12,7 +12,7 @@ from simulation.movers import MoverError, Source, open_source
 
 from splitserve.transport import actions as act
 from splitserve.transport.handoff_sender import HandoffSender
-from splitserve.transport.messages import Handoff, Message, Placed, u64
+from splitserve.transport.messages import Message, Placed, u64
 
 if TYPE_CHECKING:
     from simulation.worker_process import PeerId, WorkerProcess
@@ -83,14 +83,7 @@ class SendingEnd:
     def _send_handoff(self, action: act.SendHandoff) -> None:
         if action.peer in self._channels:
             sums = u64(self._checksums.of(action.source_blocks))
-            handoff = Handoff(
-                spec=action.spec,
-                lease=action.lease,
-                token=action.token,
-                logprobs=action.logprobs,
-                checksums=sums,
-                again=action.again,
-            )
+            handoff = action.message(sums)
             self._send(action.peer, handoff)
 
     def _with_mover(self, peer: PeerId, use: Callable[[], None]) -> None:

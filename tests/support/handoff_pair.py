@@ -12,7 +12,6 @@ from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoint
 from splitserve.transport.handoff_sender import HandoffSender
 from splitserve.transport.layer_slicing import WHOLE_BLOCKS, LayerSlicing
 from splitserve.transport.messages import (
-    Handoff,
     Meet,
     Message,
     ModelIdentity,
@@ -82,9 +81,7 @@ class Pair:
                 self.to_receiver.append(action.message)
             elif isinstance(action, act.SendHandoff):
                 sums = u64(action.source_blocks)
-                self.to_receiver.append(
-                    Handoff(spec=action.spec, lease=action.lease, token=action.token, checksums=sums, again=action.again)
-                )
+                self.to_receiver.append(action.message(sums))
             elif isinstance(action, act.SendPlaced):
                 self.to_receiver.append(Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks)))
             elif isinstance(action, act.Put):
@@ -129,10 +126,10 @@ class Pair:
         hashes = chain(root_hash("m"), what.token_ids, BLOCK)
         self.sender.offer(TARGET, what, -(-what.num_tokens // BLOCK), hashes, self.now)
 
-    def compute(self, what: RequestSpec) -> None:
+    def compute(self, what: RequestSpec, num_cached_tokens: int = 0) -> None:
         blocks = list(range(-(-what.num_tokens // BLOCK)))
         self.sender.blocks_ready((7, what.dispatch), blocks, len(blocks))
-        self.sender.finish((7, what.dispatch), blocks, 42, None, self.now)
+        self.sender.finish((7, what.dispatch), blocks, 42, None, self.now, num_cached_tokens)
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
@@ -140,8 +137,8 @@ class Pair:
         self.receiver.tick(self.now)
 
 
-def whole(pair: Pair, what: RequestSpec) -> None:
+def whole(pair: Pair, what: RequestSpec, num_cached_tokens: int = 0) -> None:
     pair.offer(what)
     pair.deliver()
-    pair.compute(what)
+    pair.compute(what, num_cached_tokens)
     pair.deliver()

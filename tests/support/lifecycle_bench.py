@@ -55,8 +55,8 @@ class Bench:
     def first(self, dispatch: int, token: int = 5, index: int = 0, **more: Any) -> list[Action]:
         return self.say("p", FirstToken(coordinator=7, dispatch=dispatch, index=index, token=token, **more))
 
-    def joined(self, dispatch: int, token: int = 5, index: int = 0, worker: str = "d") -> list[Action]:
-        return self.say(worker, Joined(coordinator=7, dispatch=dispatch, index=index, token=token))
+    def joined(self, dispatch: int, token: int = 5, index: int = 0, worker: str = "d", **more: Any) -> list[Action]:
+        return self.say(worker, Joined(coordinator=7, dispatch=dispatch, index=index, token=token, **more))
 
     def step(self, dispatch: int, index: int, token: int, finished: Any = None, worker: str = "d") -> list[Action]:
         rows = {"dispatches": u32([dispatch]), "indices": u32([index]), "tokens": u32([token])}

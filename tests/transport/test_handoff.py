@@ -30,6 +30,12 @@ def test_what_the_receiver_has_is_not_sent() -> None:
     assert pair.puts == [3]
 
 
+def test_what_the_prefill_worker_had_cached_travels_with_the_handoff() -> None:
+    pair = Pair()
+    whole(pair, spec(), num_cached_tokens=8)
+    assert pair.joined[0].num_cached_tokens == 8
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

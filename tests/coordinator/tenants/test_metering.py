@@ -168,7 +168,9 @@ async def test_sums_agree_with_the_metrics(tmp_path: Path, dispatcher: FakeDispa
 
         async def ask(n: int, **more: object) -> None:
             headers = {"authorization": f"Bearer {keys[n % 2]}"}
-            await client.post("/v1/completions", headers=headers, json={"prompt": "hello there", "max_tokens": 1 + n, **more})
+            await client.post(
+                "/v1/completions", headers=headers, json={"prompt": "hello there", "max_tokens": 1 + n, "n": 1 + n % 2, **more}
+            )
 
         await asyncio.gather(*(ask(n, stream=n % 3 == 0) for n in range(20)))
         dispatcher.hold = True
