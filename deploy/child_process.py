@@ -8,23 +8,56 @@ import ctypes
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
+READ_BYTES = 1 << 16
 _libc = ctypes.CDLL(None)  # loaded before any fork: nothing may be loaded between fork and exec
 
 Log = Callable[[str, str], None]
 """Takes a process's name and a line of its output."""
 
 
+class Started(Protocol):
+    """A process that runs or has run."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def wait(self) -> int:
+        """Its exit status; -N where signal N ended it."""
+        ...
+
+    def send_signal(self, number: int) -> None: ...
+
+
+Start = Callable[["Command", int], Awaitable[Started]]
+"""Starts a command, with a descriptor for its output. The process is in a session of its own, and dies with us."""
+
+
+async def start_anew(command: Command, output: int) -> Started:
+    """Runs ``command.argv`` as a new program."""
+    return await asyncio.create_subprocess_exec(
+        *command.argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=dict(command.env),
+        start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops its children in good order
+        preexec_fn=_die_with(os.getpid()),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run, under which name."""
+    """What to run, under which name, and how it is started."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
+    start: Start = start_anew
 
 
 class ChildProcess:
@@ -34,44 +67,54 @@ class ChildProcess:
         self.command = command
         self.last_lines: deque[str] = deque(maxlen=20)
         self._log = log
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Started | None = None
+        self._starting: list[int] | None = None  # signals for a process that is just being started
+        self.running = False
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
     async def run(self) -> int:
         """Starts the process, logs its output, returns its exit status (-N: killed by signal N)."""
-        self._process = await asyncio.create_subprocess_exec(
-            *self.command.argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=dict(self.command.env),
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops its children in good order
-            preexec_fn=_die_with(os.getpid()),
-        )
-        reader = asyncio.create_task(self._read(self._process))
-        status = await self._process.wait()
+        self._starting = []
+        loop, (output, sink) = asyncio.get_running_loop(), os.pipe()
+        stream = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(output, "rb"))
+        try:
+            process = await self._begin(sink)
+        finally:
+            os.close(sink)
+        reader = asyncio.create_task(self._read(stream))
+        status = await process.wait()
+        self.running = False
         # A grandchild may hold the pipe open: what the process itself said has arrived by now.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(reader, 1)
+        transport.close()
         return status
 
     def signal(self, number: int) -> None:
-        """Sends a signal if the process runs."""
-        if self._process is not None and self.running:
+        """Sends a signal if the process runs, or as soon as it does where it is being started."""
+        if self._starting is not None:
+            self._starting.append(number)
+        elif self._process is not None and self.running:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _begin(self, sink: int) -> Started:
+        try:
+            self._process = process = await self.command.start(self.command, sink)
+        finally:
+            early, self._starting = self._starting, None
+        self.running = True
+        for number in early or []:
+            self.signal(number)
+        return process
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
         rest = b""
-        while chunk := await process.stdout.read(1 << 16):
+        while chunk := await stream.read(READ_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             self._say(lines)
         self._say([rest] if rest else [])

@@ -15,12 +15,13 @@ import httpx
 import yaml
 from pydantic import BaseModel
 
-from .child_process import Command, Log
+from .child_process import Command, Log, Start, start_anew
 from .config import ENV_PREFIX
 from .process_log import json_line
 from .settings import ChatSettings
 from .supervisor import Supervisor
 from .up import Plan
+from .worker_forks import WorkerForks
 
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # of the prefixes, in turn
 
@@ -41,8 +42,9 @@ async def _run(plan: Plan) -> int:
     names = ["coordinator", *(worker.name for worker in plan.workers)]
     stream = (plan.run_dir / "log").open("a", encoding="utf-8") if interactive else sys.stdout
     log = json_log(stream) if plan.coordinator.log_format == "json" else prefixed_log(stream, names)
+    forks = WorkerForks() if plan.up.fork_workers else None
     supervisor = Supervisor(
-        commands(plan),
+        commands(plan, forks.start if forks else None),
         is_ready=lambda: is_ready(plan.url),
         log=log,
         grace_s=plan.up.grace_s,
@@ -57,6 +59,8 @@ async def _run(plan: Plan) -> int:
     loop.add_signal_handler(signal.SIGUSR2, supervisor.signal_all, signal.SIGUSR2)  # debug on, off
     say(f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and {plan.up.decode} decode workers ...")
     status = await supervisor.run(_work(plan))
+    if forks is not None:
+        forks.close()
     if supervisor.failure:
         if interactive and supervisor.failed:
             sys.stderr.writelines(f"  {line}\n" for line in list(supervisor.failed.last_lines)[:-1])
@@ -87,20 +91,23 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
     return chat if plan.up.chat else answer if plan.up.prompt is not None else serve
 
 
-def commands(plan: Plan) -> list[Command]:
-    """One command a process; each reads its settings from a file of its own in the run directory."""
+def commands(plan: Plan, fork: Start | None = None) -> list[Command]:
+    """One command a process; each reads its settings from a file of its own in the run directory. ``fork`` starts the workers."""
     result = [_command(plan.run_dir, "coordinator", "coordinator", plan.coordinator, threads=1)]
     for worker in plan.workers:
-        result.append(_command(plan.run_dir, worker.role, worker.name, worker, threads=worker.threads))
+        result.append(_command(plan.run_dir, worker.role, worker.name, worker, threads=worker.threads, fork=fork))
     return result
 
 
-def _command(run_dir: Path, role: str, name: str, settings: BaseModel, threads: int) -> Command:
+def _command(run_dir: Path, role: str, name: str, settings: BaseModel, threads: int, fork: Start | None = None) -> Command:
     path = run_dir / f"{name}.yaml"
     path.write_text(yaml.safe_dump({role: settings.model_dump(mode="json", exclude_none=True)}), encoding="utf-8")
     env = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
     env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    return Command(name, [sys.executable, "-m", "splitserve.deploy.cli", role, "--config", str(path)], env)
+    arguments = [role, "--config", str(path)]
+    if fork is not None:
+        return Command(name, arguments, env, fork)
+    return Command(name, [sys.executable, "-m", "splitserve.deploy.cli", *arguments], env, start_anew)
 
 
 async def is_ready(url: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIRST_DELAY_S = 0.5
+FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 30.0
 STABLE_AFTER_S = 60.0
 

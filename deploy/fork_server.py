@@ -1,0 +1,14 @@
+"""Imported by the fork server alone, before anything else: it is killed when the thread that made it ends, and with it its workers.
+(By itself it would live as long as they do.)"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+PR_SET_PDEATHSIG = 1
+PID = os.getpid()
+
+libc = ctypes.CDLL(None)
+libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
