@@ -15,4 +15,5 @@ say "lint"
 say "types"
 "$VENV/bin/mypy"
 say "tests"
-exec "$VENV/bin/python" -m pytest "$@"
+if (($#)); then exec "$VENV/bin/python" -m pytest "$@"; fi
+exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
