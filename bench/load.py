@@ -16,6 +16,7 @@ import orjson
 from rich.console import Console
 from rich.progress import Progress
 
+from ..deploy.checks import read_key
 from .load_report import Report, draw_plot, print_report, summarize, write_json
 from .settings import LoadSettings
 from .workload import LoadRequest, draw_requests, planned_requests
@@ -72,7 +73,7 @@ async def generate_load(
         raise LoadError(f"{settings.trace} has no requests")
     timeout = aiohttp.ClientTimeout(total=settings.timeout_s, connect=30)
     connector = aiohttp.TCPConnector(limit=0)
-    key = settings.api_key_file.read_text(encoding="utf-8").strip() if settings.api_key_file is not None else ""
+    key = read_key("--api-key-file", settings.api_key_file)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(settings.url.rstrip("/"), headers=headers, timeout=timeout, connector=connector) as session:
         model = settings.served_model_name or await _first_model(session, settings.url)

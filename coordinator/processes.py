@@ -53,7 +53,7 @@ def run_all(settings: CoordinatorSettings, serve: Serve) -> None:
     """Runs ``settings.processes`` processes until a signal. Raises OSError where the port is not to be had."""
     reserved = bind(settings.listen_host, settings.port, shared=True)  # not listening: it gets no connection, and keeps the port ours
     settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
-    processes = [_Process(settings, index, serve) for index in range(settings.processes)]
+    processes = [CoordinatorProcess(settings, index, serve) for index in range(settings.processes)]
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stopping.append(number))
@@ -76,7 +76,7 @@ def run_all(settings: CoordinatorSettings, serve: Serve) -> None:
     reserved.close()
 
 
-class _Process:
+class CoordinatorProcess:
     """One process, whenever it lives."""
 
     def __init__(self, settings: CoordinatorSettings, index: int, serve: Serve) -> None:
@@ -92,6 +92,11 @@ class _Process:
         """Readable once it has ended; None while there is none."""
         return self._process.sentinel if self._process is not None else None
 
+    @property
+    def exitcode(self) -> int | None:
+        """-N: killed by signal N; None while it runs or there is none."""
+        return self._process.exitcode if self._process is not None else None
+
     def keep_running(self, now: float) -> None:
         """Starts it, or starts it again after a while."""
         if self._process is not None and self._process.is_alive():
@@ -102,7 +107,10 @@ class _Process:
             self._process, self._not_before = None, now + self._delay_s
         if now >= self._not_before:
             self._process = multiprocessing.get_context("spawn").Process(target=self._serve, args=self._arguments, daemon=False)
+            # It inherits the mask: a SIGUSR2 before it has its handler waits until then, and does not kill it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
             self._process.start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
             self._started = now
 
     def signal(self, number: int) -> None:

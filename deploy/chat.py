@@ -15,6 +15,7 @@ import orjson
 from prompt_toolkit import PromptSession
 from rich.console import Console
 
+from .checks import read_key
 from .settings import ChatSettings
 
 HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends; Ctrl-C stops an answer."
@@ -205,7 +206,7 @@ def _unreachable(client: httpx.AsyncClient, error: httpx.HTTPError) -> str:
 
 
 def _client(settings: ChatSettings) -> httpx.AsyncClient:
-    key = settings.api_key_file.read_text(encoding="utf-8").strip() if settings.api_key_file is not None else ""
+    key = read_key("--api-key-file", settings.api_key_file)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return httpx.AsyncClient(base_url=settings.url, headers=headers, timeout=httpx.Timeout(None, connect=5), trust_env=False)
 

@@ -21,6 +21,19 @@ def require_port(host: str, port: int) -> None:
         raise ConfigError(f"--port: {problem}")
 
 
+def read_key(option: str, path: Path | None) -> str:
+    """The key in this file, "" where no file is given. Raises ConfigError."""
+    if path is None:
+        return ""
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}: cannot read {path} ({getattr(error, 'strerror', None) or error})") from error
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{option}: {path} holds no key; `splitserve keys create` prints one")
+    return key
+
+
 def model_problem(folder: Path, *, weights: bool = True) -> str | None:
     """What is missing in a checkpoint folder, with what to do; None if it is complete."""
     if not folder.is_dir():

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .early_signals import hold_signals
+
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 16
 _libc = ctypes.CDLL(None)  # loaded before any fork: nothing may be loaded between fork and exec
@@ -128,6 +130,7 @@ class ChildProcess:
 
 def _die_with(parent: int) -> Callable[[], None]:
     def before_exec() -> None:
+        hold_signals()
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)

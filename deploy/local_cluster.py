@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from .child_process import Command, Log, Start, start_anew
 from .config import ENV_PREFIX
+from .early_signals import deliver_signals
 from .process_log import json_line
 from .settings import ChatSettings
 from .supervisor import Supervisor
@@ -57,6 +58,7 @@ async def _run(plan: Plan) -> int:
         loop.add_signal_handler(number, supervisor.stop)
     loop.add_signal_handler(signal.SIGUSR1, supervisor.roll)
     loop.add_signal_handler(signal.SIGUSR2, supervisor.signal_all, signal.SIGUSR2)  # debug on, off
+    deliver_signals()
     say(f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and {plan.up.decode} decode workers ...")
     status = await supervisor.run(_work(plan))
     if forks is not None:
@@ -74,7 +76,7 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
     """What happens once the system serves."""
     from .chat import answer_once, converse
 
-    settings = ChatSettings(url=plan.url)
+    settings = ChatSettings(url=plan.url, api_key_file=plan.up.api_key_file)
 
     async def serve() -> int:
         say(f"ready at {plan.url} (in a browser: the dashboard)\n\n{curl_example(plan)}\n\nCtrl-C stops everything.")
@@ -154,8 +156,9 @@ def json_log(stream: TextIO) -> Log:
 
 
 def curl_example(plan: Plan) -> str:
+    key = "" if plan.coordinator.tenants_file is None else '-H "Authorization: Bearer $KEY" '
     return (
-        f"curl {plan.url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"curl {plan.url}/v1/chat/completions {key}-H 'content-type: application/json' \\\n"
         f'  -d \'{{"model": "{plan.coordinator.model_name}", "messages": '
         '[{"role": "user", "content": "What does os.path.join do?"}]}\''
     )

@@ -10,6 +10,8 @@ from typing import Literal
 
 import orjson
 
+from .early_signals import deliver_signals
+
 LogFormat = Literal["text", "json"]
 TEXT = "%(asctime)s %(levelname)-7s %(message)s"
 
@@ -43,6 +45,7 @@ def log_to_stderr(level: str, form: LogFormat, process: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     signal.signal(signal.SIGUSR2, lambda *_: toggle_debug(level))
+    deliver_signals()
 
 
 def toggle_debug(level: str) -> None:

@@ -29,6 +29,7 @@ class UpSettings(BaseModel):
     grace_s: float = Field(default=10, ge=0, le=600, description="Seconds that a process gets to stop by itself before it is killed.")
     chat: bool = Field(default=False, description="When ready, start a chat in this terminal; stop everything when it ends.")
     prompt: str | None = Field(default=None, description="When ready, print the answer to this one question and stop everything.")
+    api_key_file: Path | None = Field(default=None, description="File with the API key for --chat and --prompt, with --tenants-file.")
 
 
 class ChatSettings(BaseModel):

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from .checks import read_key
 from .settings import TopSettings
 from .top_view import Picture, render, trouble
 
@@ -73,7 +74,7 @@ class Feed:
 
 def main(settings: TopSettings) -> int:
     """Shows the picture until q or Ctrl-C; once where standard output is no terminal. Returns the exit status."""
-    key = settings.admin_key_file.read_text(encoding="utf-8").strip() if settings.admin_key_file else ""
+    key = read_key("--admin-key-file", settings.admin_key_file)
     console = Console()
     with httpx.Client(base_url=settings.url, timeout=PATIENCE_S, trust_env=False) as client:
         feed = Feed(client, key)

@@ -15,7 +15,7 @@ from ..coordinator.settings import CoordinatorSettings
 from ..decode.settings import DecodeSettings
 from ..engine.settings import WorkerSettings
 from ..prefill.settings import PrefillSettings
-from .checks import port_problem, require_model, require_port
+from .checks import port_problem, read_key, require_model, require_port
 from .config import ConfigError, Layer, Sources, Value, build
 from .options import options
 from .settings import DEMO_MODEL, DEMO_MODEL_NAME, UpSettings
@@ -74,12 +74,15 @@ def plan(flags: Layer, sources: Sources) -> Plan:
         "model": Value(DEMO_MODEL, "the bundled model"),
         "control_address": Value("tcp://127.0.0.1:0", "up"),
     }
+    key = read_key("--api-key-file", up.api_key_file)
     layers = [_only(CoordinatorSettings, flags), *sources.of("coordinator")]
     if not any({"key_file", "insecure"} & set(layer) for layer in layers):
         derived["key_file"] = Value(KEY_NAME, "up")
     if not any("model" in layer for layer in layers):
         derived["served_model_name"] = Value(DEMO_MODEL_NAME, "the bundled model")
     coordinator = build(CoordinatorSettings, [*layers, derived])
+    if coordinator.tenants_file is not None and (up.chat or up.prompt is not None) and not key:
+        raise ConfigError("--chat and --prompt need --api-key-file where --tenants-file asks for keys; `splitserve keys create` makes one")
     if coordinator.control_address.endswith(":0"):
         control = f"tcp://127.0.0.1:{free_ports('127.0.0.1', coordinator.processes)}"
         coordinator = coordinator.model_copy(update={"control_address": control})

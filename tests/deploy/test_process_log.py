@@ -5,20 +5,27 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 from support.http_fakes import FakeDispatcher
+from support.spawned import signalled_at_once
 
 from splitserve.coordinator.admin import AdminRoutes
+from splitserve.coordinator.processes import CoordinatorProcess
 from splitserve.coordinator.request_log import log_request
 from splitserve.coordinator.request_record import RequestRecord
 from splitserve.coordinator.routes import error_handlers
+from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.time_ledger import TimeLedger
+from splitserve.deploy.child_process import ChildProcess, Command
 from splitserve.deploy.local_cluster import json_log
 from splitserve.deploy.process_log import JsonFormatter
 
@@ -46,6 +53,30 @@ def test_a_process_logs_json_and_a_signal_turns_debug_on_and_off() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", lines[0]["time"])
     assert (lines[1]["level"], lines[1]["request_id"]) == ("debug", "r1")
     assert "ZeroDivisionError" in lines[3]["exception"]
+
+
+EARLY_PROGRAM = """
+import os, signal
+os.kill(os.getpid(), signal.SIGUSR2)
+from splitserve.deploy.process_log import log_to_stderr
+log_to_stderr("info", "text", "decode-0")
+"""
+
+
+async def test_the_signal_waits_for_a_process_that_has_just_been_started() -> None:
+    lines: list[str] = []
+    command = Command("decode-0", [sys.executable, "-c", EARLY_PROGRAM], dict(os.environ))
+    assert await ChildProcess(command, lambda _, line: lines.append(line)).run() == 0
+    assert len(lines) == 1
+    assert "log level is now debug" in lines[0]
+
+
+def test_the_signal_does_not_kill_one_of_several_coordinator_processes_that_has_just_been_started() -> None:
+    settings = CoordinatorSettings(model=Path("model"), insecure=True)
+    process = CoordinatorProcess(settings, 0, signalled_at_once)
+    process.keep_running(0.0)
+    process.join(time.monotonic() + 30)
+    assert process.exitcode == 0
 
 
 def test_each_request_is_a_line_with_its_id_and_its_stages(caplog: pytest.LogCaptureFixture) -> None:

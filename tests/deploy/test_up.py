@@ -14,7 +14,7 @@ from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.decode.settings import DecodeSettings
 from splitserve.deploy.cli import cli
 from splitserve.deploy.config import ConfigError, Sources, Value
-from splitserve.deploy.local_cluster import commands, prefixed_log
+from splitserve.deploy.local_cluster import commands, curl_example, prefixed_log
 from splitserve.deploy.up import Plan, plan
 
 
@@ -83,6 +83,22 @@ def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_pat
     with pytest.raises(ConfigError, match=r"no model\.safetensors"):
         planned(model, tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_chat_needs_a_key_where_keys_are_asked_for(model: Path, tmp_path: Path) -> None:
+    tenants, key = str(tmp_path / "tenants.sqlite"), tmp_path / "key"
+    with pytest.raises(ConfigError, match="need --api-key-file"):
+        planned(model, tmp_path, tenants_file=tenants, chat="true")
+    with pytest.raises(ConfigError, match=r"cannot read .*key .No such file"):
+        planned(model, tmp_path, tenants_file=tenants, prompt="Hi", api_key_file=str(key))
+    key.write_text(" \n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        planned(model, tmp_path, tenants_file=tenants, prompt="Hi", api_key_file=str(key))
+    key.write_text("sk-split-x\n")
+    made = planned(model, tmp_path, tenants_file=tenants, prompt="Hi", api_key_file=str(key))
+    assert made.up.api_key_file == key
+    assert "Authorization: Bearer" in curl_example(made)
+    assert "Authorization" not in curl_example(planned(model, tmp_path))
 
 
 def test_a_port_in_use_is_refused(model: Path, tmp_path: Path) -> None:
