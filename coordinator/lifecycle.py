@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from ..transport.actions import TellTokens
 from ..transport.handoff import Wait
 from ..transport.messages import BlockEvents, FirstToken, Goodbye, Hello, Joined, Load, Message, RequestFailed, StepTokens
 from .attempts import Attempts
@@ -74,6 +75,11 @@ class Lifecycle:
     @property
     def num_flights(self) -> int:
         return len(self._state.table.flights)
+
+    @property
+    def watches_tokens(self) -> bool:
+        """Whether something hangs on the tokens of running requests as they come: somebody is under suspicion until it makes progress."""
+        return len(self._state.suspicion) > 0
 
     @property
     def last_retries(self) -> deque[str]:
@@ -213,6 +219,13 @@ class Lifecycle:
         else:
             return False
         return True
+
+    def receive_tokens(self, worker_id: WorkerId, told: TellTokens, now: float) -> list[Action]:
+        """What stands for many StepTokens of a decode worker in virtual time."""
+        worker = self.pools.workers.get(worker_id)
+        if worker is not None and self._progress.token_runs(worker, told, now):
+            self._placement.serve_line(now)
+        return self._state.take()
 
     def worker_ended(self, worker_id: WorkerId, now: float) -> list[Action]:
         """Its process is known to have ended."""

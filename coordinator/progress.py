@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..transport.actions import TellTokens
 from ..transport.messages import FinishReason, FirstToken, Joined, RequestFailed, StepTokens, TokenLogprobs, from_u32
 from .attempts import Attempts
 from .flight import Flight, Push, PushPromptLogprobs
@@ -36,6 +37,25 @@ class Progress:
                 actions.append(Push(flight.request, token, logprobs.get(row) if logprobs else None))
         if unknown:
             self._state.disown(worker, unknown)
+        return ended
+
+    def token_runs(self, worker: Worker, told: TellTokens, now: float) -> bool:
+        """In virtual time: what many steps have brought. No sink hears of these tokens. Whether room may have become free."""
+        if told.coordinator != self._state.incarnation:
+            return False
+        ended = False
+        for run in told.runs:
+            flight = self._state.table.by_dispatch.get(run.dispatch)
+            if flight is None or flight.decode is not worker:
+                self._state.disown(worker, [run.dispatch])
+            elif run.first > len(flight.tokens):
+                self._attempts.retry(flight, f"token {flight.num_received} was lost on the way", now)
+            else:
+                flight.tokens += run.token_ids[len(flight.tokens) - run.first :]
+                flight.token_at = now
+                if run.finished is not None:
+                    self._attempts.finish(flight, run.finished, now)
+                    ended = True
         return ended
 
     def milestone(self, worker: Worker, message: FirstToken | Joined | RequestFailed, now: float) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from ..engine.batch import SamplingParams, SamplingState, StepOutput
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar, TokenMatcher
-from ..transport.actions import Join, ReceiverAction, SenderAction, Supersede, ToCoordinator
+from ..transport.actions import Join, ReceiverAction, SenderAction, Supersede, TellTokens, ToCoordinator, TokenRun
 from ..transport.block_hash import chain, root_hash
 from ..transport.handoff import Key, PeerId, Wait
 from ..transport.handoff_receiver import HandoffReceiver
@@ -36,12 +36,13 @@ from ..transport.messages import (
     u32,
 )
 from ..transport.reports import CacheReporter, logprobs_message
+from .foretold import TOKEN_ID, Foretold
 from .moving import Moving
-from .rows import DecodeStep
+from .rows import DecodeSequence, DecodeStep
 from .scheduler import DecodeResult, DecodeScheduler
 
 Entry = TypeVar("Entry")
-DecodeAction = ToCoordinator | ReceiverAction | SenderAction | CompileGrammar
+DecodeAction = ToCoordinator | TellTokens | ReceiverAction | SenderAction | CompileGrammar
 
 
 class DecodeCore:
@@ -66,6 +67,9 @@ class DecodeCore:
         self._leave_by: float | None = None
         self._cache_reporter = CacheReporter(scheduler.blocks)
         self._actions: list[DecodeAction] = []
+        self._owes_tokens = False  # of foretold steps
+        self._unforetold: DecodeStep | None = None
+        self._next_deadline = float("inf")  # of any sequence here; or earlier
         self.num_steps = 0
         self.num_step_sequences = 0
         self.num_tokens = 0
@@ -123,12 +127,56 @@ class DecodeCore:
     def schedule(self, now: float) -> DecodeStep | None:
         """The next step, made ahead if one is in flight; sequences that found no block are given back to the coordinator."""
         self._settle(now)
+        if self._owes_tokens:
+            self.tell_tokens()
         step = self.scheduler.schedule()
         if self.scheduler.preempted:
             for sequence in self.scheduler.preempted:
                 self._say_failed(sequence.key, "preempted", "the decode worker ran out of KV blocks")
             self.scheduler.preempted.clear()
         return step
+
+    # --- many steps at once, in virtual time: see foretold.py ----------------------------------------
+
+    def foretell(self, now: float, most: int) -> Foretold | None:
+        """Begins up to ``most`` steps of which all is known but when they end; ``pass_by`` says when some have. None: ask ``schedule``.
+        What they yield is told when a sequence ends, and with ``tell_tokens``."""
+        self._settle(now)
+        return self.scheduler.foretell(most)
+
+    def pass_by(self, num_steps: int, now: float) -> None:
+        """So many more of the foretold steps have run."""
+        foretold = self.scheduler.foretold
+        assert foretold is not None, "steps were foretold"
+        self.num_steps += num_steps
+        self.num_step_sequences += num_steps * foretold.num_seqs
+        self.num_tokens += num_steps * foretold.num_seqs
+        self._owes_tokens = True
+        if ended := self.scheduler.pass_by(num_steps):
+            self._tell([(sequence, sequence.last_index + 1 - sequence.num_untold, sequence.num_untold) for sequence in ended], "length")
+            self.receiver.grant_waiting(now)
+
+    def tell_tokens(self) -> None:
+        """The coordinator is to know all tokens that there are."""
+        self._owes_tokens = False
+        self._tell(self.scheduler.take_untold(), None)
+
+    def take_unforetold(self) -> DecodeStep | None:
+        """The running one of foretold steps, where something has come between: it is an ordinary one now, and ends when it would have."""
+        step, self._unforetold = self._unforetold, None
+        return step
+
+    def _unforetell(self) -> None:
+        if self.scheduler.foretold is not None:
+            self.tell_tokens()
+            self._unforetold = self.scheduler.unforetell()
+
+    def _tell(self, untold: Sequence[tuple[DecodeSequence, int, int]], finished: FinishReason | None) -> None:
+        by_owner: dict[int, list[TokenRun]] = {}
+        for sequence, index, count in untold:
+            run = TokenRun(sequence.key[1], index, [TOKEN_ID] * count, finished)
+            by_owner.setdefault(sequence.key[0], []).append(run)
+        self._actions += [TellTokens(owner, runs) for owner, runs in by_owner.items()]
 
     def complete(self, step: DecodeStep, output: StepOutput, now: float) -> None:
         """The oldest step in flight has run: all its tokens go to the coordinator in one message, or to each its own."""
@@ -164,10 +212,11 @@ class DecodeCore:
             self.moving.tick(now)
         if self._leave_by is not None and now >= self._leave_by:
             self._give_back_all()
-        for sequence in self.scheduler.sequences():
-            if now >= sequence.deadline:
+        if now >= self._next_deadline:
+            for sequence in [s for s in self.scheduler.sequences() if now >= s.deadline]:
                 self._drop(sequence.key)
                 self._say_failed(sequence.key, "deadline", "the request's deadline passed on the decode worker")
+            self._next_deadline = min((s.deadline for s in self.scheduler.sequences()), default=float("inf"))
 
     def drop_others(self, *coordinators: int) -> None:
         """Only these coordinators' work is kept."""
@@ -254,17 +303,17 @@ class DecodeCore:
 
     def _join(self, join: Join, now: float) -> None:
         spec = join.spec
-        for sequence in self.scheduler.sequences():
-            if sequence.request_id == spec.request_id:
-                self._drop(sequence.key)  # an older epoch
+        if (older := self.scheduler.of_request(spec.request_id)) is not None:
+            self._drop(older.key)
         tokens = from_u32(spec.token_ids)
         state = SamplingState(
             SamplingParams(**vars(spec.sampling)),
             tokens[: spec.num_prompt_tokens],
             [*tokens[spec.num_prompt_tokens :], join.token],
         )
-        hashes = chain(root_hash(self._fingerprint, spec.salt), spec.token_ids, self.scheduler.block_size)
-        last_hash = hashes[-1] if hashes else root_hash(self._fingerprint, spec.salt)
+        last_hash = root_hash(self._fingerprint, spec.salt)
+        if self.scheduler.prefix_cache and (hashes := chain(last_hash, spec.token_ids, self.scheduler.block_size)):
+            last_hash = hashes[-1]
         joined = Joined(
             coordinator=spec.coordinator,
             dispatch=spec.dispatch,
@@ -277,6 +326,7 @@ class DecodeCore:
         )
         self._actions.append(ToCoordinator(joined))
         self.scheduler.join(join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s)
+        self._next_deadline = min(self._next_deadline, now + spec.deadline_s)
         if state.params.grammar:
             self._actions.append(CompileGrammar(join.key, state.params.grammar, tuple(state.output_token_ids)))
 
@@ -308,6 +358,7 @@ class DecodeCore:
 
     def _move(self, order: Move) -> None:
         if self.moving is not None:
+            self._unforetell()
             self.moving.begin(order)
         else:
             self._say_failed((order.spec.coordinator, order.spec.dispatch), "handoff_failed", "this worker hands nothing over")
@@ -322,6 +373,8 @@ class DecodeCore:
             self._say_failed(key, "preempted", "the decode worker leaves, and no other had room in time")
 
     def _drop(self, key: Key) -> None:
+        if (sequence := self.scheduler.get(key)) is not None and sequence.row >= 0:
+            self._unforetell()
         if self.moving is not None:
             self.moving.cancel(key)
         self.receiver.cancel(key)

@@ -20,6 +20,7 @@ from ..engine.stopping import finish_reason, last_output_index, stop_set
 from ..transport.block_hash import chain
 from ..transport.handoff import Key, Wait
 from ..transport.messages import FinishReason, u32
+from .foretold import TOKEN_ID, Foretold
 from .rows import DecodeRows, DecodeSequence, DecodeStep
 
 MAX_IN_FLIGHT = 2
@@ -47,17 +48,22 @@ class DecodeScheduler:
         max_num_seqs: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
+        prefix_cache: bool = True,
     ) -> None:
+        """``prefix_cache``: whether blocks may be found again by what is in them."""
         self.blocks, self.block_size, self.max_num_seqs = blocks, block_size, max_num_seqs
+        self.prefix_cache = prefix_cache
         self.row_limit = max_num_seqs  # lower for a while after a step that ran out of memory
         self._steps_at_limit = 0
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._rows = DecodeRows(max_num_seqs, -(-max_model_len // block_size) + 1, block_size)
         self._joining: list[DecodeSequence] = []
         self._by_key: dict[Key, DecodeSequence] = {}
+        self._by_request: dict[str, DecodeSequence] = {}
         self._doomed: dict[DecodeSequence, None] = {}
         self._in_flight: deque[DecodeStep] = deque()  # oldest first
         self._failed = False  # a step did not run; what is in flight behind it will not either
+        self.foretold: Foretold | None = None  # steps that run now; no other is in flight then
         self.preempted: list[DecodeSequence] = []
         self.num_preemptions = 0
 
@@ -76,6 +82,10 @@ class DecodeScheduler:
         """The sequence, if it is here."""
         return self._by_key.get(key)
 
+    def of_request(self, request_id: str) -> DecodeSequence | None:
+        """This request's sequence, by whatever dispatch it is here."""
+        return self._by_request.get(request_id)
+
     def waits(self) -> Iterator[Wait]:
         """Every sequence here."""
         for sequence in self._by_key.values():
@@ -88,11 +98,13 @@ class DecodeScheduler:
 
     def join(self, key: Key, request_id: str, state: SamplingState, blocks: list[int], last_hash: bytes, deadline: float) -> None:
         """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before it."""
+        if self.foretold is not None:
+            self.foretold.cut()
         assert self.num_running < self.max_num_seqs, "a grant promises a row"
         last = last_output_index(state, self._max_model_len)
         stops = stop_set(state, self._eos)
         sequence = DecodeSequence(key, request_id, state, blocks, last_hash, stops, last, deadline)
-        self._by_key[key] = sequence
+        self._by_key[key] = self._by_request[request_id] = sequence
         self._joining.append(sequence)
 
     def drop(self, key: Key) -> bool:
@@ -123,8 +135,9 @@ class DecodeScheduler:
     def schedule(self) -> DecodeStep | None:
         """The next step over all running sequences. None: there are none, or it has to wait for one in flight. Preempted ones are left
         in ``preempted``."""
-        if self._failed or len(self._in_flight) == MAX_IN_FLIGHT:
+        if self._failed or len(self._in_flight) == MAX_IN_FLIGHT or self.foretold is not None:
             return None
+        self._rows.freshen(TOKEN_ID)
         if self._joining:
             self._admit()
         if self._in_flight and not self._may_run_ahead():
@@ -159,7 +172,8 @@ class DecodeScheduler:
                 if reason is not None:
                     result.finished[row] = reason
         ends = step.batch.seq_lens
-        for row in (ends % self.block_size == 0).nonzero()[0].tolist():
+        full = (ends % self.block_size == 0).nonzero()[0].tolist() if self.prefix_cache else ()
+        for row in full:
             if step.sequences[row].blocks and not step.sequences[row].doomed:
                 self._commit(step.sequences[row], int(ends[row]) // self.block_size - 1)
         for row in result.finished:
@@ -168,6 +182,53 @@ class DecodeScheduler:
         if not self._in_flight:
             self._rows.settle(output.token_ids)
         return result
+
+    # --- many steps at once, in virtual time -------------------------------------------------------
+
+    def foretell(self, most: int) -> Foretold | None:
+        """Begins up to ``most`` steps of which all is known but when they end. None: the next step is not of that kind, and ``schedule`` is
+        to be asked."""
+        if self._failed or self._in_flight or self.foretold is not None or self.row_limit < self.max_num_seqs:
+            return None
+        if self._joining:
+            self._admit()
+        rows = self._rows
+        if self._joining or rows.num_unforeseen or not rows.sequences:
+            return None
+        lacking = rows.blocks_lacking(1).tolist()
+        if lacking:
+            if (fresh := self.blocks.allocate(len(lacking))) is None:
+                return None
+            for row, block in zip(lacking, fresh, strict=True):
+                rows.add_block(rows.sequences[row], block)
+        self.foretold = Foretold(rows, self.blocks, self._commit if self.prefix_cache else None, most)
+        return self.foretold
+
+    def pass_by(self, num_steps: int) -> list[DecodeSequence]:
+        """So many of the foretold steps have run. Returns the sequences that have ended with the last of them."""
+        assert self.foretold is not None, "steps were foretold"
+        self.foretold.pass_by(num_steps)
+        if not self.foretold.is_over:
+            return []
+        self.foretold = None
+        ended = self._rows.finished()
+        for sequence in ended:
+            self._end(sequence)
+        return ended
+
+    def take_untold(self) -> list[tuple[DecodeSequence, int, int]]:
+        """(sequence, output index of the first, number) of tokens that foretold steps gave to sequences that run."""
+        return self._rows.take_untold()
+
+    def unforetell(self) -> DecodeStep | None:
+        """The running one of the foretold steps is an ordinary one from now on. None: there are none."""
+        if self.foretold is None:
+            return None
+        self.foretold = None
+        joining, self._joining = self._joining, []
+        step = self.schedule()
+        self._joining = joining
+        return step
 
     def abort(self, step: DecodeStep) -> list[DecodeSequence]:
         """The step raised: all its sequences are over here. Returns those that had not been dropped already."""
@@ -261,6 +322,8 @@ class DecodeScheduler:
     def _end(self, sequence: DecodeSequence) -> None:
         """It is over here. Frees its row, and its blocks as soon as nothing in flight has them."""
         del self._by_key[sequence.key]
+        if self._by_request.get(sequence.request_id) is sequence:
+            del self._by_request[sequence.request_id]
         self._leave_batch(sequence)
         if sequence.in_flight:
             sequence.doomed = True

@@ -28,7 +28,7 @@ from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
 from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
-from ..transport.actions import CloseLease, ExpectAgain, Join, OpenLease, Supersede, ToCoordinator, ToPeer, Verify
+from ..transport.actions import CloseLease, ExpectAgain, Join, OpenLease, Supersede, TellTokens, ToCoordinator, ToPeer, Verify
 from ..transport.channels import RouterChannel
 from ..transport.collector import settle_heap
 from ..transport.coordinator_link import opened_to, worker_of
@@ -276,7 +276,7 @@ class DecodeWorker:
         elif isinstance(action, CloseLease):
             self._movers.close(action.lease)
             self._checks = deque(check for check in self._checks if check.lease != action.lease)
-        elif not isinstance(action, Join | Supersede):  # those are the core's own
+        elif not isinstance(action, Join | Supersede | TellTokens):  # the core's own; and live steps are never foretold
             self._sending.carry_out(action)
 
     def _tell_peer(self, peer: PeerId, message: Message) -> None:

@@ -63,9 +63,10 @@ class Piece(_Part):
         return self
 
     def seconds(self, units: float, reads: float, seqs: float, cached: float = 0.0) -> float:
-        return self._curve(units) + self.read_s * reads + self.seq_s * seqs + self.cached_s * cached
+        return self.at(units) + self.read_s * reads + self.seq_s * seqs + self.cached_s * cached
 
-    def _curve(self, units: float) -> float:
+    def at(self, units: float) -> float:
+        """The curve's value."""
         curve = self.curve
         if len(curve) == 1:
             return curve[0][1]
@@ -84,10 +85,11 @@ class StepModel(_Part):
 
     def seconds(self, units: float, reads: float, seqs: float, cached: float = 0.0) -> float:
         """Of one step; never negative."""
-        for piece in self.pieces:
-            if piece.below is None or units < piece.below:
-                return max(0.0, piece.seconds(units, reads, seqs, cached))
-        return max(0.0, self.pieces[-1].seconds(units, reads, seqs, cached))
+        return max(0.0, self.piece(units).seconds(units, reads, seqs, cached))
+
+    def piece(self, units: float) -> Piece:
+        """The one that holds for so many."""
+        return next((piece for piece in self.pieces if piece.below is None or units < piece.below), self.pieces[-1])
 
     @property
     def base_s(self) -> float:
@@ -196,6 +198,23 @@ class StepClock:
         """Seconds of a decode step over so many sequences with so many tokens in all."""
         self._watch("decode", self.profile.decode, num_seqs, num_context_tokens, num_seqs)
         return self.profile.decode.seconds(num_seqs, num_context_tokens, num_seqs)
+
+    def decode_run(self, num_seqs: int, num_context_tokens: int, num_steps: int) -> list[float]:
+        """Seconds of so many decode steps over the same sequences, each with a token more of each: bit for bit what ``decode`` says.
+        They are counted by ``count_decode_run``, once they have begun."""
+        piece = self.profile.decode.piece(num_seqs)
+        start, seqs = piece.at(num_seqs), piece.seq_s * num_seqs
+        contexts = range(num_context_tokens, num_context_tokens + num_seqs * num_steps, num_seqs)
+        return [max(0.0, start + piece.read_s * context + seqs) for context in contexts]
+
+    def count_decode_run(self, num_seqs: int, num_context_tokens: int, num_steps: int) -> None:
+        """So many steps of a run, from the one with this context on, have begun."""
+        contexts = range(num_context_tokens, num_context_tokens + num_seqs * num_steps, num_seqs)
+        if contexts and self.profile.decode.outside(num_seqs, contexts[-1], num_seqs):
+            for context in contexts:
+                self._watch("decode", self.profile.decode, num_seqs, context, num_seqs)
+        else:
+            self.num_steps += num_steps
 
     def mixed(self, chunks: list[tuple[int, int]], num_seqs: int, num_context_tokens: int) -> float:
         """Seconds of one step over prompt chunks and decoding sequences: what both pay for any step at all is paid once."""

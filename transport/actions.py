@@ -5,11 +5,27 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .handoff import Key, PeerId
-from .messages import FailureKind, Handoff, Message, Met, Peer, RequestSpec, TokenLogprobs
+from .messages import FailureKind, FinishReason, Handoff, Message, Met, Peer, RequestSpec, TokenLogprobs
 
 
 class ToCoordinator(NamedTuple):
     message: Message
+
+
+class TokenRun(NamedTuple):
+    """Tokens of one dispatch from output index ``first`` on; ``finished``: the last of them ended it."""
+
+    dispatch: int
+    first: int
+    token_ids: list[int]
+    finished: FinishReason | None
+
+
+class TellTokens(NamedTuple):
+    """What foretold steps have brought: in virtual time only, where a message for each step would be most of the work."""
+
+    coordinator: int
+    runs: list[TokenRun]
 
 
 class Connect(NamedTuple):

@@ -8,6 +8,7 @@ from ...coordinator.flight import Action, End, Push, Send
 from ...coordinator.lifecycle import Lifecycle
 from ...coordinator.lifecycle_limits import LifecycleLimits
 from ...coordinator.request import GenerationRequest
+from ...transport.actions import TellTokens
 from ...transport.handoff import PeerId
 from ...transport.messages import Alive, Message
 from .records import RequestRecord
@@ -37,13 +38,19 @@ class CoordinatorShell:
     def hear(self, worker: PeerId, message: Message) -> None:
         self._carry_out(self.core.receive(worker, message, self._queue.now))
 
+    def hear_tokens(self, worker: PeerId, told: TellTokens) -> None:
+        """Of a decode worker."""
+        self._carry_out(self.core.receive_tokens(worker, told, self._queue.now))
+
     def worker_ended(self, worker: PeerId) -> None:
         """Its process is seen to have ended."""
         self._carry_out(self.core.worker_ended(worker, self._queue.now))
+        self._simulation.look_closely(self.core.watches_tokens)
 
     def _tick(self) -> None:
         self._queue.after(TICK_S, self._tick)
         self._carry_out(self.core.tick(self._queue.now))
+        self._simulation.look_closely(self.core.watches_tokens)
 
     def _carry_out(self, actions: list[Action]) -> None:
         now, opened, waiting = self._queue.now, self.open, self._without_token

@@ -16,6 +16,9 @@ from ...transport.handoff_sender import HandoffSender
 from ...transport.messages import SECRET_BYTES, Message
 from .worker_shell import HOST, LEASE, MOVERS, WorkerShell
 
+TELL_TOKENS_S = 10.0
+"""At least so often the coordinator hears of the tokens of running sequences: it gives up on one that has none for long."""
+
 
 class DecodeShell(WorkerShell):
     """Blocks that have arrived are checked one lease after the other, at the profiled speed."""
@@ -34,6 +37,7 @@ class DecodeShell(WorkerShell):
         self.device.decode = self
         self._peers: dict[PeerId, WorkerShell] = {}  # who can be answered
         self._check_free_at = 0.0
+        self._told_at = 0.0
         self._checks: dict[int, list[int]] = {}  # by lease: positions that are being checked
 
     @property
@@ -57,9 +61,27 @@ class DecodeShell(WorkerShell):
         if self.alive:
             self.core.complete(step, output, self.queue.now)
 
+    def before_report(self) -> None:
+        if self.queue.now - self._told_at >= TELL_TOKENS_S:
+            self._told_at = self.queue.now
+            self.core.tell_tokens()
+
+    def die(self) -> None:
+        """The coordinator hears of the tokens of all steps that have ended, as if each had been told at once."""
+        self.tell_tokens()
+        super().die()
+
+    def tell_tokens(self) -> None:
+        """The coordinator hears of all steps that have ended; the running one is the last of its jump."""
+        self.device.catch_up()
+        self.core.tell_tokens()
+        self.device.cut()
+        self.carry_out_all()
+
     def hear_peer(self, addressee: PeerId, peer: WorkerShell, peer_id: PeerId, message: Message) -> None:
         """Of a worker that hands over to this one."""
         if self.alive and addressee == self.id:
+            self.device.catch_up()
             self._peers[peer_id] = peer
             self.core.from_peer(peer_id, message, self.queue.now)
             self.turn()
@@ -67,6 +89,7 @@ class DecodeShell(WorkerShell):
     def peer_died(self, peer: PeerId) -> None:
         """Its process has ended, and that is known here."""
         if self._peers.pop(peer, None) is not None:
+            self.device.catch_up()
             self.core.receiver.writer_gone(peer)
 
     def do(self, action: Any) -> None:
@@ -76,6 +99,8 @@ class DecodeShell(WorkerShell):
                 self.queue.after(self.pool.message_s, peer.hear_answer, action.peer, self.id, action.message)
         elif kind is act.Verify:
             self._check(action.lease, action.positions)
+        elif kind is act.TellTokens:
+            self.queue.after(self.pool.message_s, self.simulation.coordinator.hear_tokens, self.id, action)
         elif kind not in (act.OpenLease, act.ExpectAgain, act.CloseLease, act.Join, act.Supersede):
             raise TypeError(f"the simulator does not know the action {action}")
 
@@ -92,5 +117,6 @@ class DecodeShell(WorkerShell):
     def _verified(self, lease: int) -> None:
         positions = self._checks.pop(lease)
         if self.alive:
+            self.device.catch_up()
             self.core.receiver.verified(lease, positions, [], self.queue.now)
             self.turn()

@@ -1,13 +1,23 @@
-"""One device under virtual time: it runs one step at a time, of one worker or of the two that share it."""
+"""One device under virtual time: it runs one step at a time, of one worker or of the two that share it.
+
+Decode steps that differ in nothing but their positions are run many at once (``_Run``): their ends are worked out ahead, and the core
+hears of those that have passed when something else happens to it, or at the end. ``jumps`` False: one event a step. What comes out is
+the same, bit for bit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import random
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...decode.foretold import Foretold
 from ...decode.rows import DecodeStep
 from ...engine.batch import StepOutput
 from ...engine.latency_profile import StepClock
@@ -19,15 +29,54 @@ if TYPE_CHECKING:
     from .decode_shell import DecodeShell
     from .prefill_shell import PrefillShell
 
+FIRST_JUMP, LONGEST_JUMP = 4, 256
+"""Steps whose ends are worked out at once: most runs are cut short."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Foretold steps: each takes ``seconds[i]`` and ends at ``ends[i]``; ``num_begun`` are booked as begun, ``num_passed`` as over."""
+
+    foretold: Foretold
+    seconds: list[float]
+    ends: list[float]
+    num_begun: int = 0
+    num_passed: int = 0
+    num_steps: int = 0  # fewer than foretold, where it has been cut
+
+
+class Noise:
+    """How many times its modelled time each step of one machine takes. ``seed``: of its own, so that it is the same whatever other
+    machines do meanwhile."""
+
+    def __init__(self, seed: str, noise_cv: float) -> None:
+        self._draw = random.Random(seed)
+        self._sigma = math.sqrt(math.log1p(noise_cv**2))
+        self._drawn: deque[float] = deque()
+
+    def ahead(self, count: int) -> list[float] | None:
+        """Of the next so many steps; None: there is no noise."""
+        if not self._sigma:
+            return None
+        while len(self._drawn) < count:
+            self._drawn.append(math.exp(self._draw.gauss(0.0, 1.0) * self._sigma - self._sigma**2 / 2))
+        return list(islice(self._drawn, count))
+
+    def begun(self, count: int) -> None:
+        """So many steps have begun."""
+        if self._sigma:
+            for _ in range(count):
+                self._drawn.popleft()
+
 
 class Device:
-    """``noise``: draws from a standard normal distribution. A step of two workers is one step over the chunks and the sequences of both."""
+    """A step of two workers is one step over the chunks and the sequences of both."""
 
-    def __init__(self, queue: EventQueue, clock: StepClock, noise: Callable[[], float], gaps: Distribution) -> None:
-        self._queue, self._clock, self._noise, self._gaps = queue, clock, noise, gaps
+    def __init__(self, queue: EventQueue, clock: StepClock, noise: Noise, gaps: Distribution, jumps: bool = True) -> None:
+        self._queue, self._clock, self._noise, self._gaps, self._jumps = queue, clock, noise, gaps, jumps
         self._decoded_at, self._num_decoded = 0.0, 0  # the last decode step's end, and how many sequences may be in the next one
-        profile = clock.profile
-        self._sigma = math.sqrt(math.log1p(profile.noise_cv**2))
+        self._run: _Run | None = None
+        self._jump = FIRST_JUMP
         self.prefill: PrefillShell | None = None
         self.decode: DecodeShell | None = None
         self.busy = False
@@ -37,15 +86,53 @@ class Device:
 
     def wake(self) -> None:
         """Begins a step, if none is running and there is one."""
+        if self._run is not None:
+            self.catch_up()
         if self.busy:
+            if self._run is not None:
+                self._look_at_run(self._run)
             return
         now = self._queue.now
         prompts = self.prefill.schedule(now) if self.prefill is not None else None
+        if prompts is None and self.decode is not None and self._jumps:
+            foretold = self.decode.core.foretell(now, 1 if self.decode.simulation.closely else self._jump)
+            if foretold is not None:
+                self._begin_run(foretold, now)
+                return
         sequences = self.decode.schedule(now) if self.decode is not None else None
         if sequences is None:
             self._num_decoded = 0
         if prompts is None and sequences is None:
             return
+        self._begin(prompts, sequences)
+
+    def catch_up(self) -> None:
+        """The decode worker's core is to know which of its steps have ended by now."""
+        run, now = self._run, self._queue.now
+        if run is None or self.decode is None or run.ends[run.num_passed] > now:
+            return
+        passed = bisect_right(run.ends, now, run.num_passed, run.num_steps)
+        self._book_gaps(run, passed)
+        self.decode.core.pass_by(passed - run.num_passed, now)
+        if self.decode.simulation.closely:
+            self.decode.core.tell_tokens()
+        run.num_passed = passed
+        if passed == run.num_steps:
+            self._run, self.busy = None, False
+        else:
+            self._book_begun(run, passed + 1)
+
+    def cut(self) -> None:
+        """The running one of many steps is the last."""
+        if self._run is not None:
+            self._run.foretold.cut()
+            self._heed_cut(self._run)
+
+    def stop(self) -> None:
+        """Its machine has failed."""
+        self._run, self.prefill, self.decode = None, None, None
+
+    def _begin(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> None:
         self.busy = True
         seconds = self._seconds(prompts, sequences)
         loop_s = self._clock.profile.prefill_loop_s if sequences is None else self._clock.profile.decode_loop_s
@@ -64,7 +151,9 @@ class Device:
         num_seqs = len(sequences.sequences) if sequences is not None else 0
         context = int(sequences.batch.seq_lens.sum()) if sequences is not None else 0
         seconds = self._clock.mixed(chunks, num_seqs, context)
-        return seconds * math.exp(self._noise() * self._sigma - self._sigma**2 / 2) if self._sigma else seconds
+        factors = self._noise.ahead(1)
+        self._noise.begun(1)
+        return seconds * factors[0] if factors else seconds
 
     def _done(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> None:
         self.busy = False
@@ -76,10 +165,74 @@ class Device:
                 self._gaps.add(self._queue.now - self._decoded_at, both)
             self._decoded_at, self._num_decoded = self._queue.now, len(sequences.sequences)
             self.decode.complete(sequences, output_of(len(sequences.sequences)))
+        self._turn()
+
+    def _turn(self) -> None:
         if self.prefill is not None:
             self.prefill.turn()
         if self.decode is not None:
             self.decode.turn()
+
+    # --- many steps at once ------------------------------------------------------------------------
+
+    def _begin_run(self, foretold: Foretold, now: float) -> None:
+        self.busy = True
+        seconds = self._clock.decode_run(foretold.num_seqs, foretold.num_context_tokens, foretold.num_steps)
+        if factors := self._noise.ahead(len(seconds)):
+            seconds = [one * factor for one, factor in zip(seconds, factors, strict=True)]
+        loop_s, end, ends = self._clock.profile.decode_loop_s, now, []
+        for one in seconds:
+            end += loop_s + one
+            ends.append(end)
+        self._run = run = _Run(foretold, seconds, ends, num_steps=len(ends))
+        self._book_begun(run, 1)
+        self._queue.at(end, self._run_done, run, run.num_steps)
+        self._jump = min(2 * self._jump, LONGEST_JUMP)
+
+    def _look_at_run(self, run: _Run) -> None:
+        """Something has happened to a worker here: the run goes on, ends with the running step, or has become a step like any other."""
+        assert self.decode is not None, "it runs here"
+        step = self.decode.core.take_unforetold()
+        if step is not None:
+            self._run = None
+            self._queue.at(run.ends[run.num_passed], self._done, None, step)
+            return
+        if self.prefill is not None:
+            run.foretold.cut()
+        else:
+            run.foretold.cut_if_short_of_blocks()
+        self._heed_cut(run)
+
+    def _heed_cut(self, run: _Run) -> None:
+        if run.foretold.num_steps < run.num_steps:
+            self._jump = FIRST_JUMP
+            run.num_steps = run.foretold.num_steps
+            self._queue.at(run.ends[run.num_steps - 1], self._run_done, run, run.num_steps)
+
+    def _run_done(self, run: _Run, num_steps: int) -> None:
+        if run.num_steps == num_steps:  # else it has been cut since
+            self.catch_up()
+            self._turn()
+
+    def _book_begun(self, run: _Run, num_begun: int) -> None:
+        context = run.foretold.num_context_tokens + run.num_begun * run.foretold.num_seqs
+        self._clock.count_decode_run(run.foretold.num_seqs, context, num_begun - run.num_begun)
+        for seconds in run.seconds[run.num_begun : num_begun]:
+            self.busy_s += seconds
+            self.decode_s += seconds
+        self.num_steps += num_begun - run.num_begun
+        self._noise.begun(num_begun - run.num_begun)
+        run.num_begun = num_begun
+
+    def _book_gaps(self, run: _Run, passed: int) -> None:
+        self._book_begun(run, passed)
+        num_seqs, before = run.foretold.num_seqs, self._decoded_at
+        both = min(self._num_decoded, num_seqs)
+        for end in run.ends[run.num_passed : passed]:
+            if both:
+                self._gaps.add(end - before, both)
+            before, both = end, num_seqs
+        self._decoded_at, self._num_decoded = before, num_seqs
 
 
 def output_of(num_rows: int) -> StepOutput:

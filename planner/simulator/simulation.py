@@ -19,7 +19,7 @@ from ..trace.request import Trace, TraceRequest
 from .cluster import Cluster, Pool
 from .coordinator_shell import CoordinatorShell
 from .decode_shell import DecodeShell
-from .device import Device
+from .device import Device, Noise
 from .events import EventQueue
 from .prefill_shell import PrefillShell
 from .prompts import generation_request
@@ -40,6 +40,7 @@ class _Machine:
 
     pool: Pool
     device: Device
+    noise: Noise
     shells: list[WorkerShell]
 
 
@@ -54,16 +55,20 @@ class Simulation:
         on_record: Callable[[RequestRecord], None] | None = None,
         sample_s: float | None = None,
         heartbeat_s: float = 0.25,
+        jumps: bool = True,
     ) -> None:
+        """``jumps``: equal decode steps are run many at once; without, the same comes out, and takes longer."""
         self.cluster, self.heartbeat_s = cluster, heartbeat_s
         self.queue = EventQueue()
         self.draw = random.Random(seed)
         self.tallies = Tallies(slo or Slo())
         self._on_record = on_record
+        self._seed, self._jumps = seed, jumps
         self._numbers = count(1)
         self.workers: dict[str, WorkerShell] = {}
         self.decode_workers: dict[str, DecodeShell] = {}
         self.machines: list[_Machine] = []
+        self.closely = False  # the coordinator hears of each step's tokens at once
         self.coordinator = CoordinatorShell(self)
         self.clocks = [StepClock(pool.profile, warns=False) for pool in cluster.pools]
         for index, (pool, clock) in enumerate(zip(cluster.pools, self.clocks, strict=True)):
@@ -130,17 +135,18 @@ class Simulation:
         else:
             self._arrive_at(following, rest, block_size, start_s, number + 1)
 
-    def _gauss(self) -> float:
-        return self.draw.gauss(0.0, 1.0)
-
     # --- machines --------------------------------------------------------------------------------
 
     def _add_machine(self, pool: Pool, clock: StepClock, index: int) -> None:
         number = sum(m.pool is pool for m in self.machines)
         name = f"{pool.role}-{index}-{number}"
-        machine = _Machine(pool, Device(self.queue, clock, self._gauss, self.tallies.of["gap"]), [])
+        noise = Noise(f"{self._seed} {name}", pool.profile.noise_cv)
+        machine = _Machine(pool, self._device(clock, noise), noise, [])
         self.machines.append(machine)
         self._start(machine, name)
+
+    def _device(self, clock: StepClock, noise: Noise) -> Device:
+        return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps)
 
     def _start(self, machine: _Machine, name: str) -> None:
         pool, memory = machine.pool, machine.pool.profile.memory
@@ -167,12 +173,13 @@ class Simulation:
         machine = next(m for m in self.machines if shell in m.shells)
         names = {s.name.removesuffix("-p").removesuffix("-d") if machine.pool.role == "colocated" else s.name for s in machine.shells}
         for dead in machine.shells:
-            dead.alive = False
+            dead.die()
             del self.workers[dead.name]
             self.decode_workers.pop(dead.name, None)
             self.queue.after(DEAD_AFTER_S, self._seen_dead, dead.id)
         machine.shells = []
-        machine.device = Device(self.queue, self.clocks[self.cluster.pools.index(machine.pool)], self._gauss, self.tallies.of["gap"])
+        machine.device.stop()
+        machine.device = self._device(self.clocks[self.cluster.pools.index(machine.pool)], machine.noise)
         self.queue.after(down_s, self._start, machine, names.pop())
 
     def left(self, shell: WorkerShell) -> None:
@@ -180,6 +187,13 @@ class Simulation:
         shell.alive = False
         self.workers.pop(shell.name, None)
         self.decode_workers.pop(shell.name, None)
+
+    def look_closely(self, closely: bool) -> None:
+        """From now on the coordinator hears of each decode step at once, or does not need to."""
+        began, self.closely = closely and not self.closely, closely
+        if began:
+            for decode in self.decode_workers.values():
+                decode.tell_tokens()
 
     def _seen_dead(self, worker: tuple[str, int]) -> None:
         for decode in self.decode_workers.values():
@@ -216,6 +230,8 @@ class Simulation:
     def _sample(self) -> None:
         self.queue.after(self.timeline.interval_s, self._sample)
         workers, interval = [], self.timeline.interval_s
+        for machine in self.machines:
+            machine.device.catch_up()
         for index, machine in enumerate(self.machines):
             busy = (machine.device.busy_s - self._busy_before[index]) / interval
             self._busy_before[index] = machine.device.busy_s

@@ -16,24 +16,24 @@ SMALLEST = 1e-7  # seconds; all below counts as 0
 
 
 class Distribution:
-    """Counts of values in classes of equal *relative* width, and the exact sum and extremes."""
+    """Counts of values in classes of equal *relative* width, and their sum and largest."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
         self.num = 0
-        self.total = 0.0
+        self._total_ps = 0  # whole picoseconds: the order of adding makes no difference
         self.largest = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
         self._counts[int(math.log(value) * _SCALE) if value > SMALLEST else -(1 << 30)] += count
         self.num += count
-        self.total += value * count
+        self._total_ps += int(value * 1e12) * count
         if value > self.largest:
             self.largest = value
 
     @property
     def mean(self) -> float:
-        return self.total / self.num if self.num else math.nan
+        return self._total_ps / 1e12 / self.num if self.num else math.nan
 
     def percentile(self, percent: float) -> float:
         """The value that this share does not exceed; to ``RESOLUTION``."""

@@ -52,6 +52,7 @@ class WorkerShell:
         """Of the coordinator."""
         if not self.alive or addressee != self.id:
             return
+        self.device.catch_up()
         if isinstance(message, Welcome):
             self._welcomed = True
             self.core.drop_others(message.coordinator)
@@ -73,6 +74,14 @@ class WorkerShell:
     def do(self, action: Any) -> None:
         """Carries out what only this role does."""
         raise NotImplementedError
+
+    def before_report(self) -> None:
+        """A heartbeat is due."""
+
+    def die(self) -> None:
+        """Its process ends now. What it has said is on its way."""
+        self.device.catch_up()
+        self.alive = False
 
     @property
     def sender(self) -> HandoffSender:
@@ -106,9 +115,11 @@ class WorkerShell:
             return
         self.queue.after(TICK_S, self._tick)
         now = self.queue.now
+        self.device.catch_up()
         self.core.tick(now)
         if self._welcomed and now - self._reported >= self.simulation.heartbeat_s:
             self._reported = now
+            self.before_report()
             self._tell(self.core.load())
             if (events := self.core.block_events()) is not None:
                 self._tell(events)

@@ -1,0 +1,65 @@
+"""Virtual time that jumps over equal decode steps comes out where steps one by one do, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from planner.test_simulator import assert_no_block_is_lost, cluster, profile, trace
+
+from splitserve.engine.latency_profile import Memory
+from splitserve.planner.simulator.cluster import Cluster, Failure, Pool
+from splitserve.planner.simulator.records import RequestRecord
+from splitserve.planner.simulator.report import summary
+from splitserve.planner.simulator.simulation import Simulation
+from splitserve.planner.trace.request import TraceRequest
+
+UNEVEN = profile(noise_cv=0.02)
+"""Two workers' steps never end at the same instant: which of the two is heard first is the one thing that jumps may change."""
+SMALL = Memory(block_size=16, num_blocks=48, block_bytes=1600, num_layers=4, max_model_len=512)
+
+
+def talk(count: int = 60, every_s: float = 0.0131) -> list[TraceRequest]:
+    return [TraceRequest(every_s * i, 20 + 37 * i % 300, 1 + 7 * i % 61, session=str(i % 5)) for i in range(count)]
+
+
+def cached_talk() -> list[TraceRequest]:
+    hashes = [tuple(range(1, 3 + i % 7)) for i in range(40)]
+    return [TraceRequest(0.05 * i, 16 * len(h) + 5, 40 + i % 9, h) for i, h in enumerate(hashes)]
+
+
+def outcome(of: Cluster, requests: Iterable[TraceRequest], jumps: bool, **options: object) -> tuple[Simulation, list[object]]:
+    records: list[RequestRecord] = []
+    simulation = Simulation(of, seed=4, on_record=records.append, jumps=jumps, **options)  # type: ignore[arg-type]
+    simulation.run(trace(requests, 16))
+    assert_no_block_is_lost(simulation)
+    return simulation, [summary(simulation), *(r.row() for r in records)]
+
+
+CASES = {
+    "plain": (cluster(2, 3), talk()),
+    "noise": (cluster(2, 3, profile(noise_cv=0.3)), talk()),
+    "no room for all": (cluster(1, 1, profile(memory=SMALL, noise_cv=0.02)), talk(every_s=0.002)),
+    "prefixes": (cluster(1, 2), cached_talk()),
+    "deaths": (cluster(2, 2, UNEVEN, failures=(Failure(worker="decode-1-0", at_s=0.51), Failure(worker="prefill-0-1", at_s=0.61))), talk()),
+    "deaths at any time": (cluster(3, 3, UNEVEN, mean_seconds_between_failures=2.0), talk(150)),
+    "colocated": (Cluster(pools=(Pool(role="colocated", count=2, profile=UNEVEN),)), talk()),
+    "long answers": (cluster(1, 2), [TraceRequest(0.3 * i, 30, 400) for i in range(6)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_jumps_land_where_steps_do(case: str) -> None:
+    of, requests = CASES[case]
+    jumped, there = outcome(of, requests, True)
+    stepped, step_by_step = outcome(of, requests, False)
+    assert there == step_by_step
+    if case == "long answers":
+        assert jumped.queue.num_events < 0.6 * stepped.queue.num_events
+    if case == "no room for all":
+        assert sum(shell.core.scheduler.num_preemptions for shell in jumped.decode_workers.values()) > 0
+
+
+def test_what_is_sampled_on_the_way_is_the_same_too() -> None:
+    timelines = [outcome(cluster(1, 2), talk(), jumps, sample_s=0.1)[0].timeline.samples for jumps in (True, False)]
+    assert timelines[0] == timelines[1]
