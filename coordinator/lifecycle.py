@@ -26,6 +26,7 @@ from ..transport.messages import BlockEvents, FirstToken, Goodbye, Hello, Joined
 from .attempts import Attempts
 from .flight import Action, End, Flight
 from .lifecycle_limits import LifecycleLimits as LifecycleLimits
+from .lifecycle_limits import shortest_timeout
 from .lifecycle_state import LifecycleState
 from .membership import Membership
 from .placement import Placement
@@ -55,6 +56,7 @@ class Lifecycle:
         self._unserved_since: float | None = None
         self._ticked: float | None = None
         self._charged = float("-inf")
+        self._patience = shortest_timeout(self.limits)
         self.num_refused_early = 0
 
     # --- for people ------------------------------------------------------------------------------
@@ -179,7 +181,8 @@ class Lifecycle:
         if now - self._charged >= CHARGE_EVERY_S:
             self._charged = now
             for flight in self._state.table.flights.values():
-                self._state.line.charge(flight)
+                if flight.dispatch >= 0:
+                    self._state.line.charge(flight)
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has gone, or has enough."""
@@ -250,7 +253,10 @@ class Lifecycle:
         self._serve_or_give_up(now)
         self._state.suspicion.credit_all()
         for flight in list(self._state.table.flights.values()):
-            if not self._attempts.expire_if_late(flight, now) and self._is_lost(flight, now):
+            worth_a_look = now >= flight.request.deadline or now - flight.mark > self._patience
+            if (worth_a_look or (flight.tokens and now - flight.token_at > self._patience)) and self._attempts.expire_if_late(flight, now):
+                continue
+            if flight.dispatch >= 0 and self._is_lost(flight, now):
                 self._attempts.retry(flight, "the workers hold nothing of it", now)
         self._charge(now)
         self._members.evacuate(now)
@@ -265,7 +271,7 @@ class Lifecycle:
 
     def _is_lost(self, flight: Flight, now: float) -> bool:
         """No worker that should hold this dispatch has reported it, though each had time to."""
-        if flight.dispatch < 0 or now - flight.mark < self.limits.lost_after_s:
+        if now - flight.mark < self.limits.lost_after_s:
             return False
         holders = {"prefill": [flight.prefill], "handoff": [flight.prefill, flight.decode], "decode": [flight.decode]}[flight.stage]
         return not any(w is not None and flight.dispatch in w.held for w in holders)

@@ -32,6 +32,11 @@ class LifecycleLimits:
     token_timeout_s: float = 120.0  # between two tokens of one sequence, whatever happens in between
 
 
+def shortest_timeout(limits: LifecycleLimits) -> float:
+    """Whoever has been in its stage, and had its last token, for less, has passed no deadline but perhaps the request's own."""
+    return min(limits.queue_timeout_s, limits.prefill_timeout_s, limits.handoff_timeout_s, limits.token_timeout_s)
+
+
 def passed_deadline(flight: Flight, limits: LifecycleLimits, now: float) -> str:
     """Which deadline the request has passed, and what to do about it, as a sentence; empty where none."""
     request = flight.request

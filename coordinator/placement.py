@@ -25,19 +25,21 @@ class Placement:
             self._state.line.serve(lambda flight: self._place(flight, now), now)
 
     def _place(self, flight: Flight, now: float) -> bool:
-        decodes = [w for w in self._state.pools.open_of_role("decode") if w.has_room_for(flight.num_tokens)]
+        num_tokens, pools = flight.num_tokens, self._state.pools
+        decodes = [w for w in pools.of_role("decode") if not w.draining and w.has_room_for(num_tokens)]
         if not decodes:
             return False
-        prefills = [w for w in self._state.pools.open_of_role("prefill") if self._prefill_has_room(w, flight)]
+        prefills = [w for w in pools.of_role("prefill") if not w.draining and self._prefill_has_room(w, flight, num_tokens)]
         if flight.avoid is not None:
             decodes = [w for w in decodes if w is not flight.avoid and w.kind == flight.avoid.kind] or decodes
         if len(self._state.suspicion):
             prefills, decodes = self._state.suspicion.allowed(flight, prefills), self._state.suspicion.allowed(flight, decodes)
-        kinds = {w.kind for w in decodes}
-        prefills = [w for w in prefills if w.kind in kinds]
+        if prefills:
+            kinds = {w.kind for w in decodes}
+            prefills = [w for w in prefills if w.kind in kinds]
         if not prefills:
             return False
-        need = Need(flight.num_tokens, flight.hashes(prefills[0]), flight.request.session, self._state.table.next_dispatch)
+        need = Need(num_tokens, flight.hashes(prefills[0]), flight.request.session, self._state.table.next_dispatch)
         prefill = choose_prefill(self._policy, prefills, need)
         decode = choose_decode(self._policy, [w for w in decodes if prefill and w.kind == prefill.kind], need)
         if prefill is None or decode is None:
@@ -45,17 +47,17 @@ class Placement:
         self._dispatch(flight, prefill, decode, now)
         return True
 
-    def _prefill_has_room(self, worker: Worker, flight: Flight) -> bool:
+    def _prefill_has_room(self, worker: Worker, flight: Flight, num_tokens: int) -> bool:
         if worker.load is not None and not worker.load.accepting and worker.dispatches:
             return False
         ahead = self._state.limits.queued_batches * worker.hello.max_batch_tokens
         if flight.num_attempts:  # it goes before those that are computed for the first time
             waiting = self._returning_tokens(worker)
-            return waiting == 0 or waiting + flight.num_tokens <= ahead
-        if worker.pending_tokens + flight.num_tokens <= ahead:
+            return waiting == 0 or waiting + num_tokens <= ahead
+        if worker.pending_tokens + num_tokens <= ahead:
             return True
-        waiting = worker.tokens_ahead_of(flight.num_tokens)
-        return waiting == 0 or waiting + flight.num_tokens <= ahead
+        waiting = worker.tokens_ahead_of(num_tokens)
+        return waiting == 0 or waiting + num_tokens <= ahead
 
     def _returning_tokens(self, worker: Worker) -> int:
         """Of prompts dispatched to this prefill worker and not yet computed, those of requests that have come back."""

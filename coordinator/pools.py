@@ -71,10 +71,10 @@ class Worker:
 
     def has_room_for(self, num_tokens: int) -> bool:
         """Whether this decode worker can take a sequence of this length now."""
-        if not self.dispatches and not self.num_others:
+        num_rows = len(self.dispatches) + self.num_others
+        if not num_rows:
             return True  # what does not even fit into an idle worker is refused by it, with the reason
-        rows = len(self.dispatches) + self.num_others < self.hello.max_num_seqs
-        return rows and self.blocks_available > self.blocks_for(num_tokens)
+        return num_rows < self.hello.max_num_seqs and self.blocks_available > self.blocks_for(num_tokens)
 
     def match_prefix(self, hashes: list[bytes]) -> int:
         """How many leading blocks of a prompt this worker really has."""

@@ -78,6 +78,12 @@ class DecodeCore:
     def blocks(self) -> BlockManager:
         return self.scheduler.blocks
 
+    @property
+    def stirs(self) -> bool:
+        """Whether there may be anything to ``take``."""
+        moving = self.moving is not None and self.moving.stirs
+        return bool(self._actions) or self.receiver.has_actions or moving or self._asked_to_drain is not None
+
     def take(self, now: float) -> list[DecodeAction]:
         """What is to be done since the last call, in order."""
         self._settle(now)
@@ -126,7 +132,8 @@ class DecodeCore:
 
     def schedule(self, now: float) -> DecodeStep | None:
         """The next step, made ahead if one is in flight; sequences that found no block are given back to the coordinator."""
-        self._settle(now)
+        if self.stirs:
+            self._settle(now)
         if self._owes_tokens:
             self.tell_tokens()
         step = self.scheduler.schedule()

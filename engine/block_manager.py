@@ -120,8 +120,12 @@ class BlockManager:
         return stored, removed
 
     def _evict_one(self) -> None:
-        leaf = next((b for b in self._idle if not self._num_children.get(self._hash[b] or b"")), None)
-        self.discard(next(iter(self._idle)) if leaf is None else leaf)
+        hashes, num_children = self._hash, self._num_children
+        for block in self._idle:
+            if hashes[block] not in num_children:  # a leaf
+                self.discard(block)
+                return
+        self.discard(next(iter(self._idle)))
 
     def _forget(self, block: int) -> None:
         block_hash, parent = self._hash[block], self._parent[block]

@@ -74,6 +74,11 @@ class PrefillCore:
     def blocks(self) -> BlockManager:
         return self.scheduler.blocks
 
+    @property
+    def stirs(self) -> bool:
+        """Whether there is anything to ``take``."""
+        return bool(self._actions) or self.sender.has_actions
+
     def take(self) -> list[PrefillAction]:
         """What is to be done since the last call, in order."""
         self._settle()

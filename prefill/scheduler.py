@@ -187,7 +187,9 @@ class PrefillScheduler:
         computing = {h for s in self.running.values() if (h := self._next_hash(s, s.num_computed // self.block_size))}
         crowding = self._crowding_peers()
         starved = False
-        candidates = sorted([*self.running.values(), *self.waiting.values()], key=lambda s: self._rank(s, now))
+        candidates = [*self.running.values(), *self.waiting.values()]
+        if len(candidates) > 1:
+            candidates.sort(key=lambda s: self._rank(s, now))
         for sequence in candidates:
             if budget == 0 or len(chunks) == self._max_num_seqs:
                 break
@@ -258,7 +260,7 @@ class PrefillScheduler:
 
     def _crowding_peers(self) -> set[PeerId]:
         """Decode workers whose blocks, computed and not taken in, fill half of the pool while prompts for others wait."""
-        if len({s.peer_id for s in self.waiting.values()}) < 2:
+        if len(self.waiting) < 2 or len({s.peer_id for s in self.waiting.values()}) < 2:
             return set()
         held: Counter[PeerId] = Counter()
         for sequence in self.pinned.values():

@@ -113,6 +113,11 @@ class HandoffReceiver:
         yield from (incoming.blocks for incoming in self._granted.values())
         yield from (ended.blocks for ended in self._quarantine.leases.values())
 
+    @property
+    def has_actions(self) -> bool:
+        """Whether there is anything to ``take``."""
+        return bool(self._actions)
+
     def take(self) -> list[ReceiverAction]:
         """What is to be done since the last call, in order."""
         actions, self._actions = self._actions, []

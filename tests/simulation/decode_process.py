@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from simulation.model import EOS
@@ -40,6 +40,15 @@ class DecodeProcess(WorkerProcess):
         self._watched: dict[PeerId, WorkerProcess] = {}  # writers of this host, whose end is seen
         assert self.core.moving is not None
         self.sending = SendingEnd(self, self.core.moving.sender)
+        self._doing: dict[type, Callable[[Any], None]] = {
+            act.ToPeer: self._to_peer,
+            act.Verify: self._verify,
+            act.OpenLease: lambda action: self._target.open(action.lease, action.secret, action.targets),
+            act.ExpectAgain: lambda action: self._target.expect_again(action.lease, action.positions),
+            act.CloseLease: self._close_lease,
+            act.Join: lambda action: None,  # the core has seen to it
+            act.Supersede: lambda action: None,
+        }
 
     def make_core(self) -> DecodeCore:
         scheduler = DecodeScheduler(self.blocks, BLOCK_SIZE, self.world.scenario.cluster.max_num_seqs, MAX_MODEL_LEN, EOS)
@@ -91,25 +100,18 @@ class DecodeProcess(WorkerProcess):
         self.turn()
 
     def do(self, action: Any) -> None:
-        match action:
-            case act.ToPeer() if isinstance(action.message, FROM_DECODE):
-                self._answer(action)
-            case act.Verify():
-                self._verify(action)
-            case act.OpenLease():
-                self._target.open(action.lease, action.secret, action.targets)
-            case act.ExpectAgain():
-                self._target.expect_again(action.lease, action.positions)
-            case act.CloseLease():
-                self._target.close(action.lease)
-                self._checks = deque(check for check in self._checks if check.lease != action.lease)
-            case act.Join() | act.Supersede():
-                pass  # the core has seen to it
-            case _:
-                self.sending.carry_out(action)
+        self._doing.get(type(action), self.sending.carry_out)(action)
 
-    def _answer(self, action: act.ToPeer) -> None:
-        if (channel := self._peers.get(action.peer)) is not None:
+    def _close_lease(self, action: act.CloseLease) -> None:
+        self._target.close(action.lease)
+        if self._checks:
+            self._checks = deque(check for check in self._checks if check.lease != action.lease)
+
+    def _to_peer(self, action: act.ToPeer) -> None:
+        """To one that hands over to us, or to one that we hand over to."""
+        if not isinstance(action.message, FROM_DECODE):
+            self.sending.carry_out(action)
+        elif (channel := self._peers.get(action.peer)) is not None:
             end, opened_to = channel
             self.world.network.send(self.name, end.process.name, action.message, end.process.run, end.hear, opened_to, action.peer)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-from simulation.model import MASK, NUM_LAYERS, deeper, logprob, mix, next_token
+from simulation.model import MASK, NUM_LAYERS, deeper, first_layer, logprob, next_token
 
 from splitserve.engine.batch import Batch, Logprobs, StepOutput
 
@@ -16,7 +14,8 @@ class Memory:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.values = [-1 - i for i in range(num_blocks * NUM_LAYERS * block_size)]
-        self._sums: list[int | None] = [None] * num_blocks
+        self._sums: list[int | None] = [None] * num_blocks  # known until the block is written again
+        self._checksums: list[int | None] = [None] * num_blocks  # likewise
 
     def read(self, block: int, first: int = 0, end: int = NUM_LAYERS) -> list[int]:
         """Layers [first, end) of a block."""
@@ -27,11 +26,14 @@ class Memory:
         """Overwrites a block's values ``start`` and following."""
         first = block * NUM_LAYERS * self.block_size + start
         self.values[first : first + len(values)] = values
-        self._sums[block] = None
+        self._sums[block] = self._checksums[block] = None
 
     def checksum(self, block: int) -> int:
-        size = NUM_LAYERS * self.block_size
-        return hash(tuple(self.values[block * size : (block + 1) * size])) & MASK
+        known = self._checksums[block]
+        if known is None:
+            size = NUM_LAYERS * self.block_size
+            known = self._checksums[block] = hash(tuple(self.values[block * size : (block + 1) * size])) & MASK
+        return known
 
     def execute(self, batch: Batch, token_ids: list[int], from_layer: int = 0) -> StepOutput:
         """The layers from ``from_layer`` on, and what is sampled."""
@@ -39,7 +41,7 @@ class Memory:
             for layer in range(from_layer, NUM_LAYERS):
                 self.write_layer(batch, token_ids, layer)
         else:
-            self._write_all(batch, token_ids)
+            self._write_first(batch, token_ids, NUM_LAYERS)
         tokens, logprobs, prompt_logprobs = [], {}, {}
         rows = zip(batch.sampling, batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True)
         for row, (state, table, length) in enumerate(rows):
@@ -53,40 +55,33 @@ class Memory:
 
     def write_layer(self, batch: Batch, token_ids: list[int], layer: int) -> None:
         """Writes each token's value of this layer: from the token and its predecessor's in layer 0, from the layer below in others."""
-        size, values, sums = self.block_size, self.values, self._sums
+        size, values, sums, checksums = self.block_size, self.values, self._sums, self._checksums
         if layer == 0:
-            for kv, place in self._first_layer(batch, token_ids):
-                values[place] = kv
+            self._write_first(batch, token_ids, 1)
             return
         for slot in batch.slot_mapping.tolist():
             block, offset = divmod(slot, size)
             place = (block * NUM_LAYERS + layer) * size + offset
             values[place] = deeper(values[place - size])
-            sums[block] = None
+            sums[block] = checksums[block] = None
 
-    def _write_all(self, batch: Batch, token_ids: list[int]) -> None:
-        """All layers at once."""
-        size, values, layers = self.block_size, self.values, range(1, NUM_LAYERS)
-        for kv, place in self._first_layer(batch, token_ids):
-            values[place] = kv
-            for _ in layers:
-                place += size
-                kv = values[place] = deeper(kv)
-
-    def _first_layer(self, batch: Batch, token_ids: list[int]) -> Iterator[tuple[int, int]]:
-        """Each token's value in layer 0, and where it goes; a token's predecessor has been written when the token's turn comes."""
-        size, values, sums = self.block_size, self.values, self._sums
+    def _write_first(self, batch: Batch, token_ids: list[int], num_layers: int) -> None:
+        """The first ``num_layers`` layers of each token; a token's predecessor has been written when the token's turn comes."""
+        size, values, sums, checksums, higher = self.block_size, self.values, self._sums, self._checksums, range(1, num_layers)
         block_values = NUM_LAYERS * size
         starts, positions, slots = batch.query_start_loc.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist()
         for row, table in enumerate(batch.block_tables.tolist()):
             start, end = starts[row], starts[row + 1]
             before = positions[start] - 1
             kv = 0 if before < 0 else values[table[before // size] * block_values + before % size]
-            for i in range(start, end):
-                kv = mix(kv, token_ids[i])
-                block = slots[i] // size
-                sums[block] = None
-                yield kv, block * block_values + slots[i] % size
+            for value, slot in zip(first_layer(kv, token_ids[start:end]), slots[start:end], strict=True):
+                block, offset = divmod(slot, size)
+                sums[block] = checksums[block] = None
+                place = block * block_values + offset
+                values[place] = value
+                for _ in higher:
+                    place += size
+                    value = values[place] = (3 * value + 7) & MASK  # deeper, written out
 
     def _total(self, table: list[int], length: int) -> int:
         """The sum of a sequence's values; a whole block's is kept until the block is written again."""
@@ -98,7 +93,7 @@ class Memory:
                 known = sums[block] = sum(self.read(block))
             total += known
         if rest:
-            for layer in range(NUM_LAYERS):
-                first = (table[full] * NUM_LAYERS + layer) * size
-                total += sum(self.values[first : first + rest])
+            values, start = self.values, table[full] * NUM_LAYERS * size
+            for first in range(start, start + NUM_LAYERS * size, size):
+                total += sum(values[first : first + rest])
         return total

@@ -10,7 +10,7 @@ function of the token, so that one which is lost, doubled or another's shows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 VOCABULARY = 997
 EOS = frozenset(range(32))
@@ -23,6 +23,16 @@ FACTOR, SUMMAND = 13, 35
 def mix(a: int, b: int) -> int:
     x = (a * 0x9E3779B97F4A7C15 + b + 0x632BE59BD9B4E019) & MASK
     return ((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9) & MASK
+
+
+def first_layer(kv: int, tokens: Iterable[int]) -> list[int]:
+    """kv[0] of each of these tokens; ``kv``: that of the token before them."""
+    values = []
+    for token in tokens:
+        x = (kv * 0x9E3779B97F4A7C15 + token + 0x632BE59BD9B4E019) & MASK  # mix, written out: it runs once for each token of each step
+        kv = ((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9) & MASK
+        values.append(kv)
+    return values
 
 
 def deeper(kv: int) -> int:
@@ -42,12 +52,10 @@ def expected_output(
     prompt: Sequence[int], max_tokens: int, min_tokens: int, stops: frozenset[int], max_model_len: int
 ) -> tuple[list[int], str]:
     """What a run without faults answers, and why it ends: a pure function of the request."""
-    kv = total = 0
     output: list[int] = []
     longest = min(max_tokens, max_model_len - len(prompt))
-    for token in prompt:
-        kv = mix(kv, token)
-        total += FACTOR * kv + SUMMAND
+    values = first_layer(0, prompt)
+    kv, total = values[-1], FACTOR * sum(values) + SUMMAND * len(values)
     while longest:
         token = next_token(total)
         output.append(token)

@@ -36,7 +36,7 @@ class Network:
     def send(self, source: str, target: str, message: Message, receive: Callable[..., None], *args: Any) -> None:
         """Calls ``receive(*args, message)`` some time later; perhaps never, perhaps twice."""
         random, faults = self.random.random, self.faults
-        self.said[type(message).__name__] += 1
+        self.said[message.__class__.__name__] += 1
         if random() < ENCODED:
             message = decode(encode(message), (type(message),))
         delay = 0.0002 + 0.0008 * random()

@@ -55,10 +55,10 @@ class Process:
         if not self.alive:
             return
         if self._inside:
-            if self._queue.now < self._frozen_until:
-                self._rest.append((event, args))
-            else:
+            if self._queue.now >= self._frozen_until:
                 event(*args)
+            else:
+                self._rest.append((event, args))
         elif self._backlog or self._queue.now < self._frozen_until:
             self._backlog.append((event, args))
             self._wake_later()

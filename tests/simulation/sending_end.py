@@ -26,6 +26,17 @@ class SendingEnd:
         self._channels: set[PeerId] = set()
         self._sources: dict[PeerId, Source] = {}
         self._checksums = RunningChecksums(process.memory)
+        self._doing: dict[type, Callable[[Any], None]] = {
+            act.ToPeer: lambda action: self._send(action.peer, action.message),
+            act.Put: self._put,
+            act.SendPlaced: self._send_placed,
+            act.SendHandoff: self._send_handoff,
+            act.CancelPuts: self._cancel_puts,
+            act.Connect: self._connect,
+            act.OpenMover: lambda action: self._with_mover(action.peer, lambda: self._open_mover(action)),
+            act.Delivered: _nothing,
+            act.Undelivered: _nothing,
+        }
 
     def close(self) -> None:
         """Ends all channels and movers; what has not left is lost."""
@@ -39,29 +50,19 @@ class SendingEnd:
             self.process.turn()
 
     def carry_out(self, action: Any) -> None:
-        match action:
-            case act.ToPeer():
-                self._send(action.peer, action.message)
-            case act.Put():
-                self._put(action)
-            case act.SendPlaced():
-                sums = self._checksums.of(action.source_blocks) if action.peer in self._channels else []
-                self._send(action.peer, Placed(lease=action.lease, first=action.first, checksums=u64(sums)))
-            case act.SendHandoff():
-                self._send_handoff(action)
-            case act.CancelPuts():
-                if action.peer in self._sources:
-                    self._sources[action.peer].cancel(action.lease)
-            case act.Connect():
-                self._connect((action.peer.worker_id, action.peer.incarnation))
-            case act.OpenMover():
-                self._with_mover(action.peer, lambda: self._open_mover(action))
-            case act.Delivered() | act.Undelivered():
-                pass  # the core has seen to it
-            case _:
-                raise TypeError(f"the simulator does not know the action {action}")
+        self._doing[type(action)](action)
 
-    def _connect(self, peer: PeerId) -> None:
+    def _send_placed(self, action: act.SendPlaced) -> None:
+        if action.peer in self._channels:
+            sums = u64(self._checksums.of(action.source_blocks))
+            self._send(action.peer, Placed(lease=action.lease, first=action.first, checksums=sums))
+
+    def _cancel_puts(self, action: act.CancelPuts) -> None:
+        if action.peer in self._sources:
+            self._sources[action.peer].cancel(action.lease)
+
+    def _connect(self, action: act.Connect) -> None:
+        peer = (action.peer.worker_id, action.peer.incarnation)
         for earlier in [p for p in self._channels if p[0] == peer[0] and p != peer]:
             self._forget(earlier)
             self._sender.peer_lost(earlier, "it has restarted")
@@ -111,6 +112,10 @@ class SendingEnd:
         """The address belongs to the process: a new process or incarnation there gets what was meant for the old one."""
         target = self.world.workers[peer[0]]
         target.run(target.hear_peer, me, (self, peer), message)
+
+
+def _nothing(action: Any) -> None:
+    """The core has seen to it."""
 
 
 class RunningChecksums:

@@ -27,11 +27,17 @@ class Steps:
     @property
     def running(self) -> Any:
         """The step that runs now, if one does."""
-        return self._steps[len(self._outcomes)] if len(self._outcomes) < len(self._steps) else None
+        steps, num_ended = self._steps, len(self._outcomes)
+        return steps[num_ended] if num_ended < len(steps) else None
 
     @property
     def wants_next(self) -> bool:
-        return not self._steps or (len(self._steps) == 1 and not self._outcomes and self._nearly_done)
+        return not self._steps or (self._nearly_done and not self._outcomes and len(self._steps) == 1)
+
+    @property
+    def any_ended(self) -> bool:
+        """Whether there is something to ``collect``."""
+        return bool(self._outcomes)
 
     def submit(self, step: Any) -> None:
         batch, size = step.batch, self._process.memory.block_size
@@ -45,8 +51,6 @@ class Steps:
 
     def collect(self) -> list[tuple[Any, Any]]:
         """(step, outcome)."""
-        if not self._outcomes:
-            return []
         ended = [(self._steps.popleft(), self._outcomes.popleft()) for _ in range(len(self._outcomes))]
         if self._steps:
             self._world.counts["steps made ahead"] += 1

@@ -24,12 +24,13 @@ class WatchedBlocks(BlockManager):
         blocks = super().allocate(count)
         for block in blocks or ():
             self.times_given[block] += 1
-            for used in self._in_flight.values():
-                if block in used:
-                    self._violated(f"block {block} is given out while a step uses it")
-            for writer, writing in self._process.writers.items():
-                if block in writing:
-                    self._violated(f"block {block} is given out while {writer.name} is about to write it")
+        given = blocks or ()
+        for used in self._in_flight.values():
+            if not used.isdisjoint(given):
+                self._violated(f"block {min(used.intersection(given))} is given out while a step uses it")
+        for writer, writing in self._process.writers.items():
+            if not writing.keys().isdisjoint(given):
+                self._violated(f"block {min(writing.keys() & set(given))} is given out while {writer.name} is about to write it")
         return blocks
 
     def commit(self, block: int, block_hash: bytes, parent: bytes | None) -> None:

@@ -127,7 +127,8 @@ class WorkerProcess(Process):
 
     def turn(self) -> None:
         """One turn of the loop."""
-        self._collect()
+        if self.steps.any_ended:
+            self._collect()
         self._launch()
         if self.carry_out_all():
             self._launch()  # what was just verified joins at once
@@ -139,10 +140,11 @@ class WorkerProcess(Process):
     def carry_out_all(self) -> bool:
         """Whatever the core wants done now. False: nothing."""
         busy = False
-        while actions := self.take():
-            busy = True
+        run, carry_out = self.run, self._carry_out
+        while self.core.stirs and (actions := self.take()):
+            busy, me = True, self.id
             for action in actions:
-                self.run(self._carry_out, action, (self.name, self.incarnation))
+                run(carry_out, action, me)
         return busy
 
     def _collect(self) -> None:
@@ -157,8 +159,9 @@ class WorkerProcess(Process):
                 self.core.complete(step, outcome, self.now)
 
     def _launch(self) -> None:
-        while self.steps.wants_next and not self.frozen and (step := self.core.schedule(self.now)) is not None:
-            self.steps.submit(step)
+        steps = self.steps
+        while steps.wants_next and not self.frozen and (step := self.core.schedule(self.now)) is not None:
+            steps.submit(step)
 
     def begin(self, step: Any, duration: float) -> None:
         """A step is under way."""
