@@ -1,4 +1,5 @@
-"""What an operator may tell the running system: POST /admin/drain/{worker} and /admin/log-level/{level}, and who is an operator.
+"""What an operator may tell the running system: POST /admin/drain/{worker}, /admin/flip/{worker}?to=ROLE and /admin/log-level/{level},
+GET /admin/flips, and who is an operator.
 
 Without an admin key it answers to this host only; with one, to whoever has the key, from wherever. A browser's request is refused in
 either case: a web page that is open on this host must not reach it.
@@ -10,13 +11,14 @@ import hmac
 import logging
 from ipaddress import ip_address
 from pathlib import Path
-from typing import get_args
+from typing import Protocol, cast, get_args
 
 import orjson
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..transport.messages import Role
 from .errors import Forbidden, InvalidRequest, NotFound, Unauthorized
 from .request import Dispatcher
 from .settings import LogLevel
@@ -45,16 +47,29 @@ class AdminCheck:
             raise Unauthorized("This needs the admin key: send it as `Authorization: Bearer KEY`.")
 
 
+class Fleet(Dispatcher, Protocol):
+    """The serving system, and what an operator may do with its workers."""
+
+    def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None:
+        """Has a worker change its role in place. Returns the change as it stands, JSON-ready; a sentence where it cannot; None: no such
+        worker."""
+
+    def flips(self) -> list[dict[str, object]]:
+        """The latest changes of roles, JSON-ready, oldest first."""
+
+
 class AdminRoutes:
     """``key``: see ``AdminCheck``."""
 
-    def __init__(self, dispatcher: Dispatcher, key: str | None) -> None:
+    def __init__(self, dispatcher: Fleet, key: str | None) -> None:
         self._dispatcher = dispatcher
         self.operators = AdminCheck(key)
 
     def routes(self) -> list[Route]:
         return [
             Route("/admin/drain/{worker:path}", self._drain, methods=["POST"]),
+            Route("/admin/flip/{worker:path}", self._flip, methods=["POST"]),
+            Route("/admin/flips", self._flips, methods=["GET"]),
             Route("/admin/log-level/{level}", self._set_log_level, methods=["POST"]),
         ]
 
@@ -63,9 +78,28 @@ class AdminRoutes:
         worker_id = request.path_params["worker"]
         held = self._dispatcher.drain(worker_id, _timeout_s(request))
         if held is None:
-            known = ", ".join(sorted(_worker_ids(self._dispatcher.snapshot()))) or "none"
-            raise NotFound(f"There is no worker {worker_id!r} here; there are: {known}.", param="worker")
+            raise self._unknown(worker_id)
         return Response(orjson.dumps(held), 202, media_type="application/json")
+
+    async def _flip(self, request: Request) -> Response:
+        self.operators.check(request)
+        worker_id, role = request.path_params["worker"], request.query_params.get("to", "")
+        if role not in get_args(Role):
+            raise InvalidRequest(f"to: {role[:40]!r} is none of {', '.join(get_args(Role))}", param="to")
+        ordered = self._dispatcher.flip(worker_id, cast(Role, role), _timeout_s(request))
+        if ordered is None:
+            raise self._unknown(worker_id)
+        if isinstance(ordered, str):
+            raise InvalidRequest(ordered, param="worker")
+        return Response(orjson.dumps(ordered), 202, media_type="application/json")
+
+    async def _flips(self, request: Request) -> Response:
+        self.operators.check(request)
+        return Response(orjson.dumps({"flips": self._dispatcher.flips()}), media_type="application/json")
+
+    def _unknown(self, worker_id: str) -> NotFound:
+        known = ", ".join(sorted(_worker_ids(self._dispatcher.snapshot()))) or "none"
+        return NotFound(f"There is no worker {worker_id!r} here; there are: {known}.", param="worker")
 
     async def _set_log_level(self, request: Request) -> Response:
         self.operators.check(request)

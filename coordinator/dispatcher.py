@@ -15,8 +15,9 @@ from ..transport.channels import RouterChannel
 from ..transport.coordinator_link import identity_of, worker_of
 from ..transport.event_loop import Attachment, attach
 from ..transport.keys import ClusterKey
-from ..transport.messages import FROM_WORKER, Message
+from ..transport.messages import FROM_WORKER, Message, Role
 from .flight import Action, End, Push, PushPromptLogprobs, Send
+from .flips import FlipRecord
 from .lifecycle import Lifecycle
 from .membership import DRAINED
 from .pools import Worker, WorkerId
@@ -87,6 +88,19 @@ class SocketDispatcher:
         _log.info("%s worker %s is to leave; it holds %d requests", worker.role, worker_id, len(worker.dispatches))
         return {"worker_id": worker_id, "role": worker.role, "draining": True, "requests": self._core.request_ids(worker.dispatches)}
 
+    def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None:
+        now = time.monotonic()
+        ordered, actions = self._core.flip(worker_id, role, timeout_s, now)
+        self._carry_out(actions)
+        if not isinstance(ordered, FlipRecord):
+            return ordered
+        _log.info("worker %s is to become a %s worker", ordered.process, role)
+        return ordered.as_json(now)
+
+    def flips(self) -> list[dict[str, object]]:
+        now = time.monotonic()
+        return [record.as_json(now) for record in self._core.flips]
+
     def snapshot(self) -> dict[str, object]:
         """For /debug/state."""
         now = time.monotonic()
@@ -101,6 +115,7 @@ class SocketDispatcher:
             "counters": self._core.counters(),
             "last_retries": list(self._core.last_retries),
             "last_recoveries": [asdict(recovery) for recovery in self._core.last_recoveries],
+            "flips": self.flips(),
             "channel": asdict(self._channel.counters),
             "workers": [
                 {**_describe(worker, now), "requests": self._core.request_ids(worker.dispatches)}
@@ -228,6 +243,7 @@ def _describe(worker: Worker, now: float) -> dict[str, object]:
     hello, load = worker.hello, worker.load
     return {
         "worker_id": hello.worker_id,
+        "process": hello.process,
         "role": hello.role,
         "pid": hello.pid,
         "host": hello.host.partition("/")[0],

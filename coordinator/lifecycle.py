@@ -22,9 +22,10 @@ from collections.abc import Iterable, Iterator
 
 from ..transport.actions import TellTokens
 from ..transport.handoff import Wait
-from ..transport.messages import BlockEvents, FirstToken, Goodbye, Hello, Joined, Load, Message, RequestFailed, StepTokens
+from ..transport.messages import BlockEvents, FirstToken, Goodbye, Hello, Joined, Load, Message, RequestFailed, Role, StepTokens
 from .attempts import Attempts
 from .flight import Action, End, Flight
+from .flips import FlipRecord
 from .lifecycle_limits import LifecycleLimits as LifecycleLimits
 from .lifecycle_limits import shortest_timeout
 from .lifecycle_state import LifecycleState
@@ -109,6 +110,7 @@ class Lifecycle:
             "workers_lost": members.num_workers_lost,
             "workers_left": members.num_workers_left,
             "sequences_moved": members.evacuation.num_moved,
+            "flips": members.flips.count,
             "moves_given_up": members.evacuation.num_given_up,
             **{f"deadlines_{stage}": count for stage, count in self._attempts.num_deadlines.items()},
         }
@@ -136,6 +138,16 @@ class Lifecycle:
         """A person wants this worker to leave: it gets no new work from now on. None: no such worker is here."""
         worker = self._members.drain(worker_id, timeout_s)
         return worker, self._state.take()
+
+    def flip(self, name: str, role: Role, timeout_s: float | None, now: float) -> tuple[FlipRecord | str | None, list[Action]]:
+        """A worker is to change its role in place. A sentence where it cannot; None: no such worker is here."""
+        ordered = self._members.flips.order(name, role, timeout_s, now)
+        return ordered, self._state.take()
+
+    @property
+    def flips(self) -> deque[FlipRecord]:
+        """The latest changes of roles."""
+        return self._members.flips.latest
 
     def submit(self, request: GenerationRequest, now: float) -> list[Action]:
         """Takes a request in, or ends it at once."""

@@ -6,6 +6,7 @@ from ..transport.messages import Alive, Drain, Fenced, Hello, Load, Welcome, fro
 from .attempts import Attempts
 from .evacuation import Evacuation
 from .flight import Send
+from .flips import Flips
 from .lifecycle_state import LifecycleState
 from .pools import Worker, WorkerId
 from .routing import Policy
@@ -20,6 +21,7 @@ class Membership:
     def __init__(self, state: LifecycleState, attempts: Attempts, policy: Policy) -> None:
         self._state, self._attempts = state, attempts
         self.evacuation = Evacuation(state.table, state.pools, policy, state.incarnation, state.limits.lost_after_s)
+        self.flips = Flips(state)
         self._fenced: dict[WorkerId, float] = {}
         self.expected_until = float("-inf")  # who left in good order is expected back by then
         self.reasons_lost: dict[WorkerId, str] = {}
@@ -35,6 +37,8 @@ class Membership:
             self.lose(replaced, "restarted", now)
         if gap and not self._state.pools.gap:
             self._state.gap_ended = now
+        if hello.process:
+            self.flips.hello(self._state.pools.workers[worker_id], now)
         self._welcome(worker_id)
 
     def load(self, worker: Worker, load: Load, now: float) -> None:
@@ -90,6 +94,7 @@ class Membership:
         """This worker is dead: who ran there goes on elsewhere."""
         self._state.pools.remove(worker)
         self._state.forecast.forget(worker)
+        self.flips.gone(worker, now)
         self.num_workers_lost += 1
         self._remember_lost(worker, reason)
         told = f"{worker.role} worker {worker.hello.worker_id} was lost ({reason})"
@@ -102,6 +107,7 @@ class Membership:
         """A worker that drained has left."""
         self._state.pools.remove(worker)
         self._state.forecast.forget(worker)
+        self.flips.gone(worker, now)
         self.num_workers_left += 1
         self.expected_until = now + self._state.limits.unserved_s
         self._remember_lost(worker, DRAINED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..transport.messages import BlockEvents, Drain, Hello, Load, ModelIdentity, Peer, Role, from_hashes
+from ..transport.messages import BlockEvents, Drain, Flip, Hello, Load, ModelIdentity, Peer, Role, from_hashes
 
 WorkerId = tuple[str, int]
 """(worker id, incarnation)"""
@@ -28,7 +28,7 @@ class Worker:
     pending_blocks: int = 0  # decode: blocks of prompts dispatched and not yet joined
     unreached_since: float | None = None  # its connection is gone since then
     draining: bool = False  # it gets no new work, and leaves
-    drain: Drain | None = None  # what it is told until it says that it drains
+    drain: Drain | Flip | None = None  # what it is told until it says that it drains
     id: WorkerId = field(init=False)
     peer: Peer = field(init=False)
     """A decode worker as prefill workers reach it."""

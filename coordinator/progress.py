@@ -60,6 +60,8 @@ class Progress:
 
     def milestone(self, worker: Worker, message: FirstToken | Joined | RequestFailed, now: float) -> None:
         """A milestone of one dispatch."""
+        if worker.hello.process in self._members.flips.awaited and not isinstance(message, RequestFailed):
+            self._members.flips.worked(worker, now)
         flight = self._state.table.by_dispatch.get(message.dispatch)
         if flight is not None and flight.move is not None and message.dispatch == flight.move.dispatch:
             self._move_progress(flight, worker, message, now)

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from .admin import AdminRoutes
+from .admin import AdminRoutes, Fleet
 from .batch.routes import BatchRoutes
 from .batch.runner import BatchOptions, BatchRunner
 from .dashboard_routes import Dashboard
@@ -23,7 +23,6 @@ from .http_protocol import HttpProtocol
 from .limits import HttpLimits
 from .listening_server import ListeningServer, bind
 from .metrics import Metrics
-from .request import Dispatcher
 from .routes import OrdinaryRoutes
 from .sampler import Sampler
 from .served_model import ServedModel
@@ -42,7 +41,7 @@ class HttpApp:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: Fleet,
         model: ServedModel,
         limits: HttpLimits,
         system: Callable[[], SystemSnapshot],
@@ -87,7 +86,7 @@ class HttpApp:
 
 
 def create_app(
-    dispatcher: Dispatcher,
+    dispatcher: Fleet,
     model: ServedModel,
     limits: HttpLimits | None = None,
     system: Callable[[], SystemSnapshot] = SystemSnapshot,

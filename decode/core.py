@@ -130,6 +130,11 @@ class DecodeCore:
         """It drains, and nothing is left here."""
         return self._leave_by is not None and not self._held()
 
+    @property
+    def at_rest(self) -> bool:
+        """Nothing runs or is on its way, and no block is referenced from here, nor may anyone still be writing one."""
+        return not self._held() and not any(self.block_tables())
+
     def schedule(self, now: float) -> DecodeStep | None:
         """The next step, made ahead if one is in flight; sequences that found no block are given back to the coordinator."""
         if self.stirs:
@@ -286,8 +291,9 @@ class DecodeCore:
         )
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
-        """What the prefix cache gained and lost; with ``everything``, all it has."""
-        return self._cache_reporter.report(self.worker, everything)
+        """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody wants to know; what takes its
+        place over the same blocks does tell."""
+        return None if self._leave_by is not None else self._cache_reporter.report(self.worker, everything)
 
     def room(self) -> tuple[int, int]:
         """For the receiver: (rows free, blocks to leave for the sequences that run)."""

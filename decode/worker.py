@@ -26,6 +26,7 @@ from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar
 from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
+from ..engine.role_host import RoleHost
 from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import CloseLease, ExpectAgain, Join, OpenLease, Supersede, TellTokens, ToCoordinator, ToPeer, Verify
@@ -43,6 +44,7 @@ from ..transport.messages import (
     FROM_DECODE,
     FROM_PREFILL,
     SECRET_BYTES,
+    Flip,
     Goodbye,
     Hello,
     Load,
@@ -74,17 +76,27 @@ _log = logging.getLogger(__name__)
 
 
 class DecodeWorker:
-    """One decode worker. ``run`` returns after ``stop``."""
+    """One decode worker. ``run`` returns after ``stop``, or ``turn`` is called until it has ``stopped``."""
 
-    def __init__(self, settings: DecodeSettings, model: WorkerModel, key: ClusterKey | None, shared: SharedPool | None = None) -> None:
-        """``shared``: the pool's memory, where other processes of this host may map it."""
+    def __init__(
+        self,
+        settings: DecodeSettings,
+        model: WorkerModel,
+        key: ClusterKey | None,
+        shared: SharedPool | None = None,
+        host: RoleHost | None = None,
+    ) -> None:
+        """``shared``: the pool's memory, where other processes of this host may map it; ``host``: its process, where that can change its
+        role."""
         self._settings, self._model, self._shared = settings, model, shared
         self._identity = ModelIdentity.model_validate(model.identity)
         self._telemetry = telemetry_of(model.device)
         self._tracing = Tracing.open(settings.otlp_endpoint, "decode", settings.worker_id) if settings.otlp_endpoint else None
         self._trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
         self._wakeup = Wakeup()
-        self._stopping = self._leaving = False
+        self.stopped = self._leaving = False
+        self._rests_since: float | None = None
+        self._host = host
         self._ticked = self._reported = 0.0
         self._identities: dict[PeerId, bytes] = {}
         self._processes: dict[PeerId, ProcessIdentity | None] = {}
@@ -95,7 +107,7 @@ class DecodeWorker:
         self._links = CoordinatorLinks(
             settings.coordinators, key, settings.worker_id, self, time.time_ns, self._poller, settings.orphaned_after_s
         )
-        blocks = BlockManager(len(model.pool))
+        blocks = host.blocks if host else BlockManager(len(model.pool))
         size = self._identity.block_size
         scheduler = DecodeScheduler(blocks, size, settings.max_num_seqs, model.max_model_len, model.eos_token_ids)
         worker = (settings.worker_id, self._links.incarnation)
@@ -120,12 +132,12 @@ class DecodeWorker:
 
     def stop(self) -> None:
         """From a signal handler or another thread: leave the loop."""
-        self._stopping = True
+        self.stopped = True
         self._wakeup.set()
 
     def leave(self) -> None:
         """From a signal handler: drain, then leave the loop; said again, leave at once."""
-        self._stopping, self._leaving = self._leaving, True
+        self.stopped, self._leaving = self._leaving, True
         self._wakeup.set()
 
     def run(self) -> None:
@@ -133,27 +145,32 @@ class DecodeWorker:
         sys.setswitchinterval(SWITCH_S)
         settle_heap()
         try:
-            while not self._stopping:
-                ready = self._wait()
-                now = time.monotonic()
-                self._receive(ready, now)
-                self._collect(now)
-                self._launch(now)
-                self._carry_out(now)
-                if self._checks:
-                    self._check(now)
-                    self._carry_out(now)
-                self._launch(now)  # what was just verified joins at once
-                self._report(now)
-                self._leave_if_drained()
+            while not self.stopped:
+                self.turn()
         finally:
-            self._close()
+            self.close()
+
+    def turn(self, patience_s: float = TICK_S) -> None:
+        """Once around; it waits for something to do for so long."""
+        ready = self._wait(patience_s)
+        now = time.monotonic()
+        self._receive(ready, now)
+        self._collect(now)
+        self._launch(now)
+        self._carry_out(now)
+        if self._checks:
+            self._check(now)
+            self._carry_out(now)
+        self._launch(now)  # what was just verified joins at once
+        self._report(now)
+        self._leave_if_drained(now)
 
     # --- the loop's verbs ------------------------------------------------------------------------
 
-    def _wait(self) -> set[object]:
+    def _wait(self, patience_s: float) -> set[object]:
         """Returns the sockets with something to read."""
-        patience_s = 0.0 if self._checks else 0.001 if self._sending.pending else TICK_S
+        if self._checks or self._sending.pending:
+            patience_s = 0.0 if self._checks else min(patience_s, 0.001)
         ready = {socket for socket, _ in self._poller.poll(int(patience_s * 1000))}
         if self._wakeup.fd in ready:
             self._wakeup.clear()
@@ -162,7 +179,10 @@ class DecodeWorker:
     def _receive(self, ready: set[object], now: float) -> None:
         for message in self._links.receive(ready, now):
             self._hear(message, now)
-            self._core.from_coordinator(message)
+            if isinstance(message, Flip):
+                self._flip(message, now)
+            else:
+                self._core.from_coordinator(message)
         if self._peers.socket in ready:
             self._hear_peers(now)
         for lease, position in self._movers.poll(ready, RECEIVE_LIMIT):
@@ -244,11 +264,30 @@ class DecodeWorker:
     def _load(self, coordinator: int) -> Load:
         return with_telemetry(self._core.load(coordinator), self._telemetry)
 
-    def _leave_if_drained(self) -> None:
-        if self._core.may_leave:
-            _log.info("drained: nothing is left here, leaving")
-            self._links.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._links.incarnation))
-            self._stopping = True
+    def _flip(self, message: Flip, now: float) -> None:
+        """The other role begins in this process, and this one ends."""
+        if self._host is None:
+            _log.error("told to become a %s worker, but this process cannot change its role: start it as `splitserve worker`", message.role)
+        elif message.role != "decode":
+            self._host.flip(message.role)
+            self._core.drain(now, message.timeout_s)
+
+    def _leave_if_drained(self, now: float) -> None:
+        if not self._may_leave(now):
+            return
+        _log.info("drained: nothing is left here, leaving")
+        self._links.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._links.incarnation))
+        self.stopped = True
+
+    def _may_leave(self, now: float) -> bool:
+        """A process that ends takes its memory along; one that goes on in the other role must have every block back."""
+        if self._host is None or self._leaving:
+            return self._core.may_leave
+        if not (self._core.may_leave and self._core.at_rest):
+            self._rests_since = None
+            return False
+        self._rests_since = now if self._rests_since is None else self._rests_since
+        return now - self._rests_since >= self._host.linger_s
 
     # --- what the core wants done ----------------------------------------------------------------
 
@@ -363,6 +402,7 @@ class DecodeWorker:
             max_num_seqs=settings.max_num_seqs,
             max_batch_tokens=settings.max_num_seqs,
             device=self._telemetry.uuid if self._telemetry else "",
+            process=self._host.process if self._host else "",
             peer_address=advertised_address(self._peers.address, advertised_host(settings)),
         )
 
@@ -385,7 +425,8 @@ class DecodeWorker:
         """See ``LinkedWorker``."""
         self._core.drop_others(*self._links.coordinators)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Lets go of all but the model."""
         self._steps.stop()
         self._grammars.stop()
         if self._telemetry is not None:

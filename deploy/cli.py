@@ -23,7 +23,7 @@ from ..transport.errors import TransportError
 from .config import CONFIG_VARIABLE, SECTIONS, ConfigError, Sources, load
 from .options import SettingsCommand, given, options
 from .process_log import log_to_stderr
-from .settings import ChatSettings, DoctorSettings, TopSettings
+from .settings import ChatSettings, DoctorSettings, FlipSettings, TopSettings
 
 HELP_WIDTH = 110
 EPILOG = (
@@ -95,6 +95,27 @@ def run_decode(settings: Any) -> None:
     from ..decode.worker import run
 
     run(settings)
+
+
+def run_worker(settings: Any) -> None:
+    from .checks import require_model
+
+    log_to_stderr(settings.log_level, settings.log_format, settings.worker_id)
+    require_model(settings.model, weights=settings.runner == "model")
+    from .flexible_worker import run
+
+    run(settings)
+
+
+def flip_command() -> click.Command:
+    def callback(config: Path | None, worker: str, **flags: Any) -> None:
+        from .flip import flip
+
+        sys.exit(flip(worker, cast(FlipSettings, load("flip", given(flags), Sources.read(config)))))
+
+    text = "Have WORKER, started as `splitserve worker` or by `splitserve up --flexible`, change its role in place."
+    params = [click.Argument(["worker"], metavar="WORKER"), *options(FlipSettings), config_option()]
+    return SettingsCommand("flip", params=params, callback=callback, help=text, epilog=EPILOG)
 
 
 def run_top(settings: TopSettings) -> int:
@@ -286,6 +307,8 @@ for command in (
     settings_command("coordinator", "Run the coordinator: the HTTP server that sends requests to the workers.", run_coordinator),
     settings_command("prefill", "Run one prefill worker.", run_prefill),
     settings_command("decode", "Run one decode worker.", run_decode),
+    settings_command("worker", "Run one worker that can change its role, prefill or decode, while it runs.", run_worker),
+    flip_command(),
     settings_command("top", "Live workers, latencies and requests of a running server in this terminal; q quits.", cast(Run, run_top)),
     settings_command("chat", "Chat with a running server in this terminal.", cast(Run, run_chat)),
     keygen,

@@ -35,6 +35,7 @@ from ..planner.settings import (
     TraceStatsSettings,
 )
 from ..prefill.settings import PrefillSettings
+from .flexible_settings import FlexibleSettings
 from .key_settings import (
     KeysCreateSettings,
     KeysListSettings,
@@ -43,17 +44,19 @@ from .key_settings import (
     KeysTenantSettings,
     KeysTierSettings,
 )
-from .settings import ChatSettings, DoctorSettings, TopSettings, UpSettings
+from .settings import ChatSettings, DoctorSettings, FlipSettings, TopSettings, UpSettings
 from .usage import UsageSettings
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "coordinator": CoordinatorSettings,
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
+    "worker": FlexibleSettings,
     "up": UpSettings,
     "chat": ChatSettings,
     "top": TopSettings,
     "doctor": DoctorSettings,
+    "flip": FlipSettings,
     "bench": LoadSettings,
     "usage": UsageSettings,
     "keys_create": KeysCreateSettings,

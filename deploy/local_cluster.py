@@ -126,7 +126,7 @@ async def known_workers(url: str) -> dict[str, int] | None:
     try:
         async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
             state = (await client.get(f"{url}/debug/state")).json()
-            return {worker["worker_id"]: worker["pid"] for worker in state["workers"]}
+            return {worker["process"] or worker["worker_id"]: worker["pid"] for worker in state["workers"]}
     except (httpx.HTTPError, ValueError, KeyError):
         return None
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..transport.messages import Role
+
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 DEMO_MODEL_NAME = "splitserve-demo"
 
@@ -21,6 +23,10 @@ class UpSettings(BaseModel):
         default=True,
         description="Import the workers' libraries once, in a process that then forks every worker: they start, also in a dead one's "
         "place, without those seconds of processor time. It holds about 230 MB, which the workers share. Off: each starts from nothing.",
+    )
+    flexible: bool = Field(
+        default=False,
+        description="Workers that can change their roles (`splitserve flip`): `prefill` and `decode` say how many begin as which.",
     )
     run_dir: Path | None = Field(
         default=None, description="Folder for the cluster's key, the workers' settings and logs. Default: a temporary one."
@@ -57,6 +63,26 @@ class TopSettings(BaseModel):
         default=None, description="File with the coordinator's admin key, where API keys are configured and it runs on another host."
     )
     every_s: float = Field(default=1.0, ge=0.1, le=60, description="Seconds between two pictures.")
+
+
+class FlipSettings(BaseModel):
+    """Has a worker that can change its role change it, and says how long it took."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    to: Role = Field(description="The role that it is to have.")
+    url: str = Field(
+        default="http://127.0.0.1:8000",
+        pattern=r"^https?://\S+$",
+        description="The coordinator's address, or that of its admin port where it has one.",
+    )
+    admin_key_file: Path | None = Field(default=None, description="File with the coordinator's admin key, where it runs on another host.")
+    timeout_s: float | None = Field(
+        default=None,
+        ge=0,
+        le=3600,
+        description="Seconds for what it runs; what is left then goes on elsewhere. Default: the worker's.",
+    )
 
 
 class DoctorSettings(BaseModel):

@@ -17,6 +17,7 @@ from ..engine.settings import WorkerSettings
 from ..prefill.settings import PrefillSettings
 from .checks import port_problem, read_key, require_model, require_port
 from .config import ConfigError, Layer, Sources, Value, build
+from .flexible_settings import FlexibleSettings
 from .options import options
 from .settings import DEMO_MODEL, DEMO_MODEL_NAME, UpSettings
 
@@ -39,7 +40,7 @@ class Plan:
     run_dir: Path
     run_dir_is_temporary: bool
     coordinator: CoordinatorSettings
-    workers: list[PrefillSettings | DecodeSettings]
+    workers: list[PrefillSettings | DecodeSettings]  # those that can change their roles are both
 
     @property
     def url(self) -> str:
@@ -96,12 +97,28 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     coordinator = coordinator.model_copy(
         update={"model": coordinator.model.resolve(), "port": coordinator.port or free_port(coordinator.listen_host)}
     )
-    workers = [
-        _worker(model, f"{role}-{index}", coordinator, flags, sources)
-        for role, model, count in (("prefill", PrefillSettings, up.prefill), ("decode", DecodeSettings, up.decode))
-        for index in range(count)
-    ]
+    if up.flexible:
+        workers = _flexible(up, coordinator, flags, sources)
+    else:
+        workers = [
+            _worker(model, f"{role}-{index}", coordinator, flags, sources)
+            for role, model, count in (("prefill", PrefillSettings, up.prefill), ("decode", DecodeSettings, up.decode))
+            for index in range(count)
+        ]
     return Plan(up, run_dir, up.run_dir is None, coordinator, workers)
+
+
+def _flexible(up: UpSettings, coordinator: CoordinatorSettings, flags: Layer, sources: Sources) -> list[PrefillSettings | DecodeSettings]:
+    """Workers of either role, each named by its number. An option for one role is for that role's part of a worker's settings."""
+    told = {name: value for name, value in flags.items() if not name.startswith(("prefill_", "decode_"))}
+    for flag, value in flags.items():
+        prefix, _, name = flag.partition("_")
+        if prefix in ("prefill", "decode") and name:
+            if name in WorkerSettings.model_fields or flag == "prefill_max_num_seqs":
+                raise ConfigError(f"--{flag.replace('_', '-')}: workers that can change their roles have one {name} for both")
+            told[name] = value
+    workers = [_worker(FlexibleSettings, f"worker-{index}", coordinator, told, sources) for index in range(up.prefill + up.decode)]
+    return [w.model_copy(update={"start_as": "prefill" if index < up.prefill else "decode"}) for index, w in enumerate(workers)]
 
 
 def _worker(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,8 @@ class EngineConfig:
 
 
 class ModelRunner:
-    """Loads the model at construction. ``execute`` may be called from any one thread at a time."""
+    """Loads the model at construction. ``execute`` may be called from any one thread at a time; a step fed from another
+    is of the same thread."""
 
     def __init__(self, engine: EngineConfig) -> None:
         self.phases = StartPhases()
@@ -97,7 +99,7 @@ class ModelRunner:
         self.phases.done("KV cache")
         self._max_decode_seqs = engine.max_decode_seqs
         self._graphs: DecodeGraphs | None = None
-        self._sampled_last = torch.empty(0, dtype=torch.int32, device=self.device)  # [num_seqs] of the last step
+        self._sampled = threading.local()
 
     def capture(self, record: Recorder) -> None:
         """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on. Raises OutOfMemoryError."""
@@ -141,6 +143,16 @@ class ModelRunner:
             self._sampled_last, told = self._sampler.draw(logits, SampledRows(states, batch.seq_lens, token_ids))
             arrived = bring([self._sampled_last])
         return lambda: StepOutput(arrived()[0].numpy(), told())
+
+    @property
+    def _sampled_last(self) -> Tensor:
+        """int32 [num_seqs] of the last step of this thread: two roles may step in turn, each on a thread of its own."""
+        last: Tensor | None = getattr(self._sampled, "last", None)
+        return torch.empty(0, dtype=torch.int32, device=self.device) if last is None else last
+
+    @_sampled_last.setter
+    def _sampled_last(self, token_ids: Tensor) -> None:
+        self._sampled.last = token_ids
 
     def _use_this_thread(self) -> None:
         """The number of threads and the device are settings of the calling thread."""

@@ -131,6 +131,11 @@ class PrefillCore:
         """It drains, and nothing is left here."""
         return self._leave_by is not None and (self._given_back or not self.scheduler.held)
 
+    @property
+    def at_rest(self) -> bool:
+        """Nothing is computed or handed over, and no block is referenced from here."""
+        return not self.scheduler.held and not len(self.sender)
+
     def schedule(self, now: float) -> PrefillStep | None:
         """The next step; prompts that start with it are offered to their decode workers."""
         step, self._step_began = self.scheduler.schedule(now), now
@@ -248,8 +253,9 @@ class PrefillCore:
         )
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
-        """What the prefix cache gained and lost; with ``everything``, all it has."""
-        return self._cache_reporter.report(self.worker, everything)
+        """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody wants to know; what takes its
+        place over the same blocks does tell."""
+        return None if self._leave_by is not None else self._cache_reporter.report(self.worker, everything)
 
     def _add(self, message: Prefill, now: float) -> None:
         spec = message.spec

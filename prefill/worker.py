@@ -24,6 +24,7 @@ from ..engine.constraint import CompileGrammar
 from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
 from ..engine.layer_progress import LayerProgress
+from ..engine.role_host import RoleHost
 from ..engine.step_thread import StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import ToCoordinator
@@ -32,7 +33,7 @@ from ..transport.coordinator_links import CoordinatorLinks
 from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.layer_slicing import LayerSlicing
-from ..transport.messages import Goodbye, Hello, Load, Meet, Message, ModelIdentity
+from ..transport.messages import Flip, Goodbye, Hello, Load, Meet, Message, ModelIdentity
 from ..transport.movers.opening import offered
 from ..transport.otel import Tracing
 from ..transport.reports import with_telemetry
@@ -50,9 +51,10 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """One prefill worker. ``run`` returns after ``stop``."""
+    """One prefill worker. ``run`` returns after ``stop``, or ``turn`` is called until it has ``stopped``."""
 
-    def __init__(self, settings: PrefillSettings, model: WorkerModel, key: ClusterKey | None) -> None:
+    def __init__(self, settings: PrefillSettings, model: WorkerModel, key: ClusterKey | None, host: RoleHost | None = None) -> None:
+        """``host``: its process, where that can change its role."""
         self._settings, self._model = settings, model
         self._identity = ModelIdentity.model_validate(model.identity)
         self._telemetry = telemetry_of(model.device)
@@ -60,13 +62,15 @@ class PrefillWorker:
         self._trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
-        self._stopping = self._leaving = False
+        self.stopped = self._leaving = False
+        self._rests_since: float | None = None
+        self._host = host
         self._ticked = self._reported = 0.0
         self._links = CoordinatorLinks(
             settings.coordinators, key, settings.worker_id, self, time.time_ns, self._poller, settings.orphaned_after_s
         )
         scheduler = PrefillScheduler(
-            BlockManager(len(model.pool)),
+            host.blocks if host else BlockManager(len(model.pool)),
             self._identity.block_size,
             self._identity.fingerprint,
             settings.max_batch_tokens,
@@ -87,12 +91,12 @@ class PrefillWorker:
 
     def stop(self) -> None:
         """From a signal handler or another thread: leave the loop."""
-        self._stopping = True
+        self.stopped = True
         self._wakeup.set()
 
     def leave(self) -> None:
         """From a signal handler: drain, then leave the loop; said again, leave at once."""
-        self._stopping, self._leaving = self._leaving, True
+        self.stopped, self._leaving = self._leaving, True
         self._wakeup.set()
 
     def run(self) -> None:
@@ -100,26 +104,31 @@ class PrefillWorker:
         sys.setswitchinterval(SWITCH_S)
         settle_heap()
         try:
-            while not self._stopping:
-                ready = self._wait()
-                now = time.monotonic()
-                self._collect(now)
-                self._tell()  # the step that is over first: someone waits for its tokens
-                self._receive(ready, now)
-                self._launch(now)
-                self._carry_out()
-                self._launch(now)  # blocks that were just freed are used at once
-                self._report(now)
-                self._leave_if_drained()
+            while not self.stopped:
+                self.turn()
         finally:
-            self._close()
+            self.close()
+
+    def turn(self, patience_s: float = TICK_S) -> None:
+        """Once around; it waits for something to do for so long."""
+        ready = self._wait(patience_s)
+        now = time.monotonic()
+        self._collect(now)
+        self._tell()  # the step that is over first: someone waits for its tokens
+        self._receive(ready, now)
+        self._launch(now)
+        self._carry_out()
+        self._launch(now)  # blocks that were just freed are used at once
+        self._report(now)
+        self._leave_if_drained(now)
 
     # --- the loop's verbs ------------------------------------------------------------------------
 
-    def _wait(self) -> set[object]:
+    def _wait(self, patience_s: float) -> set[object]:
         """Returns the sockets with something to read."""
-        sending = self._progress.pending or self._sending.pending
-        ready = {socket for socket, _ in self._poller.poll(1 if sending else int(TICK_S * 1000))}
+        if self._progress.pending or self._sending.pending:
+            patience_s = min(patience_s, 0.001)
+        ready = {socket for socket, _ in self._poller.poll(int(patience_s * 1000))}
         if self._wakeup.fd in ready:
             self._wakeup.clear()
         return ready
@@ -128,7 +137,10 @@ class PrefillWorker:
         for message in self._links.receive(ready, now):
             if self._trace is not None:
                 self._trace.heard(message, now)
-            self._core.from_coordinator(message, now)
+            if isinstance(message, Flip):
+                self._flip(message, now)
+            else:
+                self._core.from_coordinator(message, now)
         self._sending.receive(ready, now)
         self._grammars.report(self._core)
         if self._leaving:
@@ -184,11 +196,30 @@ class PrefillWorker:
         load.counters.update(handoff_bytes=transfers.num_bytes, handoff_seconds=transfers.seconds)
         return with_telemetry(load, self._telemetry)
 
-    def _leave_if_drained(self) -> None:
-        if self._core.may_leave:
-            _log.info("drained: nothing is left here, leaving")
-            self._links.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._links.incarnation))
-            self._stopping = True
+    def _flip(self, message: Flip, now: float) -> None:
+        """The other role begins in this process, and this one ends."""
+        if self._host is None:
+            _log.error("told to become a %s worker, but this process cannot change its role: start it as `splitserve worker`", message.role)
+        elif message.role != "prefill":
+            self._host.flip(message.role)
+            self._core.drain(now, message.timeout_s)
+
+    def _leave_if_drained(self, now: float) -> None:
+        if not self._may_leave(now):
+            return
+        _log.info("drained: nothing is left here, leaving")
+        self._links.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._links.incarnation))
+        self.stopped = True
+
+    def _may_leave(self, now: float) -> bool:
+        """A process that ends takes its memory along; one that goes on in the other role must have every block back."""
+        if self._host is None or self._leaving:
+            return self._core.may_leave
+        if not (self._core.may_leave and self._core.at_rest):
+            self._rests_since = None
+            return False
+        self._rests_since = now if self._rests_since is None else self._rests_since
+        return now - self._rests_since >= self._host.linger_s
 
     # --- what the core wants done ----------------------------------------------------------------
 
@@ -226,6 +257,7 @@ class PrefillWorker:
             max_num_seqs=settings.max_num_seqs,
             max_batch_tokens=settings.max_batch_tokens,
             device=self._telemetry.uuid if self._telemetry else "",
+            process=self._host.process if self._host else "",
         )
 
     def welcomed(self, coordinator: int) -> None:
@@ -256,7 +288,8 @@ class PrefillWorker:
         """See ``LinkedWorker``."""
         self._core.drop_others(*self._links.coordinators)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Lets go of all but the model."""
         self._steps.stop()
         self._grammars.stop()
         if self._telemetry is not None:

@@ -49,6 +49,7 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
     20: (messages.Alive, Bounds()),
     21: (messages.Move, _TOKENS),
     22: (messages.Drain, Bounds()),
+    23: (messages.Flip, Bounds()),
     32: (messages.Meet, Bounds()),
     33: (messages.Offer, Bounds(max_bytes=17 * MIB)),
     34: (messages.Renew, Bounds(max_bytes=MIB)),

@@ -42,6 +42,7 @@ class Hello(Message):
     max_batch_tokens: Count
     peer_address: Address = ""  # where prefill workers reach this decode worker
     device: Annotated[str, Field(max_length=64)] = ""  # its GPU's UUID
+    process: Annotated[str, Field(max_length=256)] = ""  # that can change its role, and is this worker for now; empty: it cannot
 
 
 class Load(Message):
@@ -200,6 +201,15 @@ class Drain(Message):
     None: the worker's own setting."""
 
     coordinator: Incarnation
+    timeout_s: Duration | None = None
+
+
+class Flip(Message):
+    """To a worker whose process can change its role: ``role`` begins there at once, over the same weights, blocks and prefix cache, as a
+    worker of its own; the one that this is told to drains, and ends by itself. ``timeout_s``: see Drain."""
+
+    coordinator: Incarnation
+    role: Role
     timeout_s: Duration | None = None
 
 

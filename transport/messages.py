@@ -3,7 +3,7 @@
 Who says what:
 
     worker      -> coordinator   Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye
-    coordinator -> worker        Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain
+    coordinator -> worker        Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip
     prefill     -> decode        Meet, Offer, Renew, Placed, Handoff, Release
     decode      -> prefill       Met, Grant, Refuse, Ack, Nack, Revoke
     their movers, both ways      RendezvousEntry, ParcelComing, SessionOver
@@ -25,6 +25,7 @@ from .coordinator_messages import (
     FailureKind,
     Fenced,
     FirstToken,
+    Flip,
     Goodbye,
     Hello,
     Joined,
@@ -75,7 +76,7 @@ from .message_parts import (
 )
 
 FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
-FROM_COORDINATOR = (Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain)
+FROM_COORDINATOR = (Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip)
 FROM_PREFILL = (Meet, Offer, Renew, Placed, Handoff, Release, RendezvousEntry, ParcelComing, SessionOver)
 FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke, RendezvousEntry, SessionOver)
 BETWEEN_MOVERS = (RendezvousEntry, ParcelComing, SessionOver)
@@ -100,6 +101,7 @@ __all__ = [
     "Fenced",
     "FinishReason",
     "FirstToken",
+    "Flip",
     "Goodbye",
     "Grant",
     "Handoff",

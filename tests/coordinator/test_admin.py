@@ -48,6 +48,18 @@ async def test_who_may(key: str | None, client: str, headers: dict[str, str], st
     assert status == 202 or set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
+async def test_a_worker_changes_its_role_or_it_is_said_why_not() -> None:
+    answer, _ = await post(None, "/admin/flip/worker-0?to=decode")
+    assert (answer.status_code, answer.json()["role"]) == (202, "decode")
+    for path, status, said in (
+        ("/admin/flip/worker-0?to=cook", 400, "prefill, decode"),
+        ("/admin/flip/prefill-0?to=decode", 400, "cannot change its role"),
+        ("/admin/flip/nobody?to=decode", 404, "prefill-0"),
+    ):
+        answer, _ = await post(None, path)
+        assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
 async def test_what_is_wrong_is_said() -> None:
     unknown, _ = await post(None, "/admin/drain/nobody")
     assert unknown.status_code == 404

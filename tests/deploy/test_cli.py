@@ -20,6 +20,8 @@ COMMANDS = [
     "coordinator",
     "prefill",
     "decode",
+    "worker",
+    "flip",
     "top",
     "chat",
     "keygen",

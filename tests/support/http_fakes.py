@@ -150,6 +150,14 @@ class FakeDispatcher:
         self.drained.append((worker_id, timeout_s))
         return {"worker_id": worker_id, "draining": True} if worker_id == "prefill-0" else None
 
+    def flip(self, worker_id: str, role: str, timeout_s: float | None) -> dict[str, object] | str | None:
+        if worker_id == "worker-0":
+            return {"process": worker_id, "role": role, "began_s": None, "worked_s": None, "ended_s": None}
+        return "prefill-0 cannot change its role" if worker_id == "prefill-0" else None
+
+    def flips(self) -> list[dict[str, object]]:
+        return []
+
     def snapshot(self) -> dict[str, object]:
         return {"workers": [{"worker_id": "prefill-0", "role": "prefill"}]}
 

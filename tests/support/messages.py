@@ -35,6 +35,7 @@ EXAMPLES: list[m.Message] = [
     m.Alive(coordinator=1),
     m.Move(dispatch=1, spec=SPEC, decode=m.Peer(worker_id="d1", incarnation=4, address="tcp://127.0.0.1:1")),
     m.Drain(coordinator=1, timeout_s=2.5),
+    m.Flip(coordinator=1, role="prefill", timeout_s=2.5),
     m.Meet(worker_id="p0", incarnation=1, host="h", pid=2, model=MODEL, movers=("shm", "zmq")),
     m.Offer(request_id="r", epoch=0, coordinator=1, dispatch=2, num_tokens=33, block_hashes=b"h" * 32, grammar=b"g"),
     m.Renew(leases=m.u64([1, 2])),

@@ -1,0 +1,96 @@
+"""A worker that changes its role in place: one process, one model, one KV cache; a prefill worker, a decode worker, or for a moment both.
+
+    decode ──Flip──> decode (drains: hands over or finishes) + prefill (takes work at once) ──Goodbye──> prefill
+
+To the coordinator the two are workers of their own, with names of their own, that share a process. Each is the same loop around the same
+core as in a process that has but one role; here one thread takes turns around them.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from dataclasses import replace
+
+from ..decode.worker import SWITCH_S, DecodeWorker
+from ..engine.block_manager import BlockManager
+from ..engine.role_host import RoleHost
+from ..engine.runner_in_turns import RunnerInTurns
+from ..engine.worker_model import WorkerModel
+from ..prefill.worker import TICK_S, PrefillWorker
+from ..transport.collector import settle_heap
+from ..transport.keys import ClusterKey, load_key
+from ..transport.movers.shm import SharedPool
+from .flexible_settings import FlexibleSettings
+
+BESIDE_S = 0.001
+"""How long one of two waits for something to do while the other may have some."""
+_log = logging.getLogger(__name__)
+
+
+class FlexibleWorker:
+    """``run`` returns when the last of its roles has ended."""
+
+    def __init__(self, settings: FlexibleSettings, model: WorkerModel, key: ClusterKey | None, shared: SharedPool | None) -> None:
+        turns = RunnerInTurns(model.runner, model.launch)
+        self._settings, self._key, self._shared = settings, key, shared
+        self._model = replace(model, runner=turns, launch=turns.launch if model.launch is not None else None)
+        self._host = RoleHost(settings.worker_id, BlockManager(len(model.pool)), self.begin)
+        self._workers: dict[str, PrefillWorker | DecodeWorker] = {}
+        self.begin(settings.start_as)
+
+    def begin(self, role: str) -> None:
+        """Is of this role from now on. One that is so already, or has not quite ended being so, is not begun again: who wants it says so
+        again."""
+        if role in self._workers:
+            return
+        began, settings = time.monotonic(), self._settings.in_role(role)
+        if role == "prefill":
+            self._workers[role] = PrefillWorker(settings, self._model, self._key, self._host)
+        else:
+            self._workers[role] = DecodeWorker(settings, self._model, self._key, self._shared, self._host)
+        _log.info("begins as a %s worker, after %.1f ms", role, 1e3 * (time.monotonic() - began))
+
+    def leave(self) -> None:
+        """From a signal handler: drain, then end; said again, end at once."""
+        for worker in list(self._workers.values()):
+            worker.leave()
+
+    def run(self) -> None:
+        """The loop."""
+        sys.setswitchinterval(SWITCH_S)
+        settle_heap()
+        try:
+            while self._workers:
+                for role, worker in list(self._workers.items()):
+                    worker.turn(TICK_S if len(self._workers) == 1 else BESIDE_S)
+                    if worker.stopped:
+                        self._end(role)
+        finally:
+            for role in list(self._workers):
+                self._end(role)
+
+    def _end(self, role: str) -> None:
+        worker = self._workers.pop(role)
+        worker.close()
+        if self._workers:
+            _log.info("is no %s worker any more: %d of %d KV blocks are cached", role, self._host.blocks.num_cached, len(self._model.pool))
+
+
+def run(settings: FlexibleSettings) -> None:
+    """The process: until SIGTERM or Ctrl-C."""
+    key = None if settings.insecure or settings.key_file is None else load_key(settings.key_file)
+    shared: list[SharedPool] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        shared.append(SharedPool.create(num_bytes))
+        return shared[0].buffer
+
+    settings = settings.model_copy(update={"name": settings.worker_id})
+    model = WorkerModel.load(settings, allocate if settings.mover in ("auto", "shm") else None, settings.max_num_seqs)
+    worker = FlexibleWorker(settings, model, key, shared[0] if shared else None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.leave())
+    worker.run()

@@ -1,0 +1,56 @@
+"""``splitserve flip``: has a running worker change its role, and waits until it has begun."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+import httpx
+
+from .settings import FlipSettings
+
+PATIENCE_S = 30.0
+POLL_S = 0.05
+
+
+def flip(worker: str, settings: FlipSettings) -> int:
+    """Returns the exit status."""
+    headers = {}
+    if settings.admin_key_file is not None:
+        headers["authorization"] = f"Bearer {settings.admin_key_file.read_text(encoding='utf-8').strip()}"
+    asked = {"to": settings.to, **({} if settings.timeout_s is None else {"timeout_s": str(settings.timeout_s)})}
+    with httpx.Client(base_url=settings.url, headers=headers, timeout=10, trust_env=False) as client:
+        try:
+            answer = client.post(f"/admin/flip/{worker}", params=asked)
+            if answer.status_code != 202:
+                click.echo(f"splitserve: {_message(answer)}", err=True)
+                return 1
+            process = answer.json()["process"]
+            record = _when_begun(client, process)
+        except httpx.HTTPError as error:
+            click.echo(f"splitserve: no answer at {settings.url}: {error}; is it the coordinator's address?", err=True)
+            return 1
+    if record is None:
+        click.echo(f"splitserve: {process} has not begun as a {settings.to} worker within {PATIENCE_S:g} s; see its log", err=True)
+        return 1
+    click.echo(f"{process} is a {settings.to} worker, after {1e3 * record['began_s']:.0f} ms; what it ran before finishes or moves")
+    return 0
+
+
+def _when_begun(client: httpx.Client, process: str) -> dict[str, Any] | None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        flips: list[dict[str, Any]] = client.get("/admin/flips").raise_for_status().json()["flips"]
+        newest: dict[str, Any] | None = next((record for record in reversed(flips) if record["process"] == process), None)
+        if newest is not None and newest["began_s"] is not None:
+            return newest
+        time.sleep(POLL_S)
+    return None
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{answer.status_code} from {answer.url}"
