@@ -169,6 +169,10 @@ class Call:
         self._whole = True
         self._advance()
 
+    def refuse(self, error: ApiError) -> None:
+        """What came of it is no request, or too little."""
+        self._handler.refuse(self, error)
+
     def _advance(self) -> None:
         if not self._begun or self._completed:
             return

@@ -7,8 +7,10 @@
     ├── Forbidden                403
     ├── NotFound                 404
     ├── MethodNotAllowed         405
+    ├── RequestTimeout           408
     ├── BodyTooLarge             413
     ├── UnsupportedMediaType     415
+    ├── HeadersTooLarge          431
     ├── Overloaded               429, Retry-After
     ├── RateLimited              429, Retry-After, x-ratelimit-*
     ├── Unavailable              503, Retry-After
@@ -105,6 +107,25 @@ class MethodNotAllowed(ApiError):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [(b"allow", self.allow.encode())]
+
+
+class RequestTimeout(ApiError):
+    """The client began a request and did not send all of it."""
+
+    status = 408
+    kind = "invalid_request_error"
+    code = "request_timeout"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"The request was not complete after {timeout_s:g} s (larger ones have longer); send it faster or in parts.")
+
+
+class HeadersTooLarge(ApiError):
+    status = 431
+    kind = "invalid_request_error"
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(f"The request's headers have more than {max_bytes} bytes; send fewer or shorter ones.")
 
 
 class BodyTooLarge(ApiError):

@@ -5,14 +5,17 @@ ASGI costs such a request a scope, a task, an event and a future, a fifth of all
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from .call import Call, CallHandler, Endpoint, Headers
+from .call import JSON, Call, CallHandler, Endpoint, Headers
+from .errors import ApiError, HeadersTooLarge, InvalidRequest, RequestTimeout
 
 MAX_HEADER_BYTES = 64 << 10
+MIN_BYTES_PER_S = 16 << 10  # of a body, beyond the time that every request has
 WEBSOCKET_PATH = b"/v1/stream"
 MAX_PIPELINED = 16  # requests that a client may send ahead on one connection
 ENDPOINTS: Final[dict[bytes, Endpoint]] = {b"/v1/completions": "/v1/completions", b"/v1/chat/completions": "/v1/chat/completions"}
@@ -22,14 +25,23 @@ class HttpProtocol(HttpToolsProtocol):
     """One connection. The application must have a ``generation``, which takes the calls."""
 
     _answering: Call | None = None
+    _since: float | None = None  # a request has begun to come in, or the first is awaited: seconds of the loop's clock
+    _has_head = False  # of that request all headers are here, and it is the ``cycle``
+    _num_body_bytes = 0
+    _num_header_bytes = 0
 
     @property
     def default_headers(self) -> Headers:
         return self.server_state.default_headers
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._since = self.loop.time()
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._num_header_bytes = 0
+        self._since, self._has_head = self.loop.time(), False
+        self._num_header_bytes = self._num_body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -40,6 +52,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._has_head = True
         endpoint = ENDPOINTS.get(self.url) or _endpoint_of(self.url)
         if endpoint is None:
             super().on_headers_complete()
@@ -70,6 +83,7 @@ class HttpProtocol(HttpToolsProtocol):
         return free and self.url.partition(b"?")[0] == WEBSOCKET_PATH and super()._should_upgrade()
 
     def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
         cycle: object = self.cycle
         if not isinstance(cycle, Call):
             super().on_body(body)
@@ -77,11 +91,51 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.feed(body)
 
     def on_message_complete(self) -> None:
+        self._since = None
         cycle: object = self.cycle
         if not isinstance(cycle, Call):
             super().on_message_complete()
         elif not cycle.response_complete:
             cycle.end_of_body()
+
+    def hurry(self, now: float, timeout_s: float) -> None:
+        """Called now and then: a client that takes longer than this to send a request is refused."""
+        if self._since is None:
+            if self._is_free and self.timeout_keep_alive_task is None:
+                self._since = now  # it has sent what is no request: an empty line, say
+        elif self.pipeline or not (self._has_head or self._is_free):
+            self._since = now  # it may have been us who did not read: an earlier request is being answered
+        elif now > self._since + timeout_s + self._num_body_bytes / MIN_BYTES_PER_S:
+            self._break_off(RequestTimeout(timeout_s))
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn where it cannot understand what came."""
+        too_large = self._num_header_bytes > MAX_HEADER_BYTES
+        self._break_off(HeadersTooLarge(MAX_HEADER_BYTES) if too_large else InvalidRequest(msg))
+
+    @property
+    def _is_free(self) -> bool:
+        """All requests whose headers are here have been answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _break_off(self, error: ApiError) -> None:
+        """Ends the connection, with an answer where none is under way."""
+        cycle: Any = self.cycle
+        between = not self._has_head or self._since is None  # requests: ``cycle`` is complete, as far as its client goes
+        if self.pipeline or self.transport.is_closing() or between != self._is_free:
+            pass  # an earlier answer is not to be mixed up with this one; or this request has been answered already
+        elif between or not (isinstance(cycle, Call) or cycle.response_started):
+            self._answer(error)
+        elif (call := self._answering) is not None and call is cycle:
+            call.keep_alive = False
+            call.refuse(error)
+        self.transport.close()
+
+    def _answer(self, error: ApiError) -> None:
+        body = error.body()
+        headers = [*self.default_headers, JSON, (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Called by uvicorn for a request that had to wait for earlier ones, too."""

@@ -11,6 +11,8 @@ class HttpLimits:
 
     max_body_bytes: int = 16 << 20
     request_timeout_s: float = 600.0
+    receive_timeout_s: float = 30.0
+    """A request must be here whole within it, and one second more for each 16 KiB of its body."""
     max_buffered_bytes: int = 1 << 20
     """Text that may wait for a client that reads too slowly; beyond it the connection is cut."""
     max_choices: int = 4096

@@ -72,7 +72,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     )
     lifecycle = Lifecycle(incarnation(place), settings.routing, limits_of(settings, place))
     dispatcher = SocketDispatcher(lifecycle, settings.control_address, keys.key if keys is not None else None)
-    limits = HttpLimits(max_body_bytes=int(settings.max_body_mib * 2**20), request_timeout_s=settings.request_timeout_s)
+    limits = HttpLimits(int(settings.max_body_mib * 2**20), settings.request_timeout_s, settings.receive_timeout_s)
     directory = directory_of(settings.tenants_file)
     admin = AdminRoutes(dispatcher, admin_key(settings.admin_key_file))
     routes = [*tenant_routes(settings.tenants_file, admin.operators), *usage_routes(settings.metered_to, admin.operators)]

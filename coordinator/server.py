@@ -117,6 +117,7 @@ class HttpServer:
             ws_per_message_deflate=False,
             lifespan="off",
             log_config=None,
+            log_level="error",  # not a line for each client that speaks no HTTP
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -137,14 +138,24 @@ class HttpServer:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         await self._server.start()
-        self._following = asyncio.create_task(self.app.sampler.follow())
+        self._following = [asyncio.create_task(self.app.sampler.follow()), asyncio.create_task(self._hurry())]
         if self.app.batches is not None:
             self.app.batches.start()
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Ends open requests as ``HttpApp.drain`` says, then all connections."""
-        self._following.cancel()
+        for task in self._following:
+            task.cancel()
         if self.app.batches is not None:
             await self.app.batches.stop()
         await self.app.drain(grace_s)
         await self._server.stop()
+
+    async def _hurry(self) -> None:
+        """Looks for clients that begin a request and do not end it."""
+        timeout_s, loop = self.app.generation.limits.receive_timeout_s, asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(1.0, timeout_s / 4))
+            for connection in tuple(self._server.server_state.connections):
+                if isinstance(connection, HttpProtocol):
+                    connection.hurry(loop.time(), timeout_s)

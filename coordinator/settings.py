@@ -60,6 +60,13 @@ class CoordinatorSettings(BaseModel):
         le=86_400,
         description="Longest life of a request in seconds; then 504, or in mid-stream an error event. A request may ask for less.",
     )
+    receive_timeout_s: float = Field(
+        default=30,
+        gt=0,
+        le=86_400,
+        description="Longest time in seconds that a client may take to send a request, and one second more for each 16 KiB of its body; "
+        "then 408.",
+    )
     queue_timeout_s: float = Field(default=300, gt=0, le=86_400, description="Longest wait for a worker with room, each time; then 504.")
     prefill_timeout_s: float = Field(default=300, gt=0, le=86_400, description="Longest time to compute a prompt; then 504.")
     handoff_timeout_s: float = Field(
