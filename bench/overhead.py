@@ -5,13 +5,15 @@
 
 1. Decode steps a second at a batch of 64 through the decode worker's loop: its core, its step thread, its sockets. The coordinator is a
    stub on the other core that only drains them.
-2. Time to first token of single requests through the real coordinator, prefill worker and handoff: all of it is overhead.
+2. Time to first token of single requests through the real coordinator, prefill worker and handoff: all of it is overhead. Beside it, in the
+   same run, what no code of ours can avoid: a bare HTTP exchange with uvicorn's parser, and a bare ZeroMQ round trip between two processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import socket
 import statistics
@@ -20,10 +22,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import httpx
+import zmq
 
 from ..deploy.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from ..deploy.up import free_port
@@ -33,6 +37,7 @@ from .environment import environment
 from .null_workers import start_null_worker
 
 BATCH = 64
+PAUSE_S = 0.003
 WARM_S, WINDOW_S, WINDOWS = 2.0, 1.0, 5
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"  # answered with {"status": ...}
 
@@ -110,15 +115,50 @@ def time_to_first_token(requests: int = 300) -> dict[str, Any]:
                 firsts.append(first)
                 lasts.append(last)
                 stages.append(_stages(text))
+    round_trips = bare_round_trips(requests)
     medians = {name: statistics.median(s[name] for s in stages) * 1e3 for name in stages[0]}
     return {
         "requests": requests,
         "prompt_tokens": 256,
         "http_floor_ms": {"p50": statistics.median(floors) * 1e3},  # GET /health on the same connection
+        "zmq_round_trip_ms": {"p50": statistics.median(round_trips) * 1e3},
+        "ttft_added_ms": {"p50": (statistics.median(firsts) - statistics.median(floors) - statistics.median(round_trips)) * 1e3},
         "ttft_ms": {"p50": statistics.median(firsts) * 1e3, "p90": sorted(firsts)[int(0.9 * requests)] * 1e3},
         "e2e_ms": {"p50": statistics.median(lasts) * 1e3},
         "stages_p50_ms": medians,
     }
+
+
+def bare_round_trips(count: int) -> list[float]:
+    """Seconds of each round trip of a few bytes between two processes by ZeroMQ alone, some milliseconds apart, as requests come."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    echo = context.Process(target=_echo, args=(sender, count + 20), daemon=True)
+    echo.start()
+    with zmq.Context() as own, own.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(receiver.recv())
+        times = []
+        for _ in range(count + 20):
+            time.sleep(PAUSE_S)
+            start = time.perf_counter()
+            dealer.send(b"ping")
+            if not dealer.poll(5_000):
+                raise TimeoutError("no answer from the echoing process")
+            dealer.recv()
+            times.append(time.perf_counter() - start)
+    echo.join(5)
+    return times[20:]
+
+
+def _echo(sender: Connection, count: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        sender.send(f"tcp://127.0.0.1:{port}")
+        for _ in range(count):
+            router.poll()
+            router.send_multipart(router.recv_multipart())
+        time.sleep(PAUSE_S)  # the last one leaves
 
 
 def _request(number: int) -> bytes:
