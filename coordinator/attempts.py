@@ -69,26 +69,18 @@ class Attempts:
         self.end(flight, Ended(error=error, message=message, retry_after_s=retry_after), now)
 
     def end(self, flight: Flight, ended: Ended, now: float) -> None:
+        """It is over; ``ended`` is completed with what is known of it here."""
         del self._state.table.flights[flight.request.request_id]
         if flight.stage == "queue":
             self._state.line.leave(flight)
         self._state.line.charge(flight)
         self._state.suspicion.forget(flight)
         flight.ledger.close(now)
-        complete = Ended(
-            finish_reason=ended.finish_reason,
-            error=ended.error,
-            message=ended.message,
-            retry_after_s=ended.retry_after_s,
-            num_cached_tokens=flight.num_cached_tokens or 0,
-            num_output_tokens=len(flight.tokens),
-            num_dispatches=flight.num_attempts,
-            prefill_worker=flight.route[0],
-            decode_worker=flight.route[1],
-            ledger=flight.ledger,
-            kv_byte_seconds=flight.kv_byte_seconds(),
-        )
-        self._state.actions.append(End(flight.request, complete))
+        ended.num_cached_tokens, ended.num_output_tokens = flight.num_cached_tokens or 0, len(flight.tokens)
+        ended.num_dispatches, ended.ledger = flight.num_attempts, flight.ledger
+        ended.prefill_worker, ended.decode_worker = flight.route
+        ended.num_prompt_tokens, ended.model = len(flight.request.prompt_token_ids), flight.model
+        self._state.actions.append(End(flight.request, ended))
 
     def detach(self, flight: Flight) -> None:
         """The workers are to drop this dispatch; whatever they still say of it is old."""

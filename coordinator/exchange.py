@@ -25,7 +25,7 @@ from .request import Dispatcher, Ended, GenerationRequest
 from .request_record import RequestRecord
 from .tenants.limiter import Admission
 from .tenants.usage_record import UsageRecord
-from .time_ledger import NAMES, TimeLedger, server_timing
+from .time_ledger import Stages, TimeLedger, server_timing
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class HttpExchange:
         self._begun = False
         self._num_open = 0  # choices that have not ended
         self._num_running = 0  # of these, with the dispatcher
+        self._num_prompt_tokens = 0  # of each prompt once, however many choices it has
         self._done = options.done
         self._closed = False
         self.more_headers: Headers = []
@@ -71,13 +72,15 @@ class HttpExchange:
         self._ledger = TimeLedger("parse", options.arrival)
 
     def add_choice(self, prompt: Prompt) -> Choice:
-        """The next choice; all are added before any is submitted."""
+        """The next choice; all are added before any is submitted, those of one prompt together."""
         index = len(self.choices)
         options, request_id = self._choice_options, f"{self._options.id}-{index}"
         if options.parser_of is None:
             choice = Choice(self, options, index, prompt, request_id)
         else:
             choice = ParsedChoice(self, options, index, prompt, request_id, options.parser_of(prompt))
+        if not self.choices or self.choices[-1].prompt is not prompt:
+            self._num_prompt_tokens += len(prompt.token_ids)
         self.choices.append(choice)
         self._num_open += 1
         return choice
@@ -101,16 +104,14 @@ class HttpExchange:
             self._call.start(200, headers + self._id_header())
 
     def usage_so_far(self) -> Usage:
-        prompts = {id(choice.prompt): len(choice.prompt.token_ids) for choice in self.choices}
-        num_prompt, num_output = sum(prompts.values()), sum(choice.num_tokens for choice in self.choices)
+        num_prompt, num_output = self._num_prompt_tokens, self._num_output_tokens()
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
     def usage_begun(self) -> UsageRecord:
         """For billing: what is known when it begins."""
         account, options = self._call.account, self._options
-        num_prompt_tokens = sum({id(choice.prompt): len(choice.prompt.token_ids) for choice in self.choices}.values())
         names = (account.tenant, account.key, self._metrics.model_name, options.endpoint, account.priority_class)
-        return UsageRecord(options.id, time(), *names, "", num_prompt_tokens)
+        return UsageRecord(options.id, time(), *names, "", self._num_prompt_tokens)
 
     def usage_record(self) -> UsageRecord:
         """For billing: as it stands now."""
@@ -127,7 +128,7 @@ class HttpExchange:
             prompt_tokens=used["prompt_tokens"],
             cached_tokens=self._num_cached(),
             completion_tokens=used["completion_tokens"],
-            kv_byte_seconds=sum(choice.ended.kv_byte_seconds for choice in self.choices if choice.ended is not None),
+            kv_byte_seconds=sum(choice.ended.kv_byte_seconds() for choice in self.choices if choice.ended is not None),
             parse_s=stages.parse,
             queue_s=stages.queue,
             prefill_s=stages.prefill,
@@ -138,8 +139,8 @@ class HttpExchange:
 
     def num_used_tokens(self) -> int:
         """Prompts and answers, for limits; 0 where the server gave nothing for the prompt."""
-        used = self.usage_so_far()
-        return used["total_tokens"] if used["completion_tokens"] or self._status in ("200", "cancelled", "too_slow") else 0
+        num_output = self._num_output_tokens()
+        return self._num_prompt_tokens + num_output if num_output or self._status in ("200", "cancelled", "too_slow") else 0
 
     def stop_met(self, choice: Choice) -> None:
         self._loop.call_soon(self._dispatcher.cancel, choice.request_id)  # not from within the dispatcher's own call
@@ -178,7 +179,7 @@ class HttpExchange:
             self._call.finish(chunks + error_event(error.body()) + self._closing())
         else:
             self._metrics.refused(error)
-            self._respond(error.status, error.body(), error.headers())
+            self._respond(error.status, error.body(), error.headers(), server_timing(*self._close()))
         self._loop.call_soon(self._cancel_rest)  # not from within the dispatcher's own call
 
     def client_gone(self) -> None:
@@ -213,7 +214,7 @@ class HttpExchange:
             return
         self._end("200")
         if self._options.include_usage:
-            chunks += self._choice_options.form.usage_chunk(self._usage())
+            chunks += self._choice_options.form.usage_chunk(self._usage(self._close()[0]))
         self._call.finish(chunks + self._closing())
 
     def _respond_whole(self) -> None:
@@ -222,10 +223,12 @@ class HttpExchange:
         results = [choice.result(choice.finish_reason() or "error") for choice in chosen]
         if self._options.best is not None:
             results = [replace(result, index=index) for index, result in enumerate(results)]
-        self._respond(200, self._choice_options.form.response(results, self._usage()), [])
+        stages, total = self._close()
+        body = self._choice_options.form.response(results, self._usage(stages))
+        self._respond(200, body, [], server_timing(stages, total))
 
-    def _respond(self, status: int, body: bytes, headers: Headers) -> None:
-        self._call.respond(status, [JSON, *self._id_header(), (b"server-timing", self._timing()), *headers], body)
+    def _respond(self, status: int, body: bytes, headers: Headers, timing: bytes) -> None:
+        self._call.respond(status, [JSON, *self._id_header(), (b"server-timing", timing), *headers], body)
 
     def _end(self, status: str) -> None:
         self._over = True
@@ -241,39 +244,53 @@ class HttpExchange:
     def _id_header(self) -> Headers:
         return [(b"x-request-id", self._options.id.encode()), *self.more_headers]
 
-    def _usage(self) -> dict[str, Any]:
+    def _num_output_tokens(self) -> int:
+        return self.choices[0].num_tokens if len(self.choices) == 1 else sum([choice.num_tokens for choice in self.choices])
+
+    def _usage(self, stages: Stages) -> dict[str, Any]:
         """Tokens, and under ``splitserve`` where the time of the slowest choice went."""
         num_cached = self._num_cached()
         return {
             **self.usage_so_far(),
             "prompt_tokens_details": {"cached_tokens": num_cached},
-            "splitserve": self._account(num_cached),
+            "splitserve": self._account(stages, num_cached),
         }
 
     def _num_cached(self) -> int:
         """Choices of one prompt share it: what was cached before the first of them counts."""
+        if len(self.choices) == 1:  # mostly
+            ended = self.choices[0].ended
+            return ended.num_cached_tokens if ended is not None else 0
         cached: dict[int, int] = {}
         for choice in self.choices:
             if choice.ended is not None:
                 cached[id(choice.prompt)] = min(cached.get(id(choice.prompt), 1 << 62), choice.ended.num_cached_tokens)
         return sum(cached.values())
 
-    def _account(self, num_cached: int) -> dict[str, float]:
+    def _account(self, stages: Stages, num_cached: int) -> dict[str, float]:
         """Seconds by stage."""
         assert self._last is not None
-        self._ledger.close(monotonic())
-        seconds = {f"{name}_s": round(getattr(stages, name), 6) for stages in (self._ledger.stages(),) for name in NAMES}
-        return {**seconds, "cached_tokens": num_cached, "dispatches": self._last.num_dispatches}
+        parse, queue, prefill, handoff, decode, stream = stages
+        return {
+            "parse_s": round(parse, 6),
+            "queue_s": round(queue, 6),
+            "prefill_s": round(prefill, 6),
+            "handoff_s": round(handoff, 6),
+            "decode_s": round(decode, 6),
+            "stream_s": round(stream, 6),
+            "cached_tokens": num_cached,
+            "dispatches": self._last.num_dispatches,
+        }
+
+    def _close(self) -> tuple[Stages, float]:
+        """Where the time went until now, and all of it: by the clock and not from the stages, with which it must agree."""
+        now = monotonic()
+        self._ledger.close(now)
+        return self._ledger.stages(), now - self._options.arrival
 
     def _closing(self) -> bytes:
         """How a stream ends. Clients of server-sent events skip the comment."""
-        return b": server-timing %b\n\n%b" % (self._timing(), DONE)
-
-    def _timing(self) -> bytes:
-        """For ``Server-Timing``. The total is taken by the clock and not from the stages: they must agree."""
-        now = monotonic()
-        self._ledger.close(now)
-        return server_timing(self._ledger.stages(), now - self._options.arrival)
+        return b": server-timing %b\n\n%b" % (server_timing(*self._close()), DONE)
 
     def _record(self, now: float) -> RequestRecord:
         self._ledger.close(now)
@@ -284,10 +301,10 @@ class HttpExchange:
             status=self._status,
             ledger=self._ledger,
             stages=self._ledger.stages(),
-            first_token_at=min((c.first_token_at for c in self.choices if c.first_token_at), default=0.0),
-            num_prompt_tokens=sum({id(c.prompt): len(c.prompt.token_ids) for c in self.choices}.values()),
+            first_token_at=min([c.first_token_at for c in self.choices if c.first_token_at], default=0.0),
+            num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached(),
-            num_output_tokens=sum(c.num_tokens for c in self.choices),
+            num_output_tokens=self._num_output_tokens(),
             num_dispatches=ended.num_dispatches,
             prefill_worker=ended.prefill_worker,
             decode_worker=ended.decode_worker,

@@ -23,12 +23,16 @@ class Shares:
 
     def joins(self, name: str, waiting: Collection[str]) -> None:
         """It had nothing waiting and now has; ``waiting``: who else has."""
-        least = min((self.counter(other) for other in waiting), default=self._floor)
+        least = min(map(self.counter, waiting), default=self._floor)
         self._counters[name] = max(self.counter(name), least)
 
     def leaves(self, name: str) -> None:
         """It has nothing waiting any more."""
         self._floor = self.counter(name)
+
+    def passes(self, name: str, service: float) -> None:
+        """It got so much at once while nobody waited: it joins, is charged and leaves."""
+        self._floor = self._counters[name] = max(self._counters.get(name, 0.0), self._floor) + service
 
     def charge(self, name: str, service: float) -> None:
         """It got so much service, over its weight; negative: less than was charged before."""

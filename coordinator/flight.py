@@ -124,16 +124,6 @@ class Flight:
         self.prompt = self.prompt or u32(self.request.prompt_token_ids)
         return self.prompt + u32(self.tokens) if self.tokens else self.prompt
 
-    def kv_byte_seconds(self) -> float:
-        """Bytes of blocks times seconds: its prompt's during prefill, twice those during the handoff, and while it generates the mean of
-        what it had at the beginning and at the end. Prefix blocks count for each who uses them."""
-        if self.model is None:
-            return 0.0
-        stages, size = self.ledger.stages(), self.model.block_size
-        prompt, whole = -(-len(self.request.prompt_token_ids) // size), -(-self.num_tokens // size)
-        seconds = prompt * (stages.prefill + 2 * stages.handoff) + (prompt + whole) / 2 * stages.decode
-        return self.model.block_bytes * seconds
-
     def spec(self, coordinator: int, now: float, dispatch: int | None = None) -> RequestSpec:
         """This attempt, as the workers hear of it; ``dispatch``: the one it is to go on under, where not its own."""
         request = self.request

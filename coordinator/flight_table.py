@@ -36,8 +36,9 @@ class FlightTable:
         flight.route = (prefill.hello.worker_id, decode.hello.worker_id)
         flight.model = decode.hello.model
         flight.num_tokens_before = len(flight.tokens)
-        flight.pending_blocks = decode.blocks_for(flight.num_tokens)
-        prefill.pending[flight.dispatch] = flight.num_tokens
+        num_tokens = flight.num_tokens
+        flight.pending_blocks = decode.blocks_for(num_tokens)
+        prefill.promise(flight.dispatch, num_tokens)
         decode.pending_blocks += flight.pending_blocks
         prefill.dispatches.add(flight.dispatch)
         decode.dispatches.add(flight.dispatch)
@@ -57,7 +58,7 @@ class FlightTable:
     def unpromise_tokens(self, flight: Flight) -> None:
         """The prompt is computed."""
         if flight.prefill is not None:
-            flight.prefill.pending.pop(flight.dispatch, None)
+            flight.prefill.unpromise(flight.dispatch)
 
     def unpromise_blocks(self, flight: Flight) -> None:
         """The decode worker's own report counts the sequence's blocks from now on."""

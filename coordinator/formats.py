@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 _TEXT = "\0text"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChoiceResult:
     """One choice as it ended."""
 

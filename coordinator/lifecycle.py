@@ -155,8 +155,9 @@ class Lifecycle:
             return [End(request, refused)]
         flight = Flight(request, now, owes_prompt_logprobs=request.prompt_logprobs is not None)
         self._state.table.flights[request.request_id] = flight
-        self._state.line.join(flight)
-        self._placement.serve_line(now)
+        if not self._placement.serve_at_once(flight, now):
+            self._state.line.join(flight)
+            self._placement.serve_line(now)
         return self._state.take()
 
     def _refused(self, request: GenerationRequest, now: float) -> Ended | None:
@@ -172,9 +173,11 @@ class Lifecycle:
 
     def _too_late(self, request: GenerationRequest, now: float) -> Ended | None:
         """Refuses what would break its deadline, or its class's objective, by the forecast: at once, and not after the wait."""
+        if not self._state.forecast.known:
+            return None
         prefills = self.pools.open_of_role("prefill")
         ahead: float = sum(worker.pending_tokens for worker in prefills)
-        if not (self.num_queued or ahead) or not self._state.forecast.known:
+        if not (self.num_queued or ahead):
             return None
         ahead += self._state.line.tokens_ahead(request.priority_class, request.tenant)
         wait_s = self._state.forecast.seconds(prefills, ahead, len(request.prompt_token_ids))

@@ -24,8 +24,15 @@ class Placement:
         if len(self._state.line) and any(w.has_room_for(1) for w in decodes if not w.draining):
             self._state.line.serve(lambda flight: self._place(flight, now), now)
 
+    def serve_at_once(self, flight: Flight, now: float) -> bool:
+        """Dispatches a new request, if nobody waits before it and it finds room; otherwise it has to join the line."""
+        if len(self._state.line) or not self._place(flight, now):
+            return False
+        self._state.line.pass_by(flight)
+        return True
+
     def _place(self, flight: Flight, now: float) -> bool:
-        num_tokens, pools = flight.num_tokens, self._state.pools
+        pools, num_tokens = self._state.pools, flight.num_tokens
         decodes = [w for w in pools.of_role("decode") if not w.draining and w.has_room_for(num_tokens)]
         if not decodes:
             return False
@@ -39,13 +46,20 @@ class Placement:
             prefills = [w for w in prefills if w.kind in kinds]
         if not prefills:
             return False
-        need = Need(num_tokens, flight.hashes(prefills[0]), flight.request.session, self._state.table.next_dispatch)
-        prefill = choose_prefill(self._policy, prefills, need)
-        decode = choose_decode(self._policy, [w for w in decodes if prefill and w.kind == prefill.kind], need)
+        prefill, decode = self._choose(flight, num_tokens, prefills, decodes)
         if prefill is None or decode is None:
             return False
         self._dispatch(flight, prefill, decode, now)
         return True
+
+    def _choose(
+        self, flight: Flight, num_tokens: int, prefills: list[Worker], decodes: list[Worker]
+    ) -> tuple[Worker | None, Worker | None]:
+        if len(prefills) == len(decodes) == 1:  # no choice: what is cached where does not matter
+            return prefills[0], decodes[0]
+        need = Need(num_tokens, flight.hashes(prefills[0]), flight.request.session, self._state.table.next_dispatch)
+        prefill = choose_prefill(self._policy, prefills, need)
+        return prefill, choose_decode(self._policy, [w for w in decodes if prefill and w.kind == prefill.kind], need)
 
     def _prefill_has_room(self, worker: Worker, flight: Flight, num_tokens: int) -> bool:
         if worker.load is not None and not worker.load.accepting and worker.dispatches:

@@ -25,6 +25,7 @@ class Worker:
     dispatches: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # what it says it holds
     pending: dict[int, int] = field(default_factory=dict)  # prefill: by dispatch, prompt tokens not yet computed
+    num_own_pending: int = 0  # their sum
     pending_blocks: int = 0  # decode: blocks of prompts dispatched and not yet joined
     unreached_since: float | None = None  # its connection is gone since then
     draining: bool = False  # it gets no new work, and leaves
@@ -54,7 +55,16 @@ class Worker:
     @property
     def pending_tokens(self) -> int:
         """Prompt tokens dispatched to this prefill worker, by whatever coordinator, and not yet computed."""
-        return sum(self.pending.values()) + (self.load.num_others_tokens if self.load else 0)
+        return self.num_own_pending + (self.load.num_others_tokens if self.load else 0)
+
+    def promise(self, dispatch: int, num_tokens: int) -> None:
+        """This prefill worker is to compute a prompt of so many tokens."""
+        self.pending[dispatch] = num_tokens
+        self.num_own_pending += num_tokens
+
+    def unpromise(self, dispatch: int) -> None:
+        """It has, or need not."""
+        self.num_own_pending -= self.pending.pop(dispatch, 0)
 
     def tokens_ahead_of(self, num_tokens: int) -> int:
         """What this prefill worker would compute before a prompt of this length: it takes short prompts first."""

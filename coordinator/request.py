@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from ..transport.messages import FinishReason, Sampling, TokenLogprobs
+from ..transport.messages import FinishReason, ModelIdentity, Sampling, TokenLogprobs
 from .time_ledger import Stages, TimeLedger
 
 ErrorKind = Literal["overloaded", "unavailable", "deadline", "refused", "failed"]
@@ -15,7 +15,7 @@ PriorityClass = Literal["premium", "standard", "free", "batch"]
 """Best first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ended:
     """The one terminal event of a request. Exactly one of ``finish_reason`` and ``error`` is set; a cancelled request has neither.
     ``ledger``: closed at its end; None for one that was never taken in."""
@@ -30,12 +30,23 @@ class Ended:
     prefill_worker: str = ""  # of the last attempt
     decode_worker: str = ""
     ledger: TimeLedger | None = None
-    kv_byte_seconds: float = 0.0
-    """Bytes of KV cache times the seconds they were held for it, on all workers."""
+    num_prompt_tokens: int = 0
+    model: ModelIdentity | None = None  # of the workers of the last attempt; None: there was none
 
     @property
     def stages(self) -> Stages:
         return self.ledger.stages() if self.ledger else Stages()
+
+    def kv_byte_seconds(self) -> float:
+        """Bytes of KV cache times the seconds they were held for it, on all workers: its prompt's blocks during prefill, twice those during
+        the handoff, and while it generates the mean of what it had at the beginning and at the end. Prefix blocks count for each who
+        uses them."""
+        if self.model is None:
+            return 0.0
+        stages, size = self.stages, self.model.block_size
+        prompt, whole = -(-self.num_prompt_tokens // size), -(-(self.num_prompt_tokens + self.num_output_tokens) // size)
+        seconds = prompt * (stages.prefill + 2 * stages.handoff) + (prompt + whole) / 2 * stages.decode
+        return self.model.block_bytes * seconds
 
 
 class Sink(Protocol):

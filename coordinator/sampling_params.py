@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from hashlib import blake2b
+from typing import Any
 
 from ..transport.messages import Sampling
 from .api_types import ChatCompletionRequest, CompletionRequest
@@ -13,36 +14,44 @@ from .served_model import ServedModel
 COMPLETION_MAX_TOKENS = 16
 SMALLEST_TOP_P = 1e-6
 """Stands for 0: only the most likely token is left."""
+FROM_REQUEST = frozenset(
+    {
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "min_tokens", "stop_token_ids", "ignore_eos"),
+    }
+)
+"""Taken over as they are, where they are given."""
+NUM_USUAL = 8
+"""Fields that every request's sampling has."""
 
 GenerateRequest = CompletionRequest | ChatCompletionRequest
 
 
 def sampling_of(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int, grammar: bytes = b"") -> Sampling:
     """That of a prompt's first choice. Raises InvalidRequest where the request does not fit the model."""
-    _check_token_ids(request, model.vocab_size)
     max_tokens = _max_tokens(request, model, num_prompt_tokens)
-    min_tokens = request.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens: is {min_tokens}, more than the {max_tokens} tokens allowed at most", param="min_tokens")
     defaults = model.defaults
-    top_p = _or(request.top_p, defaults.top_p)
-    return Sampling(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=float(_or(request.temperature, defaults.temperature)),
-        top_k=max(0, int(_or(request.top_k, defaults.top_k))),
-        top_p=float(max(top_p, SMALLEST_TOP_P)),
-        min_p=float(_or(request.min_p, defaults.min_p)),
-        repetition_penalty=float(_or(request.repetition_penalty, defaults.repetition_penalty)),
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        logit_bias=request.logit_bias or {},
-        seed=seed_of(request.seed, 0),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
-        logprobs=0 if is_ranked(request) and num_logprobs(request) is None else num_logprobs(request),
-        grammar=grammar,
-    )
+    fields: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "seed": seed_of(request.seed, 0),
+        "temperature": float(defaults.temperature),
+        "top_k": int(defaults.top_k),
+        "top_p": float(defaults.top_p),
+        "min_p": float(defaults.min_p),
+        "repetition_penalty": float(defaults.repetition_penalty),
+        "grammar": grammar,
+    }
+    for name in request.model_fields_set & FROM_REQUEST:
+        if (given := getattr(request, name)) is not None:
+            fields[name] = given
+    if len(fields) > NUM_USUAL:
+        _check(fields, model.vocab_size)
+    fields["top_k"] = max(0, fields["top_k"])
+    fields["top_p"] = max(fields["top_p"], SMALLEST_TOP_P)
+    logprobs = num_logprobs(request)
+    if logprobs is not None or is_ranked(request):
+        fields["logprobs"] = logprobs or 0
+    return Sampling(**fields)
 
 
 def num_logprobs(request: GenerateRequest) -> int | None:
@@ -71,10 +80,6 @@ def seed_of(seed: int | None, choice: int) -> int:
     return int.from_bytes(blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()) >> 1
 
 
-def _or(given: float | None, default: float) -> float:
-    return default if given is None else given
-
-
 def _max_tokens(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int) -> int:
     chat = isinstance(request, ChatCompletionRequest)
     asked = request.max_new_tokens
@@ -91,9 +96,12 @@ def _max_tokens(request: GenerateRequest, model: ServedModel, num_prompt_tokens:
     return min(room, default)
 
 
-def _check_token_ids(request: GenerateRequest, vocab_size: int) -> None:
-    for name, ids in (("logit_bias", request.logit_bias or ()), ("stop_token_ids", request.stop_token_ids or ())):
-        bad = [token_id for token_id in ids if token_id >= vocab_size]
+def _check(fields: dict[str, Any], vocab_size: int) -> None:
+    """What the request gave that is seldom given."""
+    for name in ("logit_bias", "stop_token_ids"):
+        bad = [token_id for token_id in fields.get(name, ()) if token_id >= vocab_size]
         if bad:
             message = f"{name}: token ids {', '.join(map(str, bad))} are outside the vocabulary of {vocab_size} tokens"
             raise InvalidRequest(message, param=name)
+    if (min_tokens := fields.get("min_tokens", 0)) > (max_tokens := fields["max_tokens"]):
+        raise InvalidRequest(f"min_tokens: is {min_tokens}, more than the {max_tokens} tokens allowed at most", param="min_tokens")

@@ -11,14 +11,12 @@ time from the first boundary to the close.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 Stage = Literal["parse", "queue", "prefill", "handoff", "decode", "stream"]
 
 
-@dataclass(slots=True)
-class Stages:
+class Stages(NamedTuple):
     """Seconds by stage, over all attempts at a request; they sum to its end-to-end time."""
 
     parse: float = 0.0  # reading, validating, rendering and tokenizing the request
@@ -30,10 +28,11 @@ class Stages:
 
     @property
     def total(self) -> float:
-        return self.parse + self.queue + self.prefill + self.handoff + self.decode + self.stream
+        return sum(self)
 
 
-NAMES = tuple(field.name for field in fields(Stages))
+NAMES = Stages._fields
+_PLACES: dict[Stage, int] = {"parse": 0, "queue": 1, "prefill": 2, "handoff": 3, "decode": 4, "stream": 5}
 
 
 class Span(NamedTuple):
@@ -87,17 +86,17 @@ class TimeLedger:
                 yield Span(stage, began, ended)
 
     def stages(self) -> Stages:
-        seconds = dict.fromkeys(NAMES, 0.0)
-        stage, began = self._marks[0]
-        for next_stage, ended in self._marks[1:]:
-            seconds[stage] += ended - began
-            stage, began = next_stage, ended
-        seconds[stage] += self.end - began
-        return Stages(**seconds)
+        seconds, place, began = [0.0] * 6, 0, self._marks[0][1]
+        for stage, entered in self._marks:
+            seconds[place] += entered - began
+            place, began = _PLACES[stage], entered
+        seconds[place] += self.end - began
+        return Stages(*seconds)
 
 
 def server_timing(stages: Stages, total: float) -> bytes:
     """For the ``Server-Timing`` header: milliseconds by stage, and from arrival to now; https://www.w3.org/TR/server-timing/"""
-    return (
-        b"parse;dur=%.3f, queue;dur=%.3f, prefill;dur=%.3f, handoff;dur=%.3f, decode;dur=%.3f, stream;dur=%.3f, total;dur=%.3f"
-    ) % tuple(1e3 * s for s in (stages.parse, stages.queue, stages.prefill, stages.handoff, stages.decode, stages.stream, total))
+    return (b"parse;dur=%.3f, queue;dur=%.3f, prefill;dur=%.3f, handoff;dur=%.3f, decode;dur=%.3f, stream;dur=%.3f, total;dur=%.3f") % (
+        *[1e3 * seconds for seconds in stages],
+        1e3 * total,
+    )

@@ -112,13 +112,17 @@ class WaitingLine:
 
     def charge(self, flight: Flight) -> None:
         """Books what the request has been given since it was last booked: what was computed of its prompt, and its output tokens."""
-        prompt = len(flight.request.prompt_token_ids) - (flight.num_cached_tokens or 0) if flight.num_attempts else 0
-        cost = PROMPT_WEIGHT * max(0, prompt) + OUTPUT_WEIGHT * len(flight.tokens)
-        if (service := cost - flight.charged) != 0.0:
-            flight.charged = cost
+        if (service := _service(flight)) != 0.0:
             line = self._classes[flight.request.priority_class]
             line.shares.charge(flight.request.tenant, service)
             self._shares.charge(flight.request.priority_class, service / line.weight)
+
+    def pass_by(self, flight: Flight) -> None:
+        """Books a request that was placed without joining, since nobody waits: as if it had joined, been served and left."""
+        assert not self._entries, "others wait: it must join"
+        service, line = _service(flight), self._classes[flight.request.priority_class]
+        line.shares.passes(flight.request.tenant, service)
+        self._shares.passes(flight.request.priority_class, service / line.weight)
 
     def tokens_ahead(self, priority_class: PriorityClass, tenant: str) -> float:
         """Prompt tokens that would be served before a request that joins now: by the counters, in the order of ``serve``."""
@@ -183,6 +187,14 @@ class WaitingLine:
             else:
                 too_long = min(too_long, num_tokens)
                 turns.pass_over()
+
+
+def _service(flight: Flight) -> float:
+    """What it has been given since it was last asked."""
+    prompt = len(flight.request.prompt_token_ids) - (flight.num_cached_tokens or 0) if flight.num_attempts else 0
+    cost = PROMPT_WEIGHT * max(0, prompt) + OUTPUT_WEIGHT * len(flight.tokens)
+    service, flight.charged = cost - flight.charged, cost
+    return service
 
 
 class _Turns:

@@ -28,6 +28,8 @@ def worker(name: str, role: Any = "prefill", **state: Any) -> Worker:
         max_batch_tokens=512,
     )
     made = Worker(hello, 0.0)
+    for dispatch, num_tokens in state.pop("pending", {}).items():
+        made.promise(dispatch, num_tokens)
     for key, value in state.items():
         setattr(made, key, value)
     return made
@@ -78,7 +80,7 @@ def test_sticky_keeps_a_session_and_moves_only_those_of_a_lost_worker() -> None:
 def test_hybrid_weighs_waiting_work_against_cached_work() -> None:
     cached, idle = worker("a", cached=set(HASHES[:8])), worker("b")
     assert chosen("hybrid", [cached, idle], need()) == "a"
-    cached.pending = {1: 500}
+    cached.promise(1, 500)
     assert chosen("hybrid", [cached, idle], need()) == "b"
 
 
