@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from itertools import islice
+from pathlib import Path
 
 import orjson
 from rich.console import Console
 
 from ..engine.latency_profile import Profile
 from .errors import SimulationError
-from .search.candidates import Hardware, good_alone
-from .search.goodput import Load, Question
+from .search.candidates import Hardware, Kind
+from .search.demand import good_alone
+from .search.goal import Goal, Limits
+from .search.goodput import Load, Question, sketch
+from .search.hardware_file import read_hardware
 from .search.launch import write_launch
-from .search.plan import search
-from .search.words import as_json, sentences
+from .search.plan import Plan, search
+from .search.plan_json import as_json
+from .search.words import sentences
 from .settings import PlanSettings
 from .simulator.report import slo_words
 from .slo import parse_slo
 from .trace.readers import open_trace
+from .trace.request import TraceRequest
+
+MOST_CHECKED = 50_000
 
 
 def plan(settings: PlanSettings) -> int:
     """The command. Returns its exit status; raises PlannerError and EngineError."""
     began = time.monotonic()
     console = Console()
-    prefill = Profile.read(settings.profile)
-    hardware = Hardware(prefill, Profile.read(settings.decode_profile) if settings.decode_profile else prefill)
+    hardware = the_hardware(settings)
     question = Question.of(hardware, the_load(settings), parse_slo(settings.slo), settings.seed)
-    num_workers = settings.gpus // settings.gpus_per_worker
-    if num_workers < 2:
-        raise SimulationError(f"{settings.gpus} GPUs are {num_workers} workers of {settings.gpus_per_worker}: a split needs two")
     require_reachable(question, max(settings.chunks))
+    goal = the_goal(settings, question)
+    processes = settings.jobs or os.cpu_count() or 1
     with console.status("bounds") as status:
-        found = search(question, num_workers, settings.chunks, settings.jobs or os.cpu_count() or 1, status.update)
-    for line in sentences(found):
+        found = search(question, goal, processes, status.update, with_curves=settings.plot_file is not None)
+    for line in [*sentences(found), *beyond(settings.trace, found)]:
         console.print(line, highlight=False)
     console.print(f"Took {time.monotonic() - began:.0f} s.", highlight=False)
     if settings.json_file is not None:
@@ -45,10 +52,22 @@ def plan(settings: PlanSettings) -> int:
 
         draw_plan(settings.plot_file, found)
     if settings.launch_file is not None:
-        winner = found.best if found.disaggregates else found.colocated
-        write_launch(settings.launch_file, winner.candidate)
-        console.print(f"wrote {settings.launch_file}: splitserve up --config {settings.launch_file} --model ...", highlight=False)
+        launch(settings.launch_file, found, console)
     return 0
+
+
+def launch(path: Path, found: Plan, console: Console) -> None:
+    """The best split's configuration: colocated workers are not what splitserve runs."""
+    write_launch(path, found.best.candidate)
+    what = "" if found.disaggregates else f"of the best split, {found.best.candidate.ratio}, "
+    console.print(f"wrote the configuration {what}to {path}: splitserve up --config {path} --model ...", highlight=False)
+
+
+def the_hardware(settings: PlanSettings) -> Hardware:
+    if settings.hardware is not None:
+        return read_hardware(settings.hardware)
+    assert settings.profile is not None, "one of the two is given"
+    return Hardware((Kind.of(Profile.read(settings.profile), settings.gpus_per_worker),))
 
 
 def the_load(settings: PlanSettings) -> Load:
@@ -60,13 +79,43 @@ def the_load(settings: PlanSettings) -> Load:
     return Load(requests, trace.block_size)
 
 
+def the_goal(settings: PlanSettings, question: Question) -> Goal:
+    """Raises SimulationError where prices or watts are needed and not known."""
+    limits = Limits(settings.gpus, settings.max_price_per_hour, settings.max_watts)
+    kinds = question.hardware.kinds
+    unpriced = [k.name for k in kinds if k.price_per_hour is None] if settings.objective == "cost" or limits.price_per_hour else []
+    unmetered = [k.name for k in kinds if k.power is None] if settings.objective == "energy" or limits.watts else []
+    for what, names in (("price_per_hour", unpriced), ("power", unmetered)):
+        if names:
+            where = "write it into the profile, or into the file of --hardware"
+            raise SimulationError(f"the {what} of {', '.join(names)} is not known: {where}")
+    return Goal(settings.objective, limits, settings.rate or question.load.rate, settings.chunks)
+
+
 def require_reachable(question: Question, max_batch_tokens: int) -> None:
     """Raises SimulationError where too many requests could not be good even if each had the cluster to itself."""
     requests, bounds = question.load.requests, question.level.bounds
     share = sum(good_alone(r, question.hardware, max_batch_tokens, bounds) for r in requests) / len(requests)
     if share < question.level.attainment:
+        longest = max(k.profile.memory.max_model_len for k in question.hardware.kinds)
         raise SimulationError(
             f"only {share:.1%} of the requests could meet {slo_words(bounds)} if each had the cluster to itself (the longest prompt has "
-            f"{max(r.num_prompt_tokens for r in requests):,} tokens; the profile's model takes "
-            f"{question.hardware.prefill.memory.max_model_len:,}): loosen the bounds, or profile quicker hardware"
+            f"{max(r.num_prompt_tokens for r in requests):,} tokens; the profile's model takes {longest:,}): "
+            "loosen the bounds, or profile quicker hardware"
+        )
+
+
+def beyond(path: Path, found: Plan) -> Iterable[str]:
+    """A warning where the rest of the trace is harder than what was planned on, by the sketch."""
+    planned, winner = found.question, found.winner
+    trace = open_trace(path)
+    requests: tuple[TraceRequest, ...] = tuple(islice(trace, MOST_CHECKED))
+    if len(requests) <= len(planned.load.requests) or winner.goodput <= 0:
+        return
+    whole = Question.of(planned.hardware, Load(requests, trace.block_size), planned.level)
+    attainment = sketch(whole, winner.candidate, winner.goodput * whole.load.rate / planned.load.rate, give_up=False).attainment
+    if attainment < planned.level.attainment - 0.01:
+        yield (
+            f"Over {len(requests):,} requests of the trace, at the same compression, only about {attainment:.1%} would be good: "
+            f"the first {len(planned.load.requests):,} are the easier ones. Plan on more (--requests)."
         )

@@ -204,19 +204,30 @@ class SimulateSettings(BaseModel):
 
 
 class PlanSettings(BaseModel):
-    """Finds the ratio of prefill and decode workers, the chunk budget and the batch with the highest goodput, by simulating the load."""
+    """Finds out how many prefill and decode workers, of which kind and with which options, serve a load best, by simulating it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     trace: Path = Field(description="The requests to plan for: any trace that `splitserve trace` reads.")
-    profile: Path = Field(description="Profile of a worker, as written by `splitserve profile`.")
-    decode_profile: Path | None = Field(default=None, description="Profile of the decode workers, where they are other hardware.")
-    gpus: int = Field(ge=2, le=4096, description="GPUs there are; with --gpus-per-worker 1 as many workers.")
-    gpus_per_worker: int = Field(default=1, ge=1, le=1024, description="GPUs that one profiled worker spans.")
+    profile: Path | None = Field(default=None, description="Profile of a worker, as written by `splitserve profile`. This or --hardware.")
+    hardware: Path | None = Field(
+        default=None, description="YAML file with several kinds of workers: profiles, prices, watts (docs/planning.md)."
+    )
+    gpus: int = Field(ge=2, le=4096, description="Most GPUs that may be used.")
+    gpus_per_worker: int = Field(default=1, ge=1, le=1024, description="With --profile: GPUs that one profiled worker spans.")
     slo: str = Field(
         pattern=NOTATION.removeprefix("^$|"),
         description="Bounds in seconds, and which share of the requests must meet all of them: ttft=0.5@p90,tpot=0.05@p90.",
     )
+    objective: Literal["goodput", "cost", "energy"] = Field(
+        default="goodput",
+        description="goodput: the highest rate; cost, energy: what serves --rate for the lowest price or energy.",
+    )
+    rate: float | None = Field(
+        default=None, gt=0, le=1_000_000, description="For cost and energy: requests per second to serve. Default: the trace's own rate."
+    )
+    max_price_per_hour: float | None = Field(default=None, gt=0, description="Highest price of all workers together.")
+    max_watts: float | None = Field(default=None, gt=0, description="Highest power of all workers together, each at what its role draws.")
     requests: int = Field(default=1000, ge=20, le=10_000_000, description="Plan on the trace's first so many requests.")
     chunk_budgets: str = Field(
         default="512,2048", pattern=r"^[1-9]\d{0,6}(,[1-9]\d{0,6})*$", description="Prompt tokens in a step to choose from, with commas."
@@ -224,10 +235,23 @@ class PlanSettings(BaseModel):
     jobs: int | None = Field(default=None, ge=1, le=1024, description="Processes that simulate. Default: one a core.")
     seed: int = Field(default=0, ge=0, le=4_294_967_295, description="Of the simulations' noise.")
     json_file: Path | None = Field(default=None, description="Write the plan to this JSON file.")
-    plot_file: Path | None = Field(default=None, description="Draw goodput over ratio and attainment over rate into this PNG file.")
+    plot_file: Path | None = Field(
+        default=None,
+        description="Draw goodput over ratio, attainment over rate, utilisation, and size against latency into this PNG file.",
+    )
     launch_file: Path | None = Field(default=None, description="Write the configuration for `splitserve up --config` to this YAML file.")
 
     @property
     def chunks(self) -> tuple[int, ...]:
         """The budgets, each once."""
         return tuple(sorted({int(one) for one in self.chunk_budgets.split(",")}))
+
+    @model_validator(mode="after")
+    def _one_hardware(self) -> Self:
+        if (self.profile is None) == (self.hardware is None):
+            raise ValueError("give --profile, or --hardware for several kinds of workers")
+        if self.hardware is not None and self.gpus_per_worker != 1:
+            raise ValueError("--gpus-per-worker stands in the file of --hardware")
+        if self.rate is not None and self.objective == "goodput":
+            raise ValueError("--rate is for --objective cost or energy; goodput finds the rate")
+        return self

@@ -1,25 +1,48 @@
-"""What could be built from so many workers, and what each could serve at best. Pure arithmetic on means: a bound, never a plan."""
+"""What could be built from the hardware there is: kinds of workers, and clusters of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from ...engine.latency_profile import Profile
+from ...engine.latency_profile import Power, Profile
+from ..errors import SimulationError
 from ..simulator.cluster import Cluster, Pool, PoolRole
-from ..simulator.tallies import Slo
-from ..trace.request import TraceRequest
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of worker. ``most``: workers there can be; None: as many as there are GPUs. Price and power of a whole worker."""
+
+    name: str
+    profile: Profile
+    gpus: int = 1  # that one worker spans
+    price_per_hour: float | None = None
+    power: Power | None = None
+    prefills: bool = True
+    decodes: bool = True
+    most: int | None = None
+
+    @classmethod
+    def of(cls, profile: Profile, gpus: int = 1) -> Kind:
+        """As the profile says."""
+        return cls(profile.name, profile, gpus, profile.price_per_hour, profile.power)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """``max_batch_tokens``: the chunk budget of a step's prompts; ``max_num_seqs``: the largest decode batch."""
+    """``max_batch_tokens``: the chunk budget of a step's prompts; ``max_num_seqs``: the largest decode batch. The kinds are indices
+    into the hardware; colocated workers are of ``prefill_kind``. ``mover``: one that the profiles know; empty: their only one."""
 
     prefill: int
     decode: int
     colocated: int
     max_batch_tokens: int
     max_num_seqs: int
+    prefill_kind: int = 0
+    decode_kind: int = 0
+    mover: str = ""
 
     @property
     def num_workers(self) -> int:
@@ -27,136 +50,94 @@ class Candidate:
 
     @property
     def ratio(self) -> str:
-        """``10P:6D``, or ``16 colocated``."""
-        return f"{self.colocated} colocated" if self.colocated else f"{self.prefill}P:{self.decode}D"
+        """``10P:6D``, ``16 colocated``, or ``6P:6D and 4 colocated``."""
+        split = f"{self.prefill}P:{self.decode}D"
+        if not self.colocated:
+            return split
+        return f"{split} and {self.colocated} colocated" if self.prefill else f"{self.colocated} colocated"
 
     def __str__(self) -> str:
-        return f"{self.ratio}, steps of {self.max_batch_tokens} prompt tokens, batches of {self.max_num_seqs}"
+        mover = f", KV blocks by {self.mover}" if self.mover else ""
+        return f"{self.ratio}, steps of {self.max_batch_tokens} prompt tokens, batches of {self.max_num_seqs}{mover}"
 
-    def grown(self, factor: float) -> Candidate:
-        """So many times the workers, in about the same ratio."""
-        total = -(-round(self.num_workers * factor * 1000) // 1000)
-        if self.colocated:
-            return replace(self, colocated=total)
-        prefill = min(max(1, round(total * self.prefill / self.num_workers)), total - 1)
-        return replace(self, prefill=prefill, decode=total - prefill)
+    def moved(self, by: int) -> Candidate | None:
+        """So many workers more for prompts, and as many less to generate; None where there are not enough."""
+        prefill, decode = self.prefill + by, self.decode - by
+        return replace(self, prefill=prefill, decode=decode) if self.prefill and prefill >= 1 and decode >= 1 else None
+
+    def with_more(self, prefill: int = 0, decode: int = 0) -> Candidate:
+        if not self.prefill:
+            return replace(self, colocated=self.colocated + prefill + decode)
+        return replace(self, prefill=self.prefill + prefill, decode=self.decode + decode)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hardware:
-    """Profiles by role; one for both where there is only one kind."""
+    """The kinds of workers to choose from."""
 
-    prefill: Profile
-    decode: Profile
+    kinds: tuple[Kind, ...]
+
+    def words(self, candidate: Candidate) -> str:
+        """The ratio, with the kinds' names where there are several."""
+        if len(self.kinds) == 1:
+            return candidate.ratio
+        prefill, decode = self.kinds[candidate.prefill_kind].name, self.kinds[candidate.decode_kind].name
+        if not candidate.prefill:
+            return f"{candidate.colocated} colocated ({prefill})"
+        mixed = f" and {candidate.colocated} colocated ({prefill})" if candidate.colocated else ""
+        return f"{candidate.prefill}P ({prefill}) : {candidate.decode}D ({decode}){mixed}"
+
+    def pools(self, candidate: Candidate) -> Iterator[tuple[PoolRole, int, Kind]]:
+        prefill, decode = self.kinds[candidate.prefill_kind], self.kinds[candidate.decode_kind]
+        counts: tuple[tuple[PoolRole, int, Kind], ...] = (
+            ("prefill", candidate.prefill, prefill), ("decode", candidate.decode, decode), ("colocated", candidate.colocated, prefill)
+        )  # fmt: skip
+        yield from ((role, count, kind) for role, count, kind in counts if count)
 
     def cluster(self, candidate: Candidate, max_queue: int) -> Cluster:
-        """To be simulated. A worker whose KV cache is divided between two roles is a prefill profile's."""
-        counts: tuple[tuple[PoolRole, int, Profile], ...] = (
-            ("prefill", candidate.prefill, self.prefill),
-            ("decode", candidate.decode, self.decode),
-            ("colocated", candidate.colocated, self.prefill),
-        )
+        """To be simulated."""
         pools = [
-            Pool(role=role, count=n, profile=of, max_batch_tokens=candidate.max_batch_tokens, max_num_seqs=candidate.max_num_seqs)
-            for role, n, of in counts
-            if n
+            Pool(
+                role=role,
+                count=count,
+                profile=with_mover(kind.profile, candidate.mover),
+                max_batch_tokens=candidate.max_batch_tokens,
+                max_num_seqs=candidate.max_num_seqs,
+            )
+            for role, count, kind in self.pools(candidate)
         ]
         return Cluster(pools=tuple(pools), max_queue=max_queue)
 
+    def num_gpus(self, candidate: Candidate) -> int:
+        return sum(count * kind.gpus for _, count, kind in self.pools(candidate))
+
     def price_per_hour(self, candidate: Candidate) -> float | None:
-        """None where a profile knows no price."""
-        p, d = self.prefill.price_per_hour, self.decode.price_per_hour
-        if p is None or d is None:
-            return None
-        return (candidate.prefill + candidate.colocated) * p + candidate.decode * d
+        """None where a kind has no price."""
+        prices = [(count, kind.price_per_hour) for _, count, kind in self.pools(candidate)]
+        return None if any(price is None for _, price in prices) else sum(count * (price or 0.0) for count, price in prices)
+
+    def watts(self, candidate: Candidate) -> float | None:
+        """What must be provided for: every worker at its role's power. None where a kind's is not known."""
+        total = 0.0
+        for role, count, kind in self.pools(candidate):
+            if kind.power is None:
+                return None
+            of_role = {"prefill": kind.power.prefill_w, "decode": kind.power.decode_w}
+            total += count * of_role.get(role, max(of_role.values()))
+        return total
+
+    @cached_property
+    def movers(self) -> tuple[str, ...]:
+        """Those that every profile knows, or the nameless one."""
+        common = set.intersection(*(set(kind.profile.movers) for kind in self.kinds))
+        return tuple(sorted(common)) or ("",)
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """Means of the requests, in tokens. ``context``: in a sequence's cache while it generates, averaged over its tokens."""
-
-    prompt: float  # not counting what an unbounded prefix cache would have
-    output: float
-    context: float
-    reads: float  # pairs per new prompt token
-
-    @classmethod
-    def of(cls, requests: Sequence[TraceRequest], block_size: int | None) -> Demand:
-        known: set[int] = set()
-        prompt = output = context = reads = 0.0
-        for r in requests:
-            hits = 0
-            for one in r.block_hashes:
-                if one not in known:
-                    break
-                hits += 1
-            known.update(r.block_hashes)
-            new = max(1, r.num_prompt_tokens - hits * (block_size or 0))
-            prompt += new
-            output += r.num_output_tokens
-            context += r.num_output_tokens * (r.num_prompt_tokens + r.num_output_tokens / 2)
-            reads += new * (r.num_prompt_tokens - new / 2)
-        n = len(requests)
-        return cls(prompt / n, output / n, context / max(output, 1.0), reads / max(prompt, 1.0))
-
-
-def bound(candidate: Candidate, hardware: Hardware, demand: Demand, tpot_s: float | None) -> float:
-    """Requests a second that no schedule could exceed: every step full, nobody ever waiting."""
-    chunk = float(candidate.max_batch_tokens)
-    step_s = hardware.prefill.prefill.seconds(chunk, chunk * demand.reads, 1)
-    prefill_s = demand.prompt / chunk * step_s
-    decode_s = max(0.0, demand.output - 1) * _per_token(hardware.decode, candidate.max_num_seqs, demand, tpot_s)
-    if candidate.colocated:
-        alone_s = demand.prompt / chunk * max(0.0, step_s - hardware.prefill.prefill.base_s)
-        decode_s = max(0.0, demand.output - 1) * _per_token(hardware.prefill, candidate.max_num_seqs, demand, tpot_s)
-        return candidate.colocated / max(alone_s + decode_s, 1e-9)
-    return min(candidate.prefill / max(prefill_s, 1e-9), candidate.decode / max(decode_s, 1e-9))
-
-
-def _per_token(profile: Profile, max_num_seqs: int, demand: Demand, tpot_s: float | None) -> float:
-    """Seconds of a decode step a sequence, at the best batch that is allowed, fits into the cache, and is not too slow."""
-    room = int(profile.memory.num_blocks * profile.memory.block_size / max(demand.context, 1.0))
-    best, seqs = float("inf"), 1
-    while seqs <= min(max_num_seqs, max(room, 1)):
-        seconds = profile.decode.seconds(seqs, seqs * demand.context, seqs)
-        if seqs == 1 or tpot_s is None or seconds <= 2 * tpot_s:  # not all of a sequence's steps are as slow as the slowest
-            best = min(best, seconds / seqs)
-        seqs *= 2
-    return best
-
-
-def largest_batch(profile: Profile, demand: Demand, tpot_s: float | None) -> int:
-    """The largest power of two whose decode step meets ``tpot_s`` and fits into the cache; at least 1, at most 512."""
-    seqs = 1
-    while seqs < 512:
-        larger = 2 * seqs
-        fits = larger * demand.context <= profile.memory.num_blocks * profile.memory.block_size
-        slow = tpot_s is not None and profile.decode.seconds(larger, larger * demand.context, larger) > tpot_s
-        if slow or not fits:
-            break
-        seqs = larger
-    return seqs
-
-
-def splits(num_workers: int, max_batch_tokens: int, max_num_seqs: int) -> list[Candidate]:
-    """All ratios of so many workers."""
-    return [Candidate(p, num_workers - p, 0, max_batch_tokens, max_num_seqs) for p in range(1, num_workers)]
-
-
-def good_alone(request: TraceRequest, hardware: Hardware, max_batch_tokens: int, bounds: Slo) -> bool:
-    """Whether this request would be within its bounds if it had the cluster to itself, and nothing took time but steps."""
-    prompt, output = request.num_prompt_tokens, request.num_output_tokens
-    longest = min(hardware.prefill.memory.max_model_len, hardware.decode.memory.max_model_len)
-    if prompt >= longest:
-        return False
-    known = len(request.block_hashes) > 0  # some of it may be cached
-    ttft_s = 0.0
-    for start in range(0, 0 if known else prompt, max_batch_tokens):
-        new = min(max_batch_tokens, prompt - start)
-        ttft_s += hardware.prefill.prefill.seconds(new, new * start + new * (new + 1) / 2, 1, start)
-    tpot_s = hardware.decode.decode.seconds(1, prompt, 1) if output > 1 else 0.0
-    return (
-        (bounds.ttft_s is None or ttft_s <= bounds.ttft_s)
-        and (bounds.tpot_s is None or tpot_s <= bounds.tpot_s)
-        and (bounds.e2e_s is None or ttft_s + tpot_s * (output - 1) <= bounds.e2e_s)
-    )
+def with_mover(profile: Profile, mover: str) -> Profile:
+    """Raises SimulationError."""
+    if not mover:
+        return profile
+    if mover not in profile.movers:
+        known = ", ".join(profile.movers) or "none"
+        raise SimulationError(f"the profile {profile.name} has not measured the mover {mover}; it knows {known}")
+    return profile.model_copy(update={"handoff": profile.movers[mover]})

@@ -4,18 +4,22 @@
     goodput          = the highest rate with attainment(rate) >= the share asked for
 
 The trace keeps its shape: a higher rate compresses its time, bursts and all. TPOT is (last token - first token) / (tokens - 1).
+The same search runs over the sketch, which costs a hundredth, and over the simulator, which begins where the sketch has ended.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ..simulator.simulation import Simulation
 from ..simulator.tallies import Tallies
 from ..slo import ServiceLevel
 from ..trace.request import Trace, TraceRequest
-from .candidates import Candidate, Demand, Hardware, bound
+from .candidates import Candidate, Hardware, with_mover
+from .demand import Demand, arrivals, bound
+from .sketch import Arrival, Sketch, Sketched, SketchPool, StepTimes
 
 PRECISION = 0.04
 """Bisection ends when the goodput is known to this share of itself."""
@@ -36,6 +40,11 @@ class Load:
         span = self.requests[-1].arrival_s - self.requests[0].arrival_s
         return (len(self.requests) - 1) / max(span, 1e-9)
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether blocks or sessions tie requests together, so that their order means something."""
+        return any(r.block_hashes or r.session for r in self.requests)
+
     def at_rate(self, rate: float) -> Trace:
         first, factor = self.requests[0].arrival_s, self.rate / rate
         scaled = [replace(r, arrival_s=(r.arrival_s - first) * factor) for r in self.requests]
@@ -49,7 +58,7 @@ class Load:
         return replace(self, requests=tuple(mixed))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Question:
     """What is to be answered for each candidate."""
 
@@ -57,66 +66,135 @@ class Question:
     load: Load
     level: ServiceLevel
     demand: Demand
+    arrivals: tuple[Arrival, ...]
     seed: int = 0
+    energies: dict[tuple[Candidate, float], float | None] = field(default_factory=dict)  # those known, by rate
+    _times: dict[tuple[int, int, int, str], StepTimes] = field(default_factory=dict)
 
     @classmethod
     def of(cls, hardware: Hardware, load: Load, level: ServiceLevel, seed: int = 0) -> Question:
-        return cls(hardware, load, level, Demand.of(load.requests, load.block_size), seed)
+        asked = arrivals(load.requests, load.block_size)
+        return cls(hardware, load, level, Demand.of_arrivals(asked), asked, seed)
+
+    @property
+    def allowed(self) -> float:
+        """How many requests may miss their bounds."""
+        return (1 - self.level.attainment) * len(self.load.requests)
+
+    def bound(self, candidate: Candidate) -> float:
+        return bound(candidate, self.hardware, self.demand, self.level.bounds.tpot_s)
+
+    def reordered(self, seed: int) -> Question:
+        return self.of(self.hardware, self.load.shuffled(seed), self.level, seed)
+
+    def times(self, kind: int, candidate: Candidate) -> StepTimes:
+        key = kind, candidate.max_batch_tokens, candidate.max_num_seqs, candidate.mover
+        if key not in self._times:
+            profile = with_mover(self.hardware.kinds[kind].profile, candidate.mover)
+            self._times[key] = StepTimes(profile, candidate.max_batch_tokens, candidate.max_num_seqs)
+        return self._times[key]
 
 
 @dataclass(slots=True)
 class Answer:
     """``goodput``: requests a second; 0 where the candidate was not better than what was known (``pruned``) or never good enough.
-    ``tried``: (rate, attainment), where the attainment of a rate that fails is an upper bound."""
+    ``tried``: (rate, attainment), where the attainment of a rate that fails is an upper bound. ``sketched``: what the sketch thought."""
 
     candidate: Candidate
     bound: float
     goodput: float = 0.0
     pruned: bool = False
+    sketched: float = 0.0
     tried: list[tuple[float, float]] = field(default_factory=list)
     num_requests: int = 0  # simulated
+
+
+def sketch(question: Question, candidate: Candidate, rate: float, give_up: bool = True) -> Sketched:
+    """The candidate under the load at this rate, sketched."""
+    prefill, decode = question.times(candidate.prefill_kind, candidate), question.times(candidate.decode_kind, candidate)
+    pools = [
+        SketchPool(prefill, candidate.prefill, computes=True, generates=False),
+        SketchPool(decode, candidate.decode, computes=False, generates=True),
+        SketchPool(prefill, candidate.colocated, computes=True, generates=True),
+    ]
+    first, factor = question.arrivals[0].at_s, question.load.rate / rate
+    asked = [Arrival((a.at_s - first) * factor, a.num_new, a.num_prompt, a.num_output) for a in question.arrivals]
+    return Sketch(pools, question.level.bounds, question.allowed if give_up else float("inf")).run(asked)
+
+
+def sketched_goodput(question: Question, candidate: Candidate, at_least: float = 0.0) -> float:
+    """By the sketch; 0 where it is not more than ``at_least``."""
+
+    def passes(rate: float) -> bool:
+        found = sketch(question, candidate, rate)
+        return found.num_ended - found.num_good <= question.allowed
+
+    most = question.bound(candidate)
+    if most <= at_least or (at_least > 0 and not passes(at_least)):
+        return 0.0
+    return _bisected(passes, at_least, most)
 
 
 def simulate(question: Question, candidate: Candidate, rate: float, give_up: bool = True) -> Simulation:
     """The candidate under the load at this rate, simulated. With ``give_up`` it ends as soon as too many requests have failed."""
     cluster = question.hardware.cluster(candidate, max_queue=1 << 30)
     simulation = Simulation(cluster, question.seed, question.level.bounds)
-    allowed = (1 - question.level.attainment) * len(question.load.requests)
 
     def hopeless(tallies: Tallies) -> bool:
-        return tallies.num_requests - tallies.num_good > allowed
+        return tallies.num_requests - tallies.num_good > question.allowed
 
     simulation.run(question.load.at_rate(rate), give_up=hopeless if give_up else None)
     return simulation
 
 
-def answer(question: Question, candidate: Candidate, at_least: float = 0.0) -> Answer:
-    """The candidate's goodput, if it is more than ``at_least``."""
-    most = bound(candidate, question.hardware, question.demand, question.level.bounds.tpot_s)
-    found = Answer(candidate, most)
-    if most <= at_least:
+def answer(question: Question, candidate: Candidate, at_least: float = 0.0, guess: float = 0.0) -> Answer:
+    """The candidate's goodput, if it is more than ``at_least``. ``guess``: where to begin; the nearer, the fewer simulations."""
+    found = Answer(candidate, question.bound(candidate), sketched=guess)
+    if found.bound <= at_least:
         found.pruned = True
         return found
-    low, high = 0.0, most
+    low, high = 0.0, found.bound
     if at_least > 0:
         if not _passes(question, found, at_least * (1 + PRECISION / 2)):
             found.pruned = True
             return found
         low = at_least * (1 + PRECISION / 2)
+    low, high = _bracketed(lambda rate: _passes(question, found, rate), low, high, guess)
+    found.goodput = _bisected(lambda rate: _passes(question, found, rate), low, high, found.bound)
+    return found
+
+
+def _bracketed(passes: Callable[[float], bool], low: float, high: float, guess: float) -> tuple[float, float]:
+    """Steps of 4, 8, 16% ... away from the guess, until the goodput lies between two of them."""
+    if not low < guess < high:
+        return low, high
+    upwards, step = passes(guess), PRECISION
+    low, high = (guess, high) if upwards else (low, guess)
+    while True:
+        rate = low * (1 + step) if upwards else high * (1 - step)
+        if not low < rate < high or step > 0.5:
+            return low, high
+        passed = passes(rate)
+        low, high = (rate, high) if passed else (low, rate)
+        if passed is not upwards:
+            return low, high
+        step *= 2
+
+
+def _bisected(passes: Callable[[float], bool], low: float, high: float, most: float = 0.0) -> float:
+    most = most or high
     while high - low > PRECISION * high and high > most / LOWEST:
         middle = (low + high) / 2 if low else high / 2
-        if _passes(question, found, middle):
+        if passes(middle):
             low = middle
         else:
             high = middle
-    found.goodput = low
-    return found
+    return low
 
 
 def _passes(question: Question, found: Answer, rate: float) -> bool:
     tallies = simulate(question, found.candidate, rate).tallies
-    total = len(question.load.requests)
     failed = tallies.num_requests - tallies.num_good
-    found.tried.append((rate, 1 - failed / total))
+    found.tried.append((rate, 1 - failed / len(question.load.requests)))
     found.num_requests += tallies.num_requests
-    return failed <= (1 - question.level.attainment) * total
+    return failed <= question.allowed

@@ -12,15 +12,15 @@ from .candidates import Candidate
 
 def write_launch(path: Path, candidate: Candidate) -> None:
     """Raises SimulationError, also for colocated workers, which splitserve has none of."""
-    if candidate.colocated:
+    if not candidate.prefill:
         raise SimulationError(
-            "the plan is colocated workers, which splitserve does not run: there is no launch configuration; "
-            "use a server with chunked prefill"
+            "colocated workers are not what splitserve runs: there is no launch configuration; use a server with chunked prefill"
         )
+    mover = {"mover": candidate.mover} if candidate.mover else {}
     content = {
         "up": {"prefill": candidate.prefill, "decode": candidate.decode},
-        "prefill": {"max_batch_tokens": candidate.max_batch_tokens},
-        "decode": {"max_num_seqs": candidate.max_num_seqs},
+        "prefill": {"max_batch_tokens": candidate.max_batch_tokens, **mover},
+        "decode": {"max_num_seqs": candidate.max_num_seqs, **mover},
     }
     try:
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

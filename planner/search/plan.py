@@ -1,159 +1,258 @@
-"""The search: which ratio, chunk budget and batch give the highest goodput, by how much, and against what.
+"""The search: which cluster meets the goal best, by how much, and against what.
 
-Candidates are tried in the order of their bounds, each at the rate of the best one so far: most fail that one simulation, and those
-whose bound is below it are never simulated. The best, its neighbours and the colocated alternative are bisected in full.
+Hundreds of candidates are sketched, best bound first, each only as far as it can still beat the best one known. The few that the sketch
+puts in front are simulated and bisected; so are the best one's neighbours and the same hardware colocated. What is said at the end is
+simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
-from ..simulator.report import outside
-from ..simulator.tallies import Tallies
-from .candidates import Candidate, bound, largest_batch, splits
-from .goodput import Answer, Question, answer, simulate
+from .candidates import Candidate
+from .crew import Crew, crew
+from .goal import Goal, energy_wh, mixtures, settings_of, shapes
+from .goodput import Answer, Question
+from .looks import Glance, Look, answered, by_chance, glance, look, sketched
+from .smallest import smallest, smallest_that_serve
 
 GROWTH = 1.5
+NEARLY = 0.93
+"""A candidate whose sketch is this near to the best one's is simulated too."""
+MOST_RIVALS = 3
 Report = Callable[[str], None]
 
 
 @dataclass(slots=True)
+class Growth:
+    """``attainment`` of ``candidate`` under ``GROWTH`` times the load; ``unchanged``: of the cluster as it is."""
+
+    candidate: Candidate
+    attainment: float
+    unchanged: float
+
+
+@dataclass(slots=True)
+class Means:
+    """What a plan from means would build, the rate that it would expect, and the attainment there."""
+
+    candidate: Candidate
+    expected: float
+    attainment: float
+
+
+@dataclass(slots=True)
 class Plan:
-    """``others``: goodput of the best under the same load in other orders. ``means``: what a plan from means would build and expect."""
+    """``best``: of those that disaggregate; ``colocated``: of those that do not. ``sketches``: by candidate, the goodput that the sketch
+    gives to each ratio at its best settings. ``others``: (goodput, look) of the winner under the same load in other orders."""
 
     question: Question
+    goal: Goal
     best: Answer
     colocated: Answer
     answers: list[Answer]
-    others: list[float]
-    at_goodput: Tallies
-    relaxed: Tallies  # at four fifths of the goodput
-    grown: tuple[Candidate, float]  # for half as much load again, and its attainment there
-    means: tuple[Candidate, float, float]  # the candidate, the rate it was expected to serve, the attainment there
-    extrapolated: dict[str, float]  # shares of the steps at the goodput that no measurement covers
-    num_simulated: int
+    neighbours: list[Answer]
+    sketches: dict[Candidate, float]
+    at_goodput: Look
+    relaxed: Look  # at four fifths of the goodput, or at the rate asked for
+    others: list[tuple[float, Look]]
+    growth: Growth
+    means: Means
+    energy_wh: float | None  # a request of the winner, by the sketch
+    curves: dict[Candidate, list[Glance]] = field(default_factory=dict)
+    sizes: dict[Candidate, Glance] = field(default_factory=dict)
+
+    @property
+    def winner(self) -> Answer:
+        return self.best if self.disaggregates else self.colocated
 
     @property
     def disaggregates(self) -> bool:
-        return self.best.goodput > self.colocated.goodput
+        """Where both are equally good, the split is: its latencies are the steadier ones."""
+        return self.value(self.best) >= self.value(self.colocated)
 
     @property
-    def neighbours(self) -> list[Answer]:
-        """One worker more on either side."""
-        b = self.best.candidate
-        return [a for a in self.answers if a.candidate != b and abs(a.candidate.prefill - b.prefill) == 1 and _alike(a.candidate, b)]
+    def num_simulated(self) -> int:
+        looked = [self.at_goodput, self.relaxed, *(one for _, one in self.others)]
+        return sum(a.num_requests for a in self.answers) + sum(one.tallies.num_requests for one in looked)
+
+    def value(self, one: Answer) -> float:
+        return self.goal.value(self.question, one.candidate, one.goodput)
 
 
-def search(question: Question, num_workers: int, chunks: tuple[int, ...], jobs: int, report: Report = lambda _: None) -> Plan:
-    """``chunks``: budgets of prompt tokens in a step to choose from; ``jobs``: processes. ``report``: hears what is being done."""
-    profile = question.hardware.decode
-    batch = 2 * largest_batch(profile, question.demand, question.level.bounds.tpot_s)  # few steps are as full as the fullest
-    with _asking(question, jobs) as ask:
-        report("ratios")
-        answers = _best_first(question, splits(num_workers, max(chunks), batch), ask, jobs)
-        best = max(answers, key=lambda a: a.goodput)
-        report(f"{best.candidate.ratio}: chunk budgets and batches")
-        variants = [replace(best.candidate, max_batch_tokens=chunk) for chunk in chunks if chunk != max(chunks)]
-        variants += [replace(best.candidate, max_num_seqs=n) for n in (2 * batch, batch // 2)]
-        tuned = list(ask([(variant, best.goodput) for variant in variants]))
-        best = max([best, *tuned], key=lambda a: a.goodput)
-        report("neighbours, and the same workers colocated")
-        around = [_moved(best.candidate, by) for by in (-1, 1)]
-        wanted = [c for c in around if c is not None]
-        together = [Candidate(0, 0, num_workers, chunk, n) for chunk in chunks for n in (batch,)]
-        results = list(ask([(c, 0.0) for c in (*wanted, *together)]))
-        colocated = max(results[len(wanted) :], key=lambda a: a.goodput)
-        best = max([best, *results[: len(wanted)]], key=lambda a: a.goodput)
-        report("how much of this is chance")
-        others = [a.goodput for a in _reordered(question, best.candidate, jobs)]
-    by_means = max(splits(num_workers, max(chunks), batch), key=lambda c: bound(c, question.hardware, question.demand, None))
-    expected = bound(by_means, question.hardware, question.demand, None)
-    winner = best if best.goodput >= colocated.goodput else colocated
-    bigger = winner.candidate.grown(GROWTH)
-    rate = winner.goodput or winner.bound / 10
-    at_growth = simulate(question, bigger, rate * GROWTH, give_up=False).tallies
-    at_means = simulate(question, by_means, expected, give_up=False).tallies
-    at_goodput = simulate(question, winner.candidate, rate, give_up=False)
-    everything = [*answers, *tuned, *results]
-    return Plan(
-        question,
-        best,
-        colocated,
-        _known_best(everything),
-        others,
-        at_goodput=at_goodput.tallies,
-        relaxed=simulate(question, winner.candidate, 0.8 * rate, give_up=False).tallies,
-        grown=(bigger, at_growth.attainment),
-        means=(by_means, expected, at_means.attainment),
-        extrapolated=outside(at_goodput),
-        num_simulated=sum(a.num_requests for a in everything) + 4 * len(question.load.requests),
-    )
+def search(question: Question, goal: Goal, processes: int, report: Report = lambda _: None, with_curves: bool = False) -> Plan:
+    """Raises SimulationError where nothing can be built. ``report``: hears what is being done."""
+    with crew(question, processes) as workers:
+        return _Search(question, goal, workers, report).run(with_curves)
 
 
-Asked = tuple[Candidate, float]
-_question: Question | None = None
+class _Search:
+    """What the stages share."""
+
+    def __init__(self, question: Question, goal: Goal, workers: Crew, report: Report) -> None:
+        self._question, self._goal, self._crew, self._report = question, goal, workers, report
+        self._known: dict[Candidate, Answer] = {}
+
+    def run(self, with_curves: bool) -> Plan:
+        self._report("sketching")
+        sketches = self._sketched() if self._goal.objective == "goodput" else smallest_that_serve(self._question, self._goal, self._crew)
+        splits = _in_front((c for c in sketches if c.prefill), sketches, self._value)
+        together = _in_front((c for c in sketches if not c.prefill), sketches, self._value)
+        self._report("simulating the best ones")
+        best, colocated = self._simulated(splits, sketches), self._simulated(together, sketches)
+        winner = max((best, colocated), key=lambda a: (self._value(a.candidate, a.goodput), a is best))
+        self._report(f"{winner.candidate.ratio}: its neighbours")
+        neighbours = self._answer([(c, 0.0, sketches.get(c, 0.0)) for c in self._around(winner.candidate)], fresh=False)
+        for one in neighbours:
+            if one.candidate.prefill and self._value(one.candidate, one.goodput) > self._value(best.candidate, best.goodput):
+                best = winner = one
+        rate = winner.goodput or winner.bound / 10
+        self._report(f"{winner.candidate.ratio}: how much of this is chance")
+        relaxed_rate = 0.8 * rate if self._goal.objective == "goodput" else self._goal.rate
+        others = self._crew.ask(by_chance, [(winner.candidate, rate, which) for which in (1, 2)])
+        at_goodput, relaxed = self._crew.ask(look, [(winner.candidate, rate), (winner.candidate, relaxed_rate)])
+        self._report("half as much load again")
+        plan = Plan(
+            self._question,
+            self._goal,
+            best,
+            colocated,
+            list(self._known.values()),
+            [a for a in neighbours if a is not winner],
+            sketches,
+            at_goodput,
+            relaxed,
+            others,
+            self._grown(winner.candidate, GROWTH * (rate if self._goal.objective == "goodput" else self._goal.rate)),
+            self._means(sketches),
+            energy_wh(self._question, winner.candidate, relaxed_rate),
+        )
+        if with_curves:
+            self._report("curves")
+            self._draw_from(plan, rate)
+        return plan
+
+    def _value(self, candidate: Candidate, goodput: float) -> float:
+        return self._goal.value(self._question, candidate, goodput)
+
+    # --- the sketch ------------------------------------------------------------------------------
+
+    def _sketched(self) -> dict[Candidate, float]:
+        """The goodput of each shape at its best settings, by the sketch; then of mixtures around the best split."""
+        all_shapes = list(shapes(self._question.hardware, self._goal.limits))
+        found = self._best_settings([one for shape in all_shapes for one in settings_of(self._question, self._goal, shape)])
+        splits = {c: goodput for c, goodput in found.items() if c.prefill}
+        if splits:
+            best = max(splits, key=lambda c: splits[c])
+            found |= self._best_settings([one for shape in mixtures(best) for one in settings_of(self._question, self._goal, shape)])
+        return found
+
+    def _best_settings(self, candidates: list[Candidate]) -> dict[Candidate, float]:
+        """Best bound first, and of one shape only what beats its best settings known."""
+        waiting = sorted(candidates, key=self._question.bound, reverse=True)
+        best: dict[Candidate, tuple[float, Candidate]] = {}  # by shape
+        at_once = 4 * self._crew.num_processes
+        while waiting:
+            now, waiting = waiting[:at_once], waiting[at_once:]
+            known = [best[_shape(c)][0] if _shape(c) in best else 0.0 for c in now]
+            for one, goodput in zip(now, self._crew.ask(sketched, list(zip(now, known, strict=True))), strict=True):
+                shape = _shape(one)
+                if goodput > best.get(shape, (0.0, one))[0] or shape not in best:
+                    best[shape] = (goodput, one)
+        return {one: goodput for goodput, one in best.values()}
+
+    # --- the simulator ---------------------------------------------------------------------------
+
+    def _answer(self, asked: list[tuple[Candidate, float, float]], fresh: bool = True) -> list[Answer]:
+        new = [one for one in asked if fresh or one[0] not in self._known]
+        for one in self._crew.ask(answered, new):
+            earlier = self._known.get(one.candidate)
+            if earlier is not None:
+                one.tried = [*earlier.tried, *one.tried]
+            if earlier is None or not one.pruned:
+                self._known[one.candidate] = one
+        return [self._known[candidate] for candidate, _, _ in asked]
+
+    def _simulated(self, candidates: list[Candidate], sketches: dict[Candidate, float]) -> Answer:
+        """The best one, by simulation. For a rate that is given: the first that serves it, in the order of what it costs."""
+        if not candidates:
+            return Answer(Candidate(0, 0, 0, 1, 1), 0.0)
+        if self._goal.objective != "goodput":
+            return smallest(self._question, self._goal, candidates, self._crew, self._known)
+        (first,) = self._answer([(candidates[0], 0.0, sketches[candidates[0]])])
+        near = [c for c in candidates[1:] if sketches[c] >= NEARLY * sketches[candidates[0]]][:MOST_RIVALS]
+        rivals = self._answer([(c, first.goodput, sketches[c]) for c in near])
+        return max([first, *rivals], key=lambda a: a.goodput)
+
+    def _around(self, candidate: Candidate) -> list[Candidate]:
+        if self._goal.objective == "goodput":
+            around = [candidate.moved(-1), candidate.moved(1)]
+        else:
+            around = [candidate.with_more(prefill=-1), candidate.with_more(decode=-1)] if candidate.prefill else [candidate.with_more(-1)]
+        return [c for c in around if c is not None and (c.colocated > 0 or min(c.prefill, c.decode) > 0)]
+
+    def _grown(self, candidate: Candidate, rate: float) -> Growth:
+        """The fewest workers more that serve so much: sketched, then simulated, with one more where that is too few."""
+        unchanged = look(self._question, (candidate, rate)).tallies.attainment
+        bigger = self._least_more(candidate, rate)
+        for _ in range(3):
+            seen = look(self._question, (bigger, rate))
+            if seen.tallies.attainment >= self._question.level.attainment:
+                break
+            bigger = bigger.with_more(prefill=1) if _busier_with_prompts(seen) else bigger.with_more(decode=1)
+        return Growth(bigger, seen.tallies.attainment, unchanged)
+
+    def _least_more(self, candidate: Candidate, rate: float) -> Candidate:
+        for more in range(1, 2 * candidate.num_workers + 1):
+            tried = [candidate.with_more(more - d, d) for d in range(more + 1)] if candidate.prefill else [candidate.with_more(more)]
+            seen = [(one, glance(self._question, (one, rate))) for one in _middle_first(tried)]
+            enough = [(one, s) for one, s in seen if s.attainment >= self._question.level.attainment]
+            if enough:
+                return max(enough, key=lambda pair: pair[1].attainment)[0]
+        return candidate.with_more(candidate.prefill, candidate.decode)
+
+    def _means(self, sketches: dict[Candidate, float]) -> Means:
+        splits = [c for c in sketches if c.prefill and not c.colocated] or list(sketches)
+        chosen = max(splits, key=lambda c: self._value(c, self._question.bound(c)))
+        expected = self._question.bound(chosen)
+        return Means(chosen, expected, look(self._question, (chosen, expected)).tallies.attainment)
+
+    # --- for the plots ---------------------------------------------------------------------------
+
+    def _draw_from(self, plan: Plan, rate: float) -> None:
+        """Attainment over the rate of the ratios around the best, and what clusters of other sizes would give at four fifths."""
+        best = plan.best.candidate
+        near = [c for c in plan.sketches if c == plan.colocated.candidate or (c.prefill and abs(c.prefill - best.prefill) <= 3)]
+        rates = [rate * share for share in (0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)]
+        seen = iter(self._crew.ask(glance, [(c, r) for c in near for r in rates]))
+        plan.curves = {c: [next(seen) for _ in rates] for c in near}
+        sizes = list(_other_sizes(best)) if best.prefill else []
+        plan.sizes = dict(zip(sizes, self._crew.ask(glance, [(c, 0.8 * rate) for c in sizes]), strict=True))
 
 
-@contextmanager
-def _asking(question: Question, jobs: int) -> Iterator[Callable[[list[Asked]], Iterable[Answer]]]:
-    """A function that answers for many candidates, in so many processes."""
-    if jobs == 1:
-        yield lambda asked: [answer(question, candidate, at_least) for candidate, at_least in asked]
-        return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _remember, (question,)) as pool:
-        yield lambda asked: pool.map(_answer, asked)
+def _shape(candidate: Candidate) -> Candidate:
+    return replace(candidate, max_batch_tokens=1, max_num_seqs=1, mover="")
 
 
-def _remember(question: Question) -> None:
-    global _question
-    _question = question
+def _in_front(
+    candidates: Iterable[Candidate], sketches: dict[Candidate, float], value: Callable[[Candidate, float], float]
+) -> list[Candidate]:
+    return sorted(candidates, key=lambda c: value(c, sketches[c]), reverse=True)
 
 
-def _answer(asked: Asked) -> Answer:
-    assert _question is not None, "the process was told"
-    return answer(_question, *asked)
+def _busier_with_prompts(seen: Look) -> bool:
+    """Whether more requests miss the bound of the first token than wait to generate."""
+    return seen.busy.get("prefill", 0.0) >= seen.busy.get("decode", 0.0)
 
 
-def _best_first(question: Question, candidates: list[Candidate], ask: Callable[[list[Asked]], Iterable[Answer]], jobs: int) -> list[Answer]:
-    """As many at a time as there are processes; what is known by then is what the next ones must exceed."""
-    tpot_s = question.level.bounds.tpot_s
-    waiting = sorted(candidates, key=lambda c: bound(c, question.hardware, question.demand, tpot_s), reverse=True)
-    answers: list[Answer] = []
-    while waiting:
-        known = max((a.goodput for a in answers), default=0.0)
-        answers += ask([(candidate, known) for candidate in waiting[:jobs]])
-        waiting = waiting[jobs:]
-    return answers
+def _middle_first(candidates: list[Candidate]) -> list[Candidate]:
+    return candidates if len(candidates) <= 4 else [candidates[round(i * (len(candidates) - 1) / 4)] for i in range(5)]
 
 
-def _reordered(question: Question, candidate: Candidate, jobs: int) -> list[Answer]:
-    """The same load in two other orders. None where its blocks or sessions tie requests together."""
-    if any(r.block_hashes or r.session for r in question.load.requests):
-        return []
-    return [answer(replace(question, load=question.load.shuffled(seed), seed=seed), candidate) for seed in (1, 2)]
-
-
-def _moved(candidate: Candidate, by: int) -> Candidate | None:
-    prefill = candidate.prefill + by
-    if not 1 <= prefill < candidate.num_workers:
-        return None
-    return replace(candidate, prefill=prefill, decode=candidate.num_workers - prefill)
-
-
-def _alike(a: Candidate, b: Candidate) -> bool:
-    return (a.max_batch_tokens, a.max_num_seqs, a.num_workers) == (b.max_batch_tokens, b.max_num_seqs, b.num_workers)
-
-
-def _known_best(answers: list[Answer]) -> list[Answer]:
-    """One answer a candidate: the one that knows its goodput."""
-    found: dict[Candidate, Answer] = {}
-    for one in answers:
-        known = found.get(one.candidate)
-        if known is None or known.pruned:
-            one.tried = [*(known.tried if known else []), *one.tried]
-            found[one.candidate] = one
-    return list(found.values())
+def _other_sizes(best: Candidate) -> Iterable[Candidate]:
+    """Clusters of half to all of the workers, in about this ratio."""
+    for total in range(max(2, best.num_workers // 2), best.num_workers + 1):
+        middle = round(total * best.prefill / best.num_workers)
+        for prefill in range(max(1, middle - 1), min(total - 1, middle + 1) + 1):
+            yield replace(best, prefill=prefill, decode=total - prefill, colocated=0)

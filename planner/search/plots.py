@@ -1,4 +1,4 @@
-"""Draws a plan: goodput over the ratio, attainment over the rate."""
+"""Draws a plan: goodput over the ratio, attainment over the rate, utilisation, and what a smaller cluster would cost in latency."""
 
 from __future__ import annotations
 
@@ -8,27 +8,85 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
+from .candidates import Candidate
 from .plan import Plan
 
 
 def draw_plan(path: Path, plan: Plan) -> None:
-    """Left: goodput by prefill workers (hollow: not better than the best known when it was tried, so only bounded); right: attainment
-    of every rate that was tried. A PNG."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5))
-    apart = sorted((a for a in plan.answers if not a.candidate.colocated), key=lambda a: a.candidate.prefill)
-    known = [a for a in apart if not a.pruned]
-    left.plot([a.candidate.prefill for a in known], [a.goodput for a in known], "o", label="simulated")
-    left.plot([a.candidate.prefill for a in apart], [a.bound for a in apart], "--", color="grey", label="bound from means")
-    left.axhline(plan.colocated.goodput, color="tab:orange", label=plan.colocated.candidate.ratio)
-    left.set(xlabel=f"prefill workers of {plan.best.candidate.num_workers}", ylabel="goodput, requests/s", ylim=(0, None))
-    left.legend()
-    for one in [*known, plan.colocated]:
-        tried = sorted(one.tried)
-        right.plot([rate for rate, _ in tried], [attainment for _, attainment in tried], "o-", markersize=3, label=one.candidate.ratio)
-    right.axhline(plan.question.level.attainment, color="grey", linewidth=0.8)
-    right.set(xlabel="requests/s", ylabel="attainment (below the line: at most)", ylim=(0, 1.02))
-    right.legend(fontsize=8)
+    """Lines are sketched, points are simulated. A PNG."""
+    figure, ((ratios, attainment), (front, busy)) = plt.subplots(2, 2, figsize=(13, 9.5))
+    _goodput_over_ratio(ratios, plan)
+    _attainment_over_rate(attainment, plan)
+    _cost_against_latency(front, plan)
+    _utilisation(busy, plan)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _goodput_over_ratio(axes: Axes, plan: Plan) -> None:
+    words = plan.question.hardware.words
+    best = plan.best.candidate
+    splits = sorted((c for c in plan.sketches if _same_kinds(c, best)), key=lambda c: c.prefill / c.num_workers)
+    axes.plot([_share(c) for c in splits], [plan.sketches[c] for c in splits], "-", color="tab:blue", label="sketched")
+    axes.plot([_share(c) for c in splits], [plan.question.bound(c) for c in splits], "--", color="grey", label="bound from means")
+    known = [a for a in plan.answers if _same_kinds(a.candidate, best) and not a.pruned and a.goodput > 0]
+    axes.plot([_share(a.candidate) for a in known], [a.goodput for a in known], "o", color="tab:blue", label="simulated")
+    if plan.colocated.goodput:
+        axes.axhline(plan.colocated.goodput, color="tab:orange", label=words(plan.colocated.candidate))
+    axes.set(xlabel="share of the workers that compute prompts", ylabel="goodput, requests/s", ylim=(0, None))
+    axes.set_title("Goodput over the ratio")
+    axes.legend(fontsize=8)
+
+
+def _attainment_over_rate(axes: Axes, plan: Plan) -> None:
+    for candidate, seen in plan.curves.items():
+        line = axes.plot([g.rate for g in seen], [g.attainment for g in seen], "-", label=plan.question.hardware.words(candidate))[0]
+        for one in plan.answers:
+            if one.candidate == candidate:
+                passed = [(rate, share) for rate, share in one.tried if share >= plan.question.level.attainment]
+                axes.plot([rate for rate, _ in passed], [share for _, share in passed], "o", markersize=4, color=line.get_color())
+    axes.axhline(plan.question.level.attainment, color="grey", linewidth=0.8)
+    axes.set(xlabel="requests/s", ylabel="good requests", ylim=(0, 1.02), title="Attainment over the rate")
+    axes.legend(fontsize=8)
+
+
+def _cost_against_latency(axes: Axes, plan: Plan) -> None:
+    """Each cluster of half to all of the workers at four fifths of the best one's goodput; the line joins those that none beats in both."""
+    hardware = plan.question.hardware
+    priced = all(hardware.price_per_hour(c) is not None for c in plan.sizes)
+    costs = [hardware.price_per_hour(c) or 0.0 if priced else float(hardware.num_gpus(c)) for c in plan.sizes]
+    points = [(cost, 1e3 * g.ttft_p90_s, c) for cost, (c, g) in zip(costs, plan.sizes.items(), strict=True)]
+    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o", color="lightgrey")
+    front, least = [], float("inf")
+    for x, y, candidate in sorted(points, key=lambda p: p[:2]):
+        if y < least:
+            front.append((x, y, candidate))
+            least = y
+    axes.plot([x for x, _, _ in front], [y for _, y, _ in front], "o-", color="tab:green")
+    for x, y, candidate in front:
+        axes.annotate(candidate.ratio, (x, y), fontsize=7, xytext=(3, 4), textcoords="offset points")
+    axes.set(xlabel="price an hour" if priced else "GPUs", ylabel="TTFT p90, ms (sketched)", yscale="log")
+    at = "".join(f" at {g.rate:.2f} requests/s" for g in list(plan.sizes.values())[:1])
+    axes.set_title(f"Cost against latency{at}")
+
+
+def _utilisation(axes: Axes, plan: Plan) -> None:
+    at = [(c, min(seen, key=lambda g: abs(g.rate - 0.9 * plan.at_goodput.rate))) for c, seen in plan.curves.items()]
+    at.sort(key=lambda pair: _share(pair[0]))
+    for offset, role, color in ((-0.2, "prefill", "tab:blue"), (0.2, "decode", "tab:red"), (0.0, "colocated", "tab:orange")):
+        bars = [(i + offset, g.busy[role]) for i, (_, g) in enumerate(at) if role in g.busy]
+        axes.bar([x for x, _ in bars], [y for _, y in bars], 0.38, color=color, label=role)
+    axes.set_xticks(range(len(at)), [plan.question.hardware.words(c) for c, _ in at], fontsize=7, rotation=20)
+    axes.set(ylabel="busy", ylim=(0, 1.05), title=f"Utilisation at {0.9 * plan.at_goodput.rate:.2f} requests/s")
+    axes.legend(fontsize=8)
+
+
+def _same_kinds(one: Candidate, best: Candidate) -> bool:
+    return one.prefill > 0 and not one.colocated and (one.prefill_kind, one.decode_kind) == (best.prefill_kind, best.decode_kind)
+
+
+def _share(candidate: Candidate) -> float:
+    return candidate.prefill / candidate.num_workers

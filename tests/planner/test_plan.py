@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 from planner.test_simulator import profile
 
-from splitserve.deploy.config import Sources, load
-from splitserve.engine.latency_profile import Piece
+from splitserve.deploy.config import Sources, Value
+from splitserve.deploy.up import plan as up
+from splitserve.engine.latency_profile import Piece, Power
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.plan_command import plan as plan_command
 from splitserve.planner.plan_command import require_reachable
-from splitserve.planner.search.candidates import Candidate, Demand, Hardware, bound, largest_batch, splits
+from splitserve.planner.search.candidates import Candidate, Hardware, Kind
+from splitserve.planner.search.demand import Demand, bound, largest_batch
+from splitserve.planner.search.goal import Goal, Limits, shapes
 from splitserve.planner.search.goodput import Load, Question, answer, simulate
+from splitserve.planner.search.hardware_file import read_hardware
 from splitserve.planner.search.launch import write_launch
+from splitserve.planner.search.looks import glance
 from splitserve.planner.search.plan import search
 from splitserve.planner.settings import PlanSettings
 from splitserve.planner.simulator.tallies import Slo
@@ -24,7 +29,7 @@ from splitserve.planner.slo import ServiceLevel
 from splitserve.planner.trace.own_format import write_trace
 from splitserve.planner.trace.request import Trace, TraceRequest
 
-HARDWARE = Hardware(profile(), profile())
+HARDWARE = Hardware((Kind.of(profile()),))
 LEVEL = ServiceLevel(Slo(0.4, 0.03), 0.9)
 
 
@@ -35,11 +40,62 @@ def question(prompt: int, output: int, count: int = 40) -> Question:
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
     asked = question(400, 3, count=24)
-    found = search(asked, 3, (512,), jobs=1)
-    everything = [answer(asked, candidate) for candidate in splits(3, 512, found.best.candidate.max_num_seqs)]
-    best = max(everything, key=lambda a: a.goodput)
+    found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    alike = [replace(found.best.candidate, prefill=n, decode=3 - n, colocated=0) for n in (1, 2)]
+    best = max((answer(asked, candidate) for candidate in alike), key=lambda a: a.goodput)
     assert found.best.candidate.ratio == best.candidate.ratio
     assert found.best.goodput == pytest.approx(best.goodput, rel=0.06)
+
+
+def test_the_sketch_is_near_the_simulation() -> None:
+    asked = question(400, 6, count=80)
+    for candidate, rate in ((Candidate(1, 1, 0, 512, 16), 9.0), (Candidate(2, 1, 0, 512, 16), 14.0), (Candidate(0, 0, 2, 512, 16), 5.0)):
+        seen = glance(asked, (candidate, rate))
+        simulated = simulate(asked, candidate, rate, give_up=False).tallies
+        latency = simulated.percentiles()
+        assert seen.ttft_p90_s == pytest.approx(latency["ttft"]["p90"], rel=0.15)
+        assert seen.tpot_p90_s == pytest.approx(latency["tpot"]["p90"], rel=0.15)
+        assert seen.attainment == pytest.approx(simulated.attainment, abs=0.1)
+    assert glance(asked, (Candidate(1, 1, 0, 512, 16), 100.0)).attainment < 0.5
+
+
+def test_the_cheapest_cluster_for_a_rate_takes_each_kind_for_what_it_is_good_at() -> None:
+    slow_prompts = profile(name="old")
+    pieces = tuple(p.model_copy(update={"curve": tuple((x, 4 * y) for x, y in p.curve)}) for p in slow_prompts.prefill.pieces)
+    old = slow_prompts.model_copy(update={"prefill": slow_prompts.prefill.model_copy(update={"pieces": pieces})})
+    watts = Power(idle_w=50, prefill_w=300, decode_w=200)
+    hardware = Hardware((Kind("new", profile(), 1, 4.0, watts), Kind("old", old, 1, 1.0, watts)))
+    base = question(400, 8, count=40)
+    asked = Question.of(hardware, base.load, LEVEL)
+    found = search(asked, Goal("cost", Limits(6), rate=4.0, chunks=(512,)), processes=1)
+    winner = found.winner
+    assert winner.goodput >= 4.0
+    assert simulate(asked, winner.candidate, 4.0, give_up=False).tallies.attainment >= 0.9
+    others = [Candidate(1, 1, 0, 512, winner.candidate.max_num_seqs, p, d) for p in (0, 1) for d in (0, 1)]
+    cheaper = [c for c in others if (hardware.price_per_hour(c) or 0) < (hardware.price_per_hour(winner.candidate) or 0)]
+    assert all(simulate(asked, c, 4.0, give_up=False).tallies.attainment < 0.9 for c in cheaper)
+    assert found.energy_wh is not None
+    assert found.energy_wh > 0
+
+
+def test_limits_of_price_and_power_hold(tmp_path: Path) -> None:
+    profile().write(tmp_path / "p.json")
+    (tmp_path / "hardware.yaml").write_text(
+        "- {profile: p.json, name: big, gpus_per_worker: 2, gpus: 8, price_per_hour: 10, "
+        "power: {idle_w: 1, prefill_w: 100, decode_w: 50}}\n"
+        "- {profile: p.json, name: capped, price_per_hour: 3, power: {idle_w: 1, prefill_w: 60, decode_w: 30}, roles: [decode]}\n"
+    )
+    hardware = read_hardware(tmp_path / "hardware.yaml")
+    mixed = Candidate(2, 3, 0, 512, 16, 0, 1)
+    assert (hardware.num_gpus(mixed), hardware.price_per_hour(mixed), hardware.watts(mixed)) == (7, 29.0, 290.0)
+    assert hardware.words(mixed) == "2P (big) : 3D (capped)"
+    found = list(shapes(hardware, Limits(8, price_per_hour=29.0, watts=290.0)))
+    assert replace(mixed, max_batch_tokens=1, max_num_seqs=1) in found
+    assert all((hardware.price_per_hour(c) or 0) <= 29 and (hardware.watts(c) or 0) <= 290 for c in found)
+    assert not any(c.prefill and c.prefill_kind == 1 for c in found)
+    (tmp_path / "hardware.yaml").write_text("- {profile: p.json, roles: [decode]}\n")
+    with pytest.raises(SimulationError, match="nothing may prefill"):
+        read_hardware(tmp_path / "hardware.yaml")
 
 
 def test_long_prompts_want_prefill_workers_and_long_answers_decode_workers() -> None:
@@ -95,10 +151,21 @@ def test_the_batch_meets_the_bound_and_the_memory() -> None:
     assert largest_batch(profile(), demand, 0.001) == 1
 
 
-def test_growth_keeps_the_ratio() -> None:
-    assert Candidate(4, 2, 0, 512, 8).grown(1.5).ratio == "6P:3D"
-    assert Candidate(1, 1, 0, 512, 8).grown(1.5).num_workers == 3
-    assert Candidate(0, 0, 4, 512, 8).grown(1.5).ratio == "6 colocated"
+def test_what_growth_needs_serves_what_growth_brings() -> None:
+    asked = question(500, 3, count=40)
+    found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    assert found.growth.unchanged < 0.9 <= found.growth.attainment
+    assert found.growth.candidate.num_workers > 3
+
+
+def test_a_mover_is_chosen_where_several_were_measured() -> None:
+    slow, quick = (profile().handoff.model_copy(update={"bytes_per_s": rate}) for rate in (2e5, 1e10))
+    hardware = Hardware((Kind.of(profile().model_copy(update={"movers": {"zmq": slow, "shm": quick}})),))
+    assert hardware.movers == ("shm", "zmq")
+    asked = Question.of(hardware, question(300, 4, count=24).load, LEVEL)
+    best = search(asked, Goal("goodput", Limits(2), chunks=(512,)), processes=1).best
+    assert best.candidate.mover == "shm"
+    assert hardware.cluster(best.candidate, 10).pools[0].profile.handoff.bytes_per_s == 1e10
 
 
 def test_what_nobody_could_meet_is_refused_with_the_reason() -> None:
@@ -113,20 +180,27 @@ def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys
     write_trace(tmp_path / "t.jsonl", Trace("t", lambda: iter(requests)))
     settings = PlanSettings(
         trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", gpus=3, slo="ttft=0.4@p90,tpot=0.03@p90", jobs=1, chunk_budgets="512",
-        json_file=tmp_path / "j.json", plot_file=tmp_path / "p.png", requests=60,
+        json_file=tmp_path / "j.json", plot_file=tmp_path / "p.png", requests=60, launch_file=tmp_path / "up.yaml",
     )  # fmt: skip
     assert plan_command(settings) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("Recommended: ", "in other orders", "Neighbour ", "colocated", "load grows by 50%", "A plan from mean", "TPOT here is"):
+    for part in ("Recommended: ", "in other orders", "isaggregat", "colocated", "load grows by 50%", "A plan from mean", "TPOT here is"):
         assert part in text
     said = json.loads((tmp_path / "j.json").read_text())
     assert said["best"]["goodput_per_s"] > 0
     assert said["tpot"] == "(last token - first token) / (tokens - 1)"
     assert (tmp_path / "p.png").stat().st_size > 10_000
-    write_launch(tmp_path / "up.yaml", Candidate(2, 1, 0, 512, 16))
-    sources = Sources.read(tmp_path / "up.yaml", env={})
-    assert load("up", {}, sources).prefill == 2  # type: ignore[attr-defined]
-    with pytest.raises(SimulationError, match="does not run"):
+    best = said["best"]
+    launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(tmp_path / "up.yaml", env={}))
+    workers = [(w.worker_id.split("-")[0], w) for w in launched.workers]
+    prefills, decodes = ([w for role, w in workers if role == wanted] for wanted in ("prefill", "decode"))
+    assert (len(prefills), len(decodes)) == (best["prefill"], best["decode"])
+    assert {w.max_batch_tokens for w in prefills} == {best["max_batch_tokens"]}  # type: ignore[attr-defined]
+    assert {w.max_num_seqs for w in decodes} == {best["max_num_seqs"]}  # type: ignore[attr-defined]
+    write_launch(tmp_path / "up.yaml", replace(Candidate(2, 1, 0, 512, 16), mover="zmq"))
+    launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(tmp_path / "up.yaml", env={}))
+    assert {w.mover for w in launched.workers} == {"zmq"}
+    with pytest.raises(SimulationError, match="not what splitserve runs"):
         write_launch(tmp_path / "up.yaml", Candidate(0, 0, 3, 512, 16))
 
 
@@ -141,6 +215,7 @@ def test_distserves_own_example_two_prefill_workers_for_one_decode_worker() -> N
         }
     )
     demand = Demand(prompt=512, output=65, context=544, reads=256)
-    bounds = {c.ratio: bound(c, Hardware(of, of), demand, None) for c in splits(3, 512, batch)}
+    hardware = Hardware((Kind.of(of),))
+    bounds = {c.ratio: bound(c, hardware, demand, None) for c in (Candidate(1, 2, 0, 512, batch), Candidate(2, 1, 0, 512, batch))}
     assert bounds == pytest.approx({"1P:2D": 5.6, "2P:1D": 10.0})
     assert max(bounds, key=lambda ratio: bounds[ratio]) == "2P:1D"

@@ -1,0 +1,47 @@
+"""The processes that sketch and simulate: each is told the question once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+from .goodput import Question
+
+Asked = TypeVar("Asked")
+Result = TypeVar("Result")
+_question: Question | None = None
+
+
+class Crew:
+    """``ask``: a module's function of the question and one thing asked, over all of them, in order."""
+
+    def __init__(self, question: Question, num_processes: int, pool: ProcessPoolExecutor | None) -> None:
+        self._question, self._pool, self.num_processes = question, pool, num_processes
+
+    def ask(self, function: Callable[[Question, Asked], Result], asked: Iterable[Asked]) -> list[Result]:
+        if self._pool is None:
+            return [function(self._question, one) for one in asked]
+        waiting = [self._pool.submit(_call, function, one) for one in asked]
+        return [one.result() for one in waiting]
+
+
+@contextmanager
+def crew(question: Question, num_processes: int) -> Iterator[Crew]:
+    if num_processes == 1:
+        yield Crew(question, 1, None)
+        return
+    with ProcessPoolExecutor(num_processes, get_context("spawn"), _remember, (question,)) as pool:
+        yield Crew(question, num_processes, pool)
+
+
+def _remember(question: Question) -> None:
+    global _question
+    _question = question
+
+
+def _call(function: Callable[[Question, Any], Result], asked: Any) -> Result:
+    assert _question is not None, "the process was told"
+    return function(_question, asked)

@@ -1,0 +1,114 @@
+"""What the requests need on average, and what a cluster could serve at best. Pure arithmetic on means: a bound, never a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...engine.latency_profile import Profile
+from ..simulator.tallies import Slo
+from ..trace.request import TraceRequest
+from .candidates import Candidate, Hardware
+from .sketch import Arrival
+
+LARGEST_BATCH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Means of the requests, in tokens. ``context``: in a sequence's cache while it generates, averaged over its tokens."""
+
+    prompt: float  # not counting what an unbounded prefix cache would have
+    output: float
+    context: float
+    reads: float  # pairs per new prompt token
+
+    @classmethod
+    def of(cls, requests: Sequence[TraceRequest], block_size: int | None) -> Demand:
+        return cls.of_arrivals(arrivals(requests, block_size))
+
+    @classmethod
+    def of_arrivals(cls, asked: Sequence[Arrival]) -> Demand:
+        n = len(asked)
+        prompt, output = sum(a.num_new for a in asked), sum(a.num_output for a in asked)
+        context = sum(a.num_output * (a.num_prompt + a.num_output / 2) for a in asked)
+        reads = sum(a.num_new * (a.num_prompt - a.num_new / 2) for a in asked)
+        return cls(prompt / n, output / n, context / max(output, 1.0), reads / max(prompt, 1.0))
+
+
+def arrivals(requests: Sequence[TraceRequest], block_size: int | None) -> tuple[Arrival, ...]:
+    """The requests, less what one prefix cache without bound would have of their prompts."""
+    known: set[int] = set()
+    found = []
+    for r in requests:
+        hits = next((i for i, one in enumerate(r.block_hashes) if one not in known), len(r.block_hashes))
+        known.update(r.block_hashes)
+        new = max(1, r.num_prompt_tokens - hits * (block_size or 0))
+        found.append(Arrival(r.arrival_s, new, r.num_prompt_tokens, r.num_output_tokens))
+    return tuple(found)
+
+
+def bound(candidate: Candidate, hardware: Hardware, demand: Demand, tpot_s: float | None) -> float:
+    """Requests a second that no schedule could exceed: every step full, nobody ever waiting."""
+    prefill, decode = hardware.kinds[candidate.prefill_kind].profile, hardware.kinds[candidate.decode_kind].profile
+    chunk = float(candidate.max_batch_tokens)
+    step_s = prefill.prefill.seconds(chunk, chunk * demand.reads, 1)
+    rest = max(0.0, demand.output - 1)
+    alone_s = demand.prompt / chunk * max(0.0, step_s - prefill.prefill.base_s)
+    together_s = alone_s + rest * _per_token(prefill, candidate.max_num_seqs, demand, tpot_s)
+    colocated = candidate.colocated / max(together_s, 1e-9)
+    if not candidate.prefill:
+        return colocated
+    prefill_s = demand.prompt / chunk * step_s
+    decode_s = rest * _per_token(decode, candidate.max_num_seqs, demand, tpot_s)
+    return colocated + min(candidate.prefill / max(prefill_s, 1e-9), candidate.decode / max(decode_s, 1e-9))
+
+
+def _per_token(profile: Profile, max_num_seqs: int, demand: Demand, tpot_s: float | None) -> float:
+    """Seconds of a decode step a sequence, at the best batch that is allowed, fits into the cache, and is not too slow."""
+    room = int(profile.memory.num_blocks * profile.memory.block_size / max(demand.context, 1.0))
+    best, seqs = float("inf"), 1
+    while seqs <= min(max_num_seqs, max(room, 1)):
+        seconds = profile.decode.seconds(seqs, seqs * demand.context, seqs)
+        if seqs == 1 or tpot_s is None or seconds <= 2 * tpot_s:  # not all of a sequence's steps are as slow as the slowest
+            best = min(best, seconds / seqs)
+        seqs *= 2
+    return best
+
+
+def largest_batch(profile: Profile, demand: Demand, tpot_s: float | None) -> int:
+    """The largest power of two whose decode step meets ``tpot_s`` and fits into the cache; at least 1, at most 512."""
+    seqs = 1
+    while seqs < LARGEST_BATCH:
+        larger = 2 * seqs
+        fits = larger * demand.context <= profile.memory.num_blocks * profile.memory.block_size
+        slow = tpot_s is not None and profile.decode.seconds(larger, larger * demand.context, larger) > tpot_s
+        if slow or not fits:
+            break
+        seqs = larger
+    return seqs
+
+
+def good_alone(request: TraceRequest, hardware: Hardware, max_batch_tokens: int, bounds: Slo) -> bool:
+    """Whether some kind of worker would serve this request within its bounds if nothing took time but its own steps."""
+    prompt, output = request.num_prompt_tokens, request.num_output_tokens
+    prefills = [k.profile for k in hardware.kinds if k.prefills and prompt < k.profile.memory.max_model_len]
+    decodes = [k.profile for k in hardware.kinds if k.decodes and prompt < k.profile.memory.max_model_len]
+    if not prefills or not decodes:
+        return False
+    known = len(request.block_hashes) > 0  # some of it may be cached
+    ttft_s = 0.0 if known else min(_prompt_s(profile, prompt, max_batch_tokens) for profile in prefills)
+    tpot_s = min(profile.decode.seconds(1, prompt, 1) for profile in decodes) if output > 1 else 0.0
+    return (
+        (bounds.ttft_s is None or ttft_s <= bounds.ttft_s)
+        and (bounds.tpot_s is None or tpot_s <= bounds.tpot_s)
+        and (bounds.e2e_s is None or ttft_s + tpot_s * (output - 1) <= bounds.e2e_s)
+    )
+
+
+def _prompt_s(profile: Profile, prompt: int, max_batch_tokens: int) -> float:
+    seconds = 0.0
+    for start in range(0, prompt, max_batch_tokens):
+        new = min(max_batch_tokens, prompt - start)
+        seconds += profile.prefill.seconds(new, new * start + new * (new + 1) / 2, 1, start)
+    return seconds

@@ -1,0 +1,59 @@
+"""Kinds of workers from a YAML file, or from one profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from ...engine.latency_profile import Power, Profile
+from ..errors import SimulationError
+from .candidates import Hardware, Kind
+
+
+class _Entry(BaseModel):
+    """``gpus``: that there are at most. What is not given is taken from the profile."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    profile: Path
+    name: str | None = None
+    gpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 1
+    gpus: Annotated[int, Field(ge=1)] | None = None
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None  # of one worker
+    power: Power | None = None  # of one worker
+    roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
+
+
+def read_hardware(path: Path) -> Hardware:
+    """Raises SimulationError."""
+    try:
+        entries = TypeAdapter(list[_Entry]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError) as error:
+        raise SimulationError(f"cannot read the hardware {path}: {error}; it needs a list of entries with a `profile` each") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SimulationError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if not entries:
+        raise SimulationError(f"{path} lists no hardware; it needs a list of entries with a `profile` each")
+    kinds = tuple(_kind(path, entry) for entry in entries)
+    if not any(k.prefills for k in kinds) or not any(k.decodes for k in kinds):
+        lacking = "decode" if any(k.prefills for k in kinds) else "prefill"
+        raise SimulationError(f"{path}: nothing may {lacking}; widen some entry's `roles`")
+    return Hardware(kinds)
+
+
+def _kind(path: Path, entry: _Entry) -> Kind:
+    profile = Profile.read(path.parent / entry.profile)
+    return Kind(
+        entry.name or profile.hardware or profile.name,
+        profile,
+        entry.gpus_per_worker,
+        profile.price_per_hour if entry.price_per_hour is None else entry.price_per_hour,
+        entry.power or profile.power,
+        "prefill" in entry.roles,
+        "decode" in entry.roles,
+        None if entry.gpus is None else entry.gpus // entry.gpus_per_worker,
+    )

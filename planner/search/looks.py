@@ -1,0 +1,85 @@
+"""One candidate at one rate, looked at closely: what the words and plots of a plan are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ..simulator.report import outside, pools
+from ..simulator.tallies import Tallies
+from .candidates import Candidate
+from .goal import energy_of
+from .goodput import Answer, Question, answer, simulate, sketch, sketched_goodput
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Simulated. ``busy``: by pool's role; ``extrapolated``: shares of the steps that no measurement covers."""
+
+    rate: float
+    tallies: Tallies
+    busy: dict[str, float]
+    extrapolated: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """Sketched. Percentiles in seconds."""
+
+    rate: float
+    attainment: float
+    ttft_p90_s: float
+    tpot_p90_s: float
+    busy: dict[str, float]
+    energy_wh: float | None
+
+
+def look(question: Question, asked: tuple[Candidate, float]) -> Look:
+    candidate, rate = asked
+    simulation = simulate(question, candidate, rate, give_up=False)
+    busy = {row["role"]: row["busy"] for row in pools(simulation)}
+    return Look(rate, simulation.tallies, busy, outside(simulation))
+
+
+def glance(question: Question, asked: tuple[Candidate, float]) -> Glance:
+    candidate, rate = asked
+    found = sketch(question, candidate, rate, give_up=False)
+    counts = {"prefill": candidate.prefill, "decode": candidate.decode, "colocated": candidate.colocated}
+    busy = {
+        role: sum(seconds) / count / max(found.elapsed_s, 1e-9)
+        for (role, count), seconds in zip(counts.items(), found.busy_s, strict=True)
+        if count
+    }
+    energy = energy_of(found, question.hardware, candidate)
+    return Glance(rate, found.attainment, _p90(found.ttft_s), _p90(found.tpot_s), busy, energy)
+
+
+def _p90(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))] if ordered else 0.0
+
+
+def sketched(question: Question, asked: tuple[Candidate, float]) -> float:
+    return sketched_goodput(question, *asked)
+
+
+def answered(question: Question, asked: tuple[Candidate, float, float]) -> Answer:
+    """(candidate, at least, guess)"""
+    return answer(question, *asked)
+
+
+def by_chance(question: Question, asked: tuple[Candidate, float, int]) -> tuple[float, Look]:
+    """(candidate, its goodput, which): the goodput and the look under the same load in another order; under one half of it where its
+    requests are tied together."""
+    candidate, goodput, which = asked
+    if question.load.is_tied:
+        half = len(question.load.requests) // 2
+        part = question.load.requests[:half] if which == 1 else question.load.requests[half:]
+        load = replace(question.load, requests=part)
+        as_fast = goodput / question.load.rate  # each half keeps its own pace
+        other = Question.of(question.hardware, load, question.level, which)
+        goodput = as_fast * load.rate
+        found = answer(other, candidate, guess=goodput)
+        return found.goodput / load.rate * question.load.rate, look(other, (candidate, goodput))
+    other = question.reordered(which)
+    return answer(other, candidate, guess=goodput).goodput, look(other, (candidate, goodput))

@@ -1,0 +1,98 @@
+"""The cheapest or thriftiest cluster that serves a given rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .candidates import Candidate
+from .crew import Crew
+from .goal import Goal, settings_of
+from .goodput import Answer, Question, simulate, sketch, sketched_goodput
+from .looks import answered
+
+MOST_SIMULATED = 12
+
+
+def smallest_that_serve(question: Question, goal: Goal, crew: Crew) -> dict[Candidate, float]:
+    """By the sketch: of every pair of kinds with every setting, for each number of prefill workers the fewest decode workers. With the
+    goodput of each, which is at least the goal's rate."""
+    families = [one for family in _families(question) for one in settings_of(question, goal, family)]
+    return {c: goal.rate for found in crew.ask(_of_family, [(goal, family) for family in families]) for c in found}
+
+
+def _families(question: Question) -> Iterator[Candidate]:
+    kinds = list(enumerate(question.hardware.kinds))
+    for p, prefill in kinds:
+        if prefill.prefills and prefill.decodes:
+            yield Candidate(0, 0, 1, 1, 1, p, p)
+        for d, decode in kinds:
+            if prefill.prefills and decode.decodes and prefill.profile.memory.block_size == decode.profile.memory.block_size:
+                yield Candidate(1, 1, 0, 1, 1, p, d)
+
+
+def _of_family(question: Question, asked: tuple[Goal, Candidate]) -> list[Candidate]:
+    goal, family = asked
+    if not family.prefill:
+        n = _fewest(question, goal, [replace(family, colocated=n) for n in range(1, goal.limits.gpus + 1)])
+        return [n] if n is not None else []
+    found: list[Candidate] = []
+    fewest_decode = _needed(question, goal, replace(family, prefill=1 << 20), "decode")
+    for prefill in range(_needed(question, goal, replace(family, decode=1 << 20), "prefill"), goal.limits.gpus):
+        row = [replace(family, prefill=prefill, decode=decode) for decode in range(fewest_decode, goal.limits.gpus)]
+        row = [c for c in row if goal.limits.hold(c, question.hardware)]
+        if not row:
+            break
+        one = _fewest(question, goal, row)
+        if one is not None:
+            found.append(one)
+            if one.decode == fewest_decode:
+                break  # more prefill workers save nothing
+    return found
+
+
+def _needed(question: Question, goal: Goal, candidate: Candidate, role: str) -> int:
+    """Workers of this role below which the bound is not enough."""
+    for n in range(1, goal.limits.gpus + 1):
+        if question.bound(replace(candidate, **{role: n})) >= goal.rate:  # type: ignore[arg-type]
+            return n
+    return goal.limits.gpus
+
+
+def _fewest(question: Question, goal: Goal, row: list[Candidate]) -> Candidate | None:
+    """The first in order of size that serves the rate, by bisection."""
+    row = [c for c in row if goal.limits.hold(c, question.hardware)]
+    low, high = 0, len(row)
+    while low < high:
+        middle = (low + high) // 2
+        found = sketch(question, row[middle], goal.rate)
+        if found.num_ended - found.num_good <= question.allowed:
+            high = middle
+        else:
+            low = middle + 1
+    return row[low] if low < len(row) else None
+
+
+def smallest(question: Question, goal: Goal, candidates: list[Candidate], crew: Crew, known: dict[Candidate, Answer]) -> Answer:
+    """The first that serves the rate in simulation, best value first. One that does not is tried again with a worker more on either
+    side."""
+    waiting, seen = list(candidates), set(candidates)
+    best = Answer(candidates[0], question.bound(candidates[0]))
+    for _ in range(MOST_SIMULATED):
+        waiting.sort(key=lambda c: goal.value(question, c, goal.rate), reverse=True)
+        if not waiting:
+            break
+        one = waiting.pop(0)
+        tallies = simulate(question, one, goal.rate).tallies
+        if tallies.num_requests - tallies.num_good <= question.allowed:
+            (best,) = crew.ask(answered, [(one, 0.0, max(goal.rate * 1.02, sketched_goodput(question, one)))])
+            best.goodput = max(best.goodput, goal.rate)
+            known[one] = best
+            return best
+        at_most = 1 - (tallies.num_requests - tallies.num_good) / len(question.load.requests)
+        known[one] = Answer(one, question.bound(one), pruned=True, tried=[(goal.rate, at_most)])
+        for more in (one.with_more(prefill=1), one.with_more(decode=1)):
+            if more not in seen and goal.limits.hold(more, question.hardware):
+                seen.add(more)
+                waiting.append(more)
+    return best
