@@ -27,7 +27,7 @@ from ..kernels.gpu.sampling import SamplingRows, sample
 from ..kernels.interface import AttentionInputs, RopeInputs
 from . import sm90
 
-BFLOAT16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BFLOAT16, FLOAT16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 NUM_SEQS, MAX_BLOCKS = 64, 64
 
 
@@ -43,8 +43,9 @@ def decode(
     pool, scales = _pool(head_dim, num_kv_heads, block_size, dtype)
     inputs = _inputs(scales, options)
     plan = plan_decode(inputs, num_heads, num_kv_heads, head_dim, block_size)
-    q = empty(NUM_SEQS, num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads]
-    out = empty(NUM_SEQS, num_heads * head_dim)
+    computed = BFLOAT16 if dtype == FP8 else dtype
+    q = empty(NUM_SEQS, num_heads + 2 * num_kv_heads, head_dim, dtype=computed)[:, :num_heads]
+    out = empty(NUM_SEQS, num_heads * head_dim, dtype=computed)
     decode_attention(out, q, pool, 1, inputs, plan, 3 * sm90.NUM_SMS, tile or decode_tile(head_dim, group))
 
 
@@ -56,8 +57,9 @@ def prefill(
     pool, scales = _pool(head_dim, num_kv_heads, block_size, dtype)
     inputs = _inputs(scales, options)
     plan = plan_prefill(inputs, 1024, group, exact_tile(head_dim) if exact else prefill_tile(head_dim), singles=True)
-    q = empty(1024, num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads]
-    prefill_attention(empty(1024, num_heads * head_dim), q, pool, 1, inputs, plan, exact)
+    computed = BFLOAT16 if dtype == FP8 else dtype
+    q = empty(1024, num_heads + 2 * num_kv_heads, head_dim, dtype=computed)[:, :num_heads]
+    prefill_attention(empty(1024, num_heads * head_dim, dtype=computed), q, pool, 1, inputs, plan, exact)
 
 
 def _inputs(scales: Tensor | None, options: bool) -> AttentionInputs:
@@ -98,19 +100,22 @@ def _pool(head_dim: int, num_kv_heads: int, block_size: int, dtype: torch.dtype)
 
 CASES: dict[str, Callable[[], object]] = {
     "decode 64": lambda: decode(64),
-    "decode 96": lambda: decode(96),
+    "decode 96 options": lambda: decode(96, options=True),
     "decode 128": lambda: decode(128),
     "decode 128 group 7": lambda: decode(128, group=7, num_kv_heads=4),
     "decode 128 block 16": lambda: decode(128, block_size=16),
+    "decode 128 float16": lambda: decode(128, dtype=FLOAT16),
     "decode 128 fp8": lambda: decode(128, dtype=FP8),
     "decode 128 options": lambda: decode(128, options=True),
     "decode 256": lambda: decode(256),
     "decode 128 exact": lambda: decode(128, tile=exact_tile(128)),
     "decode 256 exact": lambda: decode(256, tile=exact_tile(256)),
     "prefill 64": lambda: prefill(64),
-    "prefill 96": lambda: prefill(96),
+    "prefill 64 fp8": lambda: prefill(64, dtype=FP8),
+    "prefill 96 options": lambda: prefill(96, options=True),
     "prefill 128": lambda: prefill(128),
     "prefill 128 group 7": lambda: prefill(128, group=7, num_kv_heads=4),
+    "prefill 128 float16": lambda: prefill(128, dtype=FLOAT16),
     "prefill 128 fp8": lambda: prefill(128, dtype=FP8),
     "prefill 128 options": lambda: prefill(128, options=True),
     "prefill 256": lambda: prefill(256),

@@ -45,10 +45,16 @@ CACHE_FRACTION = 0.85  # of what the weights leave free
 REPEATS = 10
 
 
-def engine_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
-    for name, shape in MODELS.items() if big else (("tiny", TINY),):
-        yield from model_figures(name, shape, device, ceilings, big, exact=False)
-    yield from model_figures("Qwen3-4B" if big else "tiny", QWEN3_4B if big else TINY, device, ceilings, big, exact=True)
+EXACT_SUFFIX = ", exact"
+
+
+def engine_figures(name: str, exact: bool) -> Callable[[str, Ceilings, bool], Iterator[Figure]]:
+    """The figures of one of ``MODELS``, or without a GPU of a tiny one."""
+
+    def figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
+        return model_figures(name if big else "tiny", MODELS[name] if big else TINY, device, ceilings, big, exact)
+
+    return figures
 
 
 def model_figures(name: str, shape: dict[str, Any], device: str, ceilings: Ceilings, big: bool, exact: bool) -> Iterator[Figure]:
@@ -59,7 +65,7 @@ def model_figures(name: str, shape: dict[str, Any], device: str, ceilings: Ceili
     graphs: tuple[int, Recorder] = (256, CudaRecorder()) if big else (2, run_again)
     engine = RandomEngine(shape, torch.device(device), exact, max(PREFILLS) if big else 64, graphs)
     ready_us = (time.perf_counter() - started) * 1e6
-    name = f"{name}{', exact' if exact else ''}"
+    name += EXACT_SUFFIX if exact else ""
     yield Figure(f"{name}: weights made, graphs captured", ready_us, ready_us, engine.weight_bytes / ready_us * 1e6, "B")
     for batch, context in ((8, 1024), (32, 4096)) if exact and big else DECODES if big else ((2, 20),):
         if engine.fits(batch, context):
@@ -101,7 +107,7 @@ class RandomEngine:
         layout = KVCacheLayout.of(self.config, BLOCK_SIZE, torch.bfloat16)
         with torch.inference_mode():
             self._model = DecoderModel(self.config, LayerLoader(RandomTensors(device), kernels, torch.bfloat16, device), max_len)
-            free = torch.cuda.mem_get_info(device)[0] * CACHE_FRACTION if gpu else 8 * layout.block_bytes
+            free = torch.cuda.mem_get_info(device)[0] * CACHE_FRACTION if gpu else 16 * layout.block_bytes
             self._cache = KVCache(layout, int(free) // layout.block_bytes, device)
             self._cache.pool.normal_()
             self._graphs = DecodeGraphs(self._logits, graphs[0], -(-max_len // BLOCK_SIZE) + 1, device, graphs[1])
@@ -122,8 +128,7 @@ class RandomEngine:
     def decode(self, name: str, batch: int, context: int, ceilings: Ceilings, walled: bool) -> Iterator[Figure]:
         """A step's time on the device; and, where ``walled``, with its inputs built and its tokens brought back, step after step."""
         step = self._batch(batch, context - 1, 1)
-        with torch.inference_mode():
-            us = device_us(lambda: self._graphs.logits(step), REPEATS)
+        us = device_us(lambda: self.decode_logits(step), REPEATS)
         num_bytes = self.weight_bytes + batch * context * self._cache.layout.block_bytes / BLOCK_SIZE
         floor = max(num_bytes / ceilings.copy, batch * self.weight_bytes / ceilings.flops) * 1e6
         what = f"{name}: decode step, batch {batch}, context {context}"
@@ -138,17 +143,30 @@ class RandomEngine:
 
         def run() -> None:
             for batch in chunks:
-                metadata = AttentionMetadata.from_batch(batch, self._device)
-                last = torch.tensor([batch.num_tokens - 1], device=self._device)
-                ids = torch.from_numpy(batch.token_ids).to(self._device)
-                self._model.logits(self._model.forward(ids, metadata, self._cache.pool, last))
+                self.step_logits(batch)
 
-        with torch.inference_mode():
-            us = device_us(run, 2)
+        us = device_us(run, 2)
         c = self.config
         attention = 2 * c.num_layers * c.num_heads * c.head_dim * tokens**2  # two products over half a square
         flops = 2 * tokens * self.num_layer_weights + attention
         return Figure(f"{name}: prefill, {tokens} tokens", us, flops / ceilings.flops * 1e6, flops / us * 1e6, "FLOP")
+
+    @property
+    def pool(self) -> Tensor:
+        return self._cache.pool
+
+    def step_logits(self, batch: Batch) -> Tensor:
+        """float32 [num_seqs, vocab_size] of each sequence's last token; not by a graph."""
+        with torch.inference_mode():
+            metadata = AttentionMetadata.from_batch(batch, self._device)
+            last = torch.from_numpy(batch.query_start_loc[1:] - 1).to(self._device, torch.int64)
+            ids = torch.from_numpy(batch.token_ids).to(self._device)
+            return self._model.logits(self._model.forward(ids, metadata, self._cache.pool, last))
+
+    def decode_logits(self, batch: Batch) -> Tensor:
+        """The same of a decode step, by a graph; valid until the next one."""
+        with torch.inference_mode():
+            return self._graphs.logits(batch)[0]
 
     def _batch(self, num_seqs: int, start: int, count: int) -> Batch:
         batch = make_batch(num_seqs, start, count, BLOCK_SIZE)
@@ -160,9 +178,7 @@ class RandomEngine:
 
     def _wall_us(self, batch: int, context: int) -> float:
         def step() -> None:
-            made = self._batch(batch, context - 1, 1)
-            with torch.inference_mode():
-                self._graphs.logits(made)[0].argmax(dim=-1).cpu()
+            self.decode_logits(self._batch(batch, context - 1, 1)).argmax(dim=-1).cpu()
 
         step()
         started = time.perf_counter()

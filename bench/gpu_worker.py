@@ -1,30 +1,34 @@
 """What a worker's own parts add on a GPU: time to ready, the first request beside later ones, idle time between steps; and a peer.
 
 A random model of half a billion weights, from files as a worker loads it. ``big``: for a GPU; else a tiny one that only shows that all of
-it runs. The peer, transformers' continuous batching, needs a GPU.
+it runs.
+
+    python -m splitserve.bench.gpu_worker FOLDER DEVICE BATCH    # loads it as a decode worker does, and says how long each phase took
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from ..decode.rows import DecodeStep
 from ..engine.model_runner import EngineConfig, ModelRunner
+from ..engine.settings import WorkerSettings
 from ..engine.step_thread import StepThread
+from ..engine.worker_model import WorkerModel
+from .decode_loop import MAX_LEN, decode_scheduler, run_steps
 from .engine import CONTEXT, make_batch
 from .engine_figures import device_us
 from .gpu_timing import Ceilings, Figure
 from .models import LLAMA_500M, LLAMA_TINY, make_random_llama
-from .step_loop import MAX_LEN, decode_scheduler
+from .transformers_peer import transformers_us
 
 PROMPT, OUTPUT = 256, 64
 REQUESTS, BATCH = 10, 32
@@ -36,31 +40,50 @@ def worker_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         make_random_llama(path, **(LLAMA_500M if big else LLAMA_TINY))
-        started = time.perf_counter()
+        yield from_start_to_ready(path, device, batch)
         config = EngineConfig(path, device, "bfloat16", 16, batch * MAX_LEN // 16, max_model_len=MAX_LEN, max_decode_seqs=batch)
         runner = ModelRunner(config)
         runner.warm_up()
-        yield _figure(f"0.5B: from files to ready ({runner.phases})", started, None, 1)
-        yield first_requests(runner)
+        yield first_requests(runner, PROMPT if big else 20)
         yield idle_between_steps(runner, batch, steps)
-        if big:
-            yield against_transformers(runner, path, device)
+        yield against_transformers(runner, path, device, batch, (PROMPT, OUTPUT) if big else (20, 4))
         del runner
     gc.collect()
 
 
-def first_requests(runner: ModelRunner) -> Figure:
+def from_start_to_ready(path: Path, device: str, batch: int) -> Figure:
+    """Of a process of its own, from its start; its floor is what it took after Python and torch were there."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", f"{__package__}.gpu_worker", str(path), device, str(batch)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    us = (time.perf_counter() - started) * 1e6
+    if done.returncode != 0:
+        raise RuntimeError(f"a worker's model did not load: {done.stderr[-300:]}")
+    seconds, _, phases = done.stdout.strip().splitlines()[-1].partition(" ")
+    return Figure(f"0.5B: from process start to ready ({phases}): the model's part", us, float(seconds) * 1e6, 1e6 / us, "")
+
+
+def load(path: Path, device: str, batch: int) -> str:
+    """Seconds, then those of each phase."""
+    started = time.perf_counter()
+    settings = WorkerSettings(model=path, device=device, dtype="bfloat16", num_blocks=batch * MAX_LEN // 16, block_size=16, insecure=True)
+    model = WorkerModel.load(settings, max_decode_seqs=batch)
+    assert isinstance(model.runner, ModelRunner)
+    return f"{time.perf_counter() - started:.3f} {model.runner.phases}"
+
+
+def first_requests(runner: ModelRunner, prompt: int) -> Figure:
     """The first request's time; its floor is that of the tenth and those before it."""
     times = []
     for _ in range(REQUESTS):
         started = time.perf_counter()
-        for start, count in ((0, PROMPT), (PROMPT, 1), (PROMPT + 1, 1)):
+        for start, count in ((0, prompt), (prompt, 1), (prompt + 1, 1)):
             batch = make_batch(1, start, count)
             batch.token_ids[:] %= runner.config.vocab_size
             runner.execute(batch)
         times.append((time.perf_counter() - started) * 1e6)
     later = statistics.median(times[REQUESTS // 2 :])
-    return Figure(f"0.5B: first request after the start, {PROMPT} tokens and 2 steps, beside the tenth", times[0], later, 1e6 / later, "")
+    return Figure(f"0.5B: first request after the start, {prompt} tokens and 2 steps, beside the tenth", times[0], later, 1e6 / later, "")
 
 
 def idle_between_steps(runner: ModelRunner, batch: int, steps: int) -> Figure:
@@ -68,63 +91,33 @@ def idle_between_steps(runner: ModelRunner, batch: int, steps: int) -> Figure:
     made = make_batch(batch, CONTEXT - 1, 1)
     made.token_ids[:] %= runner.config.vocab_size
     device = device_us(lambda: runner.launch(made), 20)
-    started = time.perf_counter()
-    loop(runner, batch, steps)
-    return _figure(f"0.5B: decode step by the worker's loop, batch {batch}, context {CONTEXT}: the device's part", started, device, steps)
+    us = loop(runner, batch, steps) / steps
+    return Figure(f"0.5B: decode step by the worker's loop, batch {batch}, context {CONTEXT}: the device's part", us, device, 1e6 / us, "")
 
 
-def loop(runner: ModelRunner, batch: int, steps: int) -> None:
-    """So many decode steps, each made while the one before runs."""
+def loop(runner: ModelRunner, batch: int, steps: int) -> float:
+    """Microseconds of so many decode steps, each made while the one before runs."""
     scheduler, woken = decode_scheduler(batch), threading.Event()
     thread: StepThread[DecodeStep] = StepThread(runner, woken.set, launch=runner.launch)
-    done = 0
-    while done < steps:
-        while thread.wants_next and (step := scheduler.schedule()) is not None:
-            step.batch.token_ids[:] %= runner.config.vocab_size
-            thread.submit(step)
-        woken.wait(1.0)
-        woken.clear()
-        while (finished := thread.collect()) is not None:
-            if finished.output is None:
-                raise RuntimeError("a step failed") from finished.error
-            scheduler.complete(finished.step, finished.output)
-            done += 1
-    thread.stop()
-
-
-def against_transformers(runner: ModelRunner, path: Path, device: str) -> Figure:
-    """32 prompts of 256 tokens, 64 tokens each: our time, and as its floor the peer's. A ratio above 1: we are quicker."""
     started = time.perf_counter()
-    for _ in range(BATCH // 8):
-        runner.execute(make_batch(8, 0, PROMPT))
-    loop(runner, BATCH, OUTPUT - 1)
+    run_steps(thread, woken, scheduler, lambda done: done >= steps)
+    return (time.perf_counter() - started) * 1e6
+
+
+def against_transformers(runner: ModelRunner, path: Path, device: str, num_prompts: int, lengths: tuple[int, int]) -> Figure:
+    """Prompts and answers of these lengths: our time, and as its floor the peer's. A ratio above 1: we are quicker."""
+    prompt, output = lengths
+    started = time.perf_counter()
+    for first in range(0, num_prompts, 8):
+        batch = make_batch(min(8, num_prompts - first), 0, prompt)
+        batch.token_ids[:] %= runner.config.vocab_size
+        runner.execute(batch)
+    loop(runner, num_prompts, output - 1)
     ours = (time.perf_counter() - started) * 1e6
-    theirs = transformers_us(path, device)
-    return Figure(
-        f"0.5B: {BATCH} prompts of {PROMPT}, {OUTPUT} tokens each, beside transformers", ours, theirs, BATCH * OUTPUT / ours * 1e6, "tok"
-    )
+    theirs = transformers_us(path, device, num_prompts, prompt, output)
+    what = f"0.5B: {num_prompts} prompts of {prompt}, {output} tokens each, beside transformers"
+    return Figure(what, ours, theirs, num_prompts * output / ours * 1e6, "tok")
 
 
-def transformers_us(path: Path, device: str) -> float:
-    """Of its second run: the first compiles and warms up."""
-    import transformers
-
-    library: Any = transformers
-    model = library.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
-    wanted = library.GenerationConfig(max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    prompts = [[5 + i] * PROMPT for i in range(BATCH)]
-    took = 0.0
-    for _ in range(2):
-        started = time.perf_counter()
-        answers = model.generate_batch(prompts, generation_config=wanted)
-        took = (time.perf_counter() - started) * 1e6
-        assert sum(len(answer.generated_tokens) for answer in answers.values()) == BATCH * OUTPUT
-    del model
-    gc.collect()
-    torch.cuda.empty_cache()
-    return took
-
-
-def _figure(what: str, started: float, floor_us: float | None, count: int) -> Figure:
-    us = (time.perf_counter() - started) * 1e6 / count
-    return Figure(what, us, us if floor_us is None else floor_us, 1e6 / us, "")
+if __name__ == "__main__":
+    print(load(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -19,16 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..decode.rows import DecodeStep
-from ..decode.scheduler import DecodeScheduler
 from ..decode.worker import SWITCH_S
-from ..engine.batch import Batch, SamplingParams, SamplingState, StepOutput
-from ..engine.block_manager import BlockManager
+from ..engine.batch import Batch, StepOutput
 from ..engine.step_thread import Runner, StepThread
-from .engine import BLOCK_SIZE, CONTEXT, make_runner
+from .decode_loop import MAX_LEN, decode_scheduler, run_steps
+from .engine import BLOCK_SIZE, make_runner
 from .environment import environment
 from .null_workers import NullRunner
-
-MAX_LEN = 4096
 
 
 class Watched:
@@ -52,32 +49,9 @@ def run(runner: Runner, batch: int, ahead_at_layer: int, ahead: bool, seconds: f
     scheduler = decode_scheduler(batch)
     watched, woken = Watched(runner), threading.Event()
     steps: StepThread[DecodeStep] = StepThread(watched, woken.set, ahead_at_layer=ahead_at_layer if ahead else 0)
-    num_steps, started = 0, time.perf_counter()
-    while time.perf_counter() - started < seconds:
-        while (steps.wants_next if ahead else not steps.busy) and (step := scheduler.schedule()) is not None:
-            steps.submit(step)
-        woken.wait(1.0)
-        woken.clear()
-        while (finished := steps.collect()) is not None:
-            if finished.output is None:
-                raise RuntimeError("a step failed") from finished.error
-            scheduler.complete(finished.step, finished.output)
-            num_steps += 1
-    rate = num_steps / (time.perf_counter() - started)
-    steps.stop()
-    return rate, statistics.median(watched.gaps) * 1e6
-
-
-def decode_scheduler(batch: int) -> DecodeScheduler:
-    """So many sequences with ``CONTEXT`` tokens each, which end far away."""
-    blocks = BlockManager(batch * MAX_LEN // BLOCK_SIZE)
-    scheduler = DecodeScheduler(blocks, BLOCK_SIZE, batch, MAX_LEN, frozenset())
-    params = SamplingParams(max_tokens=MAX_LEN, temperature=0.0, ignore_eos=True)
-    for dispatch in range(batch):
-        own = blocks.allocate(CONTEXT // BLOCK_SIZE)
-        assert own is not None
-        scheduler.join((1, dispatch), f"r{dispatch}", SamplingState(params, [5] * CONTEXT, [7]), own, b"root", 1e9)
-    return scheduler
+    started = time.perf_counter()
+    num_steps = run_steps(steps, woken, scheduler, lambda _: time.perf_counter() - started >= seconds, ahead)
+    return num_steps / (time.perf_counter() - started), statistics.median(watched.gaps) * 1e6
 
 
 def compare(name: str, runner: Runner, batch: int, ahead_at_layer: int, seconds: float, rounds: int) -> dict[str, object]:
