@@ -16,20 +16,16 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from ..deploy.settings import DEMO_MODEL, DEMO_MODEL_NAME
-from ..deploy.up import free_port
-from ..transport.keys import generate_key
 from . import packet_network
+from .chaos_cluster import HOST_OF, WORKERS, ChaosCluster, read_state
 from .chaos_recovery import Fault, RecoveryWatch
 from .chaos_streams import Clients, questions
 from .environment import environment
@@ -37,90 +33,24 @@ from .packet_network import PacketNetwork, Weather
 
 NUM_QUESTIONS = 48
 REST_S = 60.0
-REVIVE_S = 0.5
-HTTP_PORT, CONTROL_PORT = 8000, 7700
-HOST_OF = {"coordinator": 1, "prefill-0": 1, "decode-0": 1, "prefill-1": 2, "decode-1": 2}
 FAULTS = ("kill", "kill", "stop", "leave", "loss", "delay", "cut", "corrupt")
-
-
-class ChaosCluster:
-    """A coordinator and workers, each on its host; what dies is started again."""
-
-    def __init__(self, network: PacketNetwork | None, folder: Path) -> None:
-        self._network, self._folder = network, folder
-        generate_key(folder / "key")
-        ports = (HTTP_PORT, CONTROL_PORT) if network else (free_port("127.0.0.1"), free_port("127.0.0.1"))
-        self.url = f"http://{self._address('coordinator')}:{ports[0]}"
-        self._control = f"tcp://{self._address('coordinator')}:{ports[1]}"
-        self._http_port = ports[0]
-        self._processes = {name: self._start(name) for name in HOST_OF}
-        self.restarts = 0
-
-    @property
-    def workers(self) -> list[str]:
-        return [name for name in HOST_OF if name != "coordinator"]
-
-    def signal(self, name: str, number: int) -> None:
-        self._processes[name].send_signal(number)
-
-    def check(self) -> None:
-        """Raises RuntimeError where something could not start."""
-        ended = {name: process.returncode for name, process in self._processes.items() if process.poll() is not None}
-        if ended:
-            raise RuntimeError(f"these could not start (exit status): {ended}; see {self._folder}")
-
-    async def keep_alive(self) -> None:
-        """Starts again what has died or left, until cancelled."""
-        while True:
-            await asyncio.sleep(REVIVE_S)
-            for name, process in self._processes.items():
-                if process.poll() is not None:
-                    if name == "coordinator":
-                        raise RuntimeError(f"the coordinator has ended with {process.returncode}: see {self._folder}")
-                    self.restarts += 1
-                    self._processes[name] = self._start(name)
-
-    def close(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.wait()
-
-    def _address(self, name: str) -> str:
-        return packet_network.address(HOST_OF[name]) if self._network else "127.0.0.1"
-
-    def _start(self, name: str) -> subprocess.Popen[bytes]:
-        role, address = name.partition("-")[0], self._address(name)
-        command = [sys.executable, "-m", "splitserve.deploy.cli", role, "--model", str(DEMO_MODEL), "--key-file", str(self._folder / "key")]
-        if role == "coordinator":
-            command += ["--host", address, "--open-access", "--port", str(self._http_port), "--control-address", self._control]
-            command += ["--served-model-name", DEMO_MODEL_NAME]
-        else:
-            command += ["--name", name, "--coordinator", self._control, "--dtype", "float32", "--kv-cache-gib", "0.08"]
-        if role == "decode":
-            command += ["--listen", f"tcp://{address}:*", "--data-listen", f"tcp://{address}:*", "--advertise-host", address]
-        if role != "coordinator":
-            command += ["--plaintext-kv", "--exact"]  # a changed byte is to reach the checksum, not the cipher
-        prefix = self._network.prefix(HOST_OF[name]) if self._network else []
-        with (self._folder / f"{name}.log").open("ab") as log:
-            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-            return subprocess.Popen([*prefix, *command], stdout=log, stderr=log, env=environ, preexec_fn=packet_network.die_with_parent)
+WITHOUT_NETWORK = ("kill", "stop", "leave")
 
 
 class Adversary:
     """Does one bad thing after another, each over before long."""
 
-    def __init__(self, cluster: ChaosCluster, network: PacketNetwork | None, seed: int) -> None:
+    def __init__(self, cluster: ChaosCluster, network: PacketNetwork | None, seed: int, faults: Sequence[str]) -> None:
         self._cluster, self._network = cluster, network
+        self._faults = [f for f in faults if network is not None or f in WITHOUT_NETWORK]
         self._random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.faults: list[Fault] = []
         self.packets: dict[str, int] = {}
 
     async def run(self, until: float) -> None:
-        faults = FAULTS if self._network else tuple(f for f in FAULTS if f in ("kill", "stop", "leave"))
         while time.monotonic() < until:
-            fault = self._random.choice(faults)
+            fault = self._random.choice(self._faults)
             await getattr(self, f"_{fault}")()
             await self._sleep(1.0, 6.0)
         self._weather(Weather())
@@ -160,7 +90,7 @@ class Adversary:
 
     async def _storm(self, weather: Weather) -> None:
         kind = next(name for name, value in vars(weather).items() if value)
-        self._note(kind, *(w for w in self._cluster.workers if kind != "cut" or HOST_OF[w] in weather.cut))
+        self._note(kind, *(w for w in WORKERS if kind != "cut" or HOST_OF[w] in weather.cut))
         self._weather(weather)
         await self._sleep(0.5, 4.0)
         self._weather(Weather())
@@ -181,27 +111,6 @@ class Adversary:
         here = [w["worker_id"] for w in (await read_state(self._cluster.url))["workers"] if not w["draining"]]
         spare = [name for name in here if sum(other.partition("-")[0] == name.partition("-")[0] for other in here) > 1]
         return self._random.choice(spare) if spare else None
-
-
-async def read_state(url: str) -> dict[str, Any]:
-    """/debug/state."""
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
-        state: dict[str, Any] = (await client.get(f"{url}/debug/state")).json()
-        return state
-
-
-async def until_ready(cluster: ChaosCluster, num_workers: int) -> None:
-    """All workers are here, and a request has gone the whole way."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        try:
-            state = await read_state(cluster.url)
-            if state["coordinator"]["ready"] and len(state["workers"]) == num_workers:
-                return
-        except httpx.HTTPError:
-            cluster.check()
-        await asyncio.sleep(0.1)
-    raise RuntimeError("the cluster is not ready after 120 s: see its logs")
 
 
 async def leaked_blocks(url: str) -> dict[str, int]:
@@ -229,34 +138,39 @@ async def fault_free(cluster: ChaosCluster, bodies: list[dict[str, Any]], concur
 
 async def run(arguments: argparse.Namespace, network: PacketNetwork | None, folder: Path) -> dict[str, Any]:
     """The whole run; what it found."""
-    bodies = questions(NUM_QUESTIONS, arguments.seed)
     cluster = ChaosCluster(network, folder)
-    try:
-        await until_ready(cluster, len(cluster.workers))
-        expected = await fault_free(cluster, bodies, arguments.streams)
-        clients, stop = Clients(cluster.url, bodies, arguments.streams), asyncio.Event()
-        adversary = Adversary(cluster, network, arguments.seed)
-        watch = RecoveryWatch(cluster.url)
-        streaming = asyncio.create_task(clients.run(stop))
-        reviving, watching = asyncio.create_task(cluster.keep_alive()), asyncio.create_task(watch.run())
-        await adversary.run(time.monotonic() + arguments.minutes * 60)
-        stop.set()
-        await streaming
-        await clients.close()
-        leaked = await leaked_blocks(cluster.url)
-        state = await read_state(cluster.url)
-        watch.take(state)
-        reviving.cancel()
-        watching.cancel()
-        return {
-            **judge(clients, adversary, expected),
-            "recovery": watch.report(adversary.faults, clients.ended),
-            "blocks_leaked": leaked,
-            "restarts": cluster.restarts,
-            "counters": total_counters(state),
-        }
-    finally:
-        cluster.close()
+    found: dict[str, Any] = {}
+
+    async def work() -> None:
+        found.update(await hurt(cluster, network, arguments))
+
+    await cluster.run(work)
+    return found
+
+
+async def hurt(cluster: ChaosCluster, network: PacketNetwork | None, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Faults and streams at the same time, then rest; what was lost, wrong or leaked."""
+    bodies = questions(NUM_QUESTIONS, arguments.seed)
+    expected = await fault_free(cluster, bodies, arguments.streams)
+    clients, stop = Clients(cluster.url, bodies, arguments.streams), asyncio.Event()
+    adversary = Adversary(cluster, network, arguments.seed, arguments.faults)
+    watch = RecoveryWatch(cluster.url)
+    streaming, watching = asyncio.create_task(clients.run(stop)), asyncio.create_task(watch.run())
+    await adversary.run(time.monotonic() + arguments.minutes * 60)
+    stop.set()
+    await streaming
+    await clients.close()
+    leaked = await leaked_blocks(cluster.url)
+    state = await read_state(cluster.url)
+    watch.take(state)
+    watching.cancel()
+    return {
+        **judge(clients, adversary, expected),
+        "recovery": watch.report(adversary.faults, clients.ended),
+        "blocks_leaked": leaked,
+        "restarts": cluster.restarts,
+        "counters": total_counters(state),
+    }
 
 
 def judge(clients: Clients, adversary: Adversary, expected: dict[int, list[tuple[str, str]]]) -> dict[str, Any]:
@@ -303,6 +217,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=32, help="streams at any time")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", nargs="+", choices=sorted({*FAULTS}), default=FAULTS, help="only these kinds; default: all")
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs; default: a temporary one")
     parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()

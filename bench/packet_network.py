@@ -21,7 +21,9 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 16_000
@@ -93,6 +95,11 @@ class PacketNetwork:
             return []
         pid = self._holders[host - 1].pid
         return ["nsenter", f"--net=/proc/{pid}/ns/net", f"--uts=/proc/{pid}/ns/uts"]
+
+    def entering(self, host: int) -> Callable[[], None]:
+        """What a process (of one thread) calls to be on a host from then on."""
+        pid = self._holders[host - 1].pid
+        return partial(_enter_namespaces, f"/proc/{pid}/ns/net", f"/proc/{pid}/ns/uts")
 
     def set(self, weather: Weather) -> dict[str, int]:
         """Takes effect at once. Returns the counts of what has happened to packets so far."""
@@ -202,6 +209,14 @@ def _corrupted(packet: bytes, draw: random.Random) -> bytes:
 def die_with_parent() -> None:
     """For ``preexec_fn``: this process is killed when the one that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _enter_namespaces(*paths: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    for path in paths:
+        with open(path) as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter {path}")
 
 
 def _hold(host: int) -> subprocess.Popen[bytes]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 30.0
-STABLE_AFTER_S = 60.0
+STABLE_AFTER_S = 20.0
 
 
 @dataclass(slots=True)

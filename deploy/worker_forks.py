@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
@@ -26,21 +27,21 @@ class WorkerForks:
         os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # the server's: one with threads must not fork
         self._thread = ThreadPoolExecutor(1, "worker forks")  # the first start waits for the imports, and Process is for one thread
 
-    async def start(self, command: Command, output: int) -> ForkedWorker:
-        """Forks a worker that runs ``splitserve`` with the arguments in ``command.argv``."""
+    async def start(self, command: Command, output: int, first: Callable[[], None] | None = None) -> ForkedWorker:
+        """Forks a worker that calls ``first``, then runs ``splitserve`` with the arguments in ``command.argv``."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._start, command, output)
+        return await loop.run_in_executor(self._thread, self._start, command, output, first)
 
     def close(self) -> None:
         """After the last worker has ended."""
         self._thread.shutdown()
 
-    def _start(self, command: Command, output: int) -> ForkedWorker:
+    def _start(self, command: Command, output: int, first: Callable[[], None] | None) -> ForkedWorker:
         receiver, sender = self._context.Pipe(duplex=False)
         with receiver, sender:
             os.dup2(output, sender.fileno(), inheritable=False)  # a Connection, for that is what is handed to a fork
             process = self._context.Process(
-                target=be_worker, args=(command.name, tuple(command.argv), dict(command.env), sender), daemon=True
+                target=be_worker, args=(first, command.name, tuple(command.argv), dict(command.env), sender), daemon=True
             )
             process.start()
         return ForkedWorker(process, self._thread)

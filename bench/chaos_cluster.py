@@ -1,0 +1,107 @@
+"""The cluster that a chaos run hurts: a coordinator and workers on hosts of their own, under the supervisor of ``splitserve up``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ..deploy.child_process import Command, Started, start_anew
+from ..deploy.local_cluster import is_ready, known_workers
+from ..deploy.settings import DEMO_MODEL, DEMO_MODEL_NAME
+from ..deploy.supervisor import Supervisor
+from ..deploy.up import free_port
+from ..deploy.worker_forks import WorkerForks
+from ..transport.keys import generate_key
+from . import packet_network
+from .packet_network import PacketNetwork
+
+HTTP_PORT, CONTROL_PORT = 8000, 7700
+HOST_OF = {"coordinator": 1, "prefill-0": 1, "decode-0": 1, "prefill-1": 2, "decode-1": 2}
+WORKERS = [name for name in HOST_OF if name != "coordinator"]
+START_S = 120.0
+
+
+class ChaosCluster:
+    """A coordinator and workers, each on its host; what dies is started again."""
+
+    def __init__(self, network: PacketNetwork | None, folder: Path) -> None:
+        self._network, self._folder = network, folder
+        generate_key(folder / "key")
+        ports = (HTTP_PORT, CONTROL_PORT) if network else (free_port("127.0.0.1"), free_port("127.0.0.1"))
+        self.url = f"http://{self._address('coordinator')}:{ports[0]}"
+        self._control = f"tcp://{self._address('coordinator')}:{ports[1]}"
+        self._http_port = ports[0]
+        self._forks = WorkerForks()
+        self._environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._num_starts = 0
+        self._supervisor = Supervisor(
+            [self._coordinator(), *map(self._worker, WORKERS)],
+            is_ready=self._is_whole,
+            log=self._log,
+            ready_timeout_s=START_S,
+            known_workers=lambda: known_workers(self.url),
+        )
+
+    @property
+    def restarts(self) -> int:
+        return self._num_starts - len(WORKERS)
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Does the work once all are here and ready; then ends all. Raises RuntimeError where something cannot start."""
+
+        async def worked() -> int:
+            await work()
+            return 0
+
+        try:
+            if await self._supervisor.run(worked):
+                raise RuntimeError(f"{self._supervisor.failure}: see {self._folder}")
+        finally:
+            self._forks.close()
+
+    def signal(self, name: str, number: int) -> None:
+        next(child for child in self._supervisor.children if child.command.name == name).signal(number)
+
+    async def _is_whole(self) -> bool:
+        return await is_ready(self.url) and len(await known_workers(self.url) or ()) == len(WORKERS)
+
+    def _log(self, name: str, line: str) -> None:
+        with (self._folder / f"{name}.log").open("a", encoding="utf-8") as log:
+            print(line, file=log)
+
+    def _address(self, name: str) -> str:
+        return packet_network.address(HOST_OF[name]) if self._network else "127.0.0.1"
+
+    def _common(self) -> list[str]:
+        return ["--model", str(DEMO_MODEL), "--key-file", str(self._folder / "key")]
+
+    def _coordinator(self) -> Command:
+        prefix = self._network.prefix(HOST_OF["coordinator"]) if self._network else []
+        argv = [*prefix, sys.executable, "-m", "splitserve.deploy.cli", "coordinator", *self._common(), "--open-access"]
+        argv += ["--host", self._address("coordinator"), "--port", str(self._http_port), "--control-address", self._control]
+        return Command("coordinator", [*argv, "--served-model-name", DEMO_MODEL_NAME], self._environ, start_anew)
+
+    def _worker(self, name: str) -> Command:
+        role, address = name.partition("-")[0], self._address(name)
+        argv = [role, *self._common(), "--name", name, "--coordinator", self._control, "--dtype", "float32", "--kv-cache-gib", "0.08"]
+        argv += ["--plaintext-kv", "--exact"]  # a changed byte is to reach the checksum, not the cipher
+        if role == "decode":
+            argv += ["--listen", f"tcp://{address}:*", "--data-listen", f"tcp://{address}:*", "--advertise-host", address]
+        return Command(name, argv, self._environ, self._fork)
+
+    async def _fork(self, command: Command, output: int) -> Started:
+        self._num_starts += 1
+        first = self._network.entering(HOST_OF[command.name]) if self._network else None
+        return await self._forks.start(command, output, first)
+
+
+async def read_state(url: str) -> dict[str, Any]:
+    """/debug/state."""
+    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+        state: dict[str, Any] = (await client.get(f"{url}/debug/state")).json()
+        return state
