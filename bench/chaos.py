@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from . import packet_network
-from .chaos_cluster import HOST_OF, WORKERS, ChaosCluster, read_state
+from .chaos_cluster import HOST_OF, ChaosCluster, read_state
 from .chaos_recovery import Fault, RecoveryWatch
 from .chaos_streams import Clients, questions
 from .environment import environment
@@ -90,7 +90,7 @@ class Adversary:
 
     async def _storm(self, weather: Weather) -> None:
         kind = next(name for name, value in vars(weather).items() if value)
-        self._note(kind, *(w for w in WORKERS if kind != "cut" or HOST_OF[w] in weather.cut))
+        self._note(kind, *(w for w in self._cluster.workers if kind != "cut" or HOST_OF[w] in weather.cut))
         self._weather(weather)
         await self._sleep(0.5, 4.0)
         self._weather(Weather())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,16 @@ from .packet_network import PacketNetwork
 
 HTTP_PORT, CONTROL_PORT = 8000, 7700
 HOST_OF = {"coordinator": 1, "prefill-0": 1, "decode-0": 1, "prefill-1": 2, "decode-1": 2}
-WORKERS = [name for name in HOST_OF if name != "coordinator"]
 START_S = 120.0
 
 
 class ChaosCluster:
     """A coordinator and workers, each on its host; what dies is started again."""
 
-    def __init__(self, network: PacketNetwork | None, folder: Path) -> None:
-        self._network, self._folder = network, folder
+    def __init__(self, network: PacketNetwork | None, folder: Path, host_of: Mapping[str, int] = HOST_OF) -> None:
+        """``host_of``: the processes, each with its host; a worker's name begins with its role."""
+        self._network, self._folder, self._host_of = network, folder, host_of
+        self.workers = [name for name in host_of if name != "coordinator"]
         generate_key(folder / "key")
         ports = (HTTP_PORT, CONTROL_PORT) if network else (free_port("127.0.0.1"), free_port("127.0.0.1"))
         self.url = f"http://{self._address('coordinator')}:{ports[0]}"
@@ -40,7 +41,7 @@ class ChaosCluster:
         self._environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._num_starts = 0
         self._supervisor = Supervisor(
-            [self._coordinator(), *map(self._worker, WORKERS)],
+            [self._coordinator(), *map(self._worker, self.workers)],
             is_ready=self._is_whole,
             log=self._log,
             ready_timeout_s=START_S,
@@ -49,7 +50,7 @@ class ChaosCluster:
 
     @property
     def restarts(self) -> int:
-        return self._num_starts - len(WORKERS)
+        return self._num_starts - len(self.workers)
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
         """Does the work once all are here and ready; then ends all. Raises RuntimeError where something cannot start."""
@@ -68,20 +69,20 @@ class ChaosCluster:
         next(child for child in self._supervisor.children if child.command.name == name).signal(number)
 
     async def _is_whole(self) -> bool:
-        return await is_ready(self.url) and len(await known_workers(self.url) or ()) == len(WORKERS)
+        return await is_ready(self.url) and len(await known_workers(self.url) or ()) == len(self.workers)
 
     def _log(self, name: str, line: str) -> None:
         with (self._folder / f"{name}.log").open("a", encoding="utf-8") as log:
             print(line, file=log)
 
     def _address(self, name: str) -> str:
-        return packet_network.address(HOST_OF[name]) if self._network else "127.0.0.1"
+        return packet_network.address(self._host_of[name]) if self._network else "127.0.0.1"
 
     def _common(self) -> list[str]:
         return ["--model", str(DEMO_MODEL), "--key-file", str(self._folder / "key")]
 
     def _coordinator(self) -> Command:
-        prefix = self._network.prefix(HOST_OF["coordinator"]) if self._network else []
+        prefix = self._network.prefix(self._host_of["coordinator"]) if self._network else []
         argv = [*prefix, sys.executable, "-m", "splitserve.deploy.cli", "coordinator", *self._common(), "--open-access"]
         argv += ["--host", self._address("coordinator"), "--port", str(self._http_port), "--control-address", self._control]
         return Command("coordinator", [*argv, "--served-model-name", DEMO_MODEL_NAME], self._environ, start_anew)
@@ -96,7 +97,7 @@ class ChaosCluster:
 
     async def _fork(self, command: Command, output: int) -> Started:
         self._num_starts += 1
-        first = self._network.entering(HOST_OF[command.name]) if self._network else None
+        first = self._network.entering(self._host_of[command.name]) if self._network else None
         return await self._forks.start(command, output, first)
 
 

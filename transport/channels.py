@@ -27,6 +27,7 @@ import zmq
 
 from .authenticator import Authenticator
 from .codec import MAX_MESSAGE_BYTES, decode, encode
+from .connection_watch import ConnectionWatch
 from .errors import AddressError, BadMessage
 from .keys import ClusterKey
 from .listening import refuse_taken, shared_listener
@@ -36,9 +37,9 @@ HIGH_WATER_MARK = 10_000  # messages per peer and direction
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1_000  # doubling
 CONNECT_TIMEOUT_MS = 1_000
 HANDSHAKE_TIMEOUT_MS = 5_000
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1_000, 3_000
-"""The roles' own heartbeats are tighter. These replace a connection that a network has lost: TCP by itself would stand still for about as
-long again."""
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 2_000
+"""The coordinator's own heartbeats are tighter. These tell a prefill worker that it is cut off from a decode worker, and replace a
+connection that a network has lost: TCP by itself would stand still for about as long again."""
 BACKLOG = 1_024
 MAX_TOGETHER = 256  # messages of one call of ``send``; a receiver refuses more
 LOG_EVERY_S = 5.0
@@ -222,11 +223,16 @@ class RouterChannel(_Channel):
 class DealerChannel(_Channel):
     """The connecting end. ``identity`` is how the router knows it."""
 
+    def __init__(self, context: Context, socket: zmq.Socket[bytes], allowed: Collection[type[Message]], watch: ConnectionWatch) -> None:
+        super().__init__(context, socket, allowed)
+        self._watch = watch
+
     @classmethod
     def connect(cls, address: str, identity: bytes, key: ClusterKey | None, allowed: Collection[type[Message]]) -> DealerChannel:
         """Connects in the background, now and whenever the connection breaks. Raises AddressError for a malformed address."""
         context: Context = zmq.Context()
         socket = _configured(context, zmq.DEALER, address)
+        watch = ConnectionWatch(socket, time.monotonic())
         socket.routing_id = identity
         socket.reconnect_ivl = RECONNECT_MS
         socket.reconnect_ivl_max = RECONNECT_MAX_MS
@@ -238,10 +244,19 @@ class DealerChannel(_Channel):
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
+            watch.close()
             socket.close()
             context.term()
             raise AddressError(f"cannot connect to {address}: {error.strerror}; expected tcp://host:port") from None
-        return cls(context, socket, allowed)
+        return cls(context, socket, allowed, watch)
+
+    def gone_since(self, now: float) -> float | None:
+        """When the connection was first found missing; None where it is there."""
+        return self._watch.gone_since(now)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self._watch.close()
+        super().close(linger_s)
 
     def send(self, *messages: Message) -> bool:
         """Queues ``messages``; False where any had to be dropped."""

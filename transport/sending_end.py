@@ -27,6 +27,8 @@ from .movers.opening import ON_DEVICE, open_source
 from .transfer_clock import TransferClock
 
 RECEIVE_LIMIT = 256
+LOOK_S = 0.05
+BEYOND_REACH_S = 1.0  # ZeroMQ connects again within a tenth where it can
 _log = logging.getLogger(__name__)
 
 
@@ -69,6 +71,8 @@ class SendingEnd:
         self._checksums = RunningChecksums(source.pool)
         self._device_checksums = None if source.device_blocks is None else DeviceChecksums(source.device_blocks.checksums)
         self._on_device: set[PeerId] = set()  # written from the cache on the GPU itself
+        self._wanted_at: dict[PeerId, float] = {}  # when each peer was last asked for anew
+        self._looked = 0.0
         self._held_back: dict[PeerId, list[tuple[int, Callable[[], None]]]] = {}
         self.transfers = TransferClock()
 
@@ -93,6 +97,17 @@ class SendingEnd:
             self._time(peer, mover)
             self._say_held_back(peer)
             self._say_words(peer)
+        if len(self._sender) and now - self._looked >= LOOK_S:
+            self._looked = now
+            self._give_up_unreachable(now)
+
+    def _give_up_unreachable(self, now: float) -> None:
+        """Handoffs to who cannot be reached are given back; what was leased to us there comes free when the connection is back."""
+        for peer, channel in self._channels.items():
+            gone_since = channel.gone_since(now)
+            if gone_since is not None and now - max(gone_since, self._wanted_at[peer]) > BEYOND_REACH_S:
+                self._close_mover(peer)
+                self._sender.peer_lost(peer, f"decode worker {peer[0]} cannot be reached from here")
 
     def _hear(self, peer: PeerId, message: Message, now: float) -> None:
         if not isinstance(message, BETWEEN_MOVERS):
@@ -134,6 +149,7 @@ class SendingEnd:
         for earlier in [p for p in self._channels if p[0] == peer[0] and p != peer]:
             self._forget(earlier)
             self._sender.peer_lost(earlier, "it has restarted")
+        self._wanted_at[peer] = time.monotonic()
         if peer in self._channels:
             return  # it was given up, and is met again
         identity = identity_of(self._worker_id, self._incarnation, peer[1])
@@ -230,5 +246,6 @@ class SendingEnd:
     def _forget(self, peer: PeerId) -> None:
         self._close_mover(peer)
         if (channel := self._channels.pop(peer, None)) is not None:
+            del self._wanted_at[peer]
             self._poller.unregister(channel.socket)
             channel.close()

@@ -1,0 +1,44 @@
+"""A connection that is not there is known, with the time since when."""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+
+from splitserve.transport.channels import DealerChannel, RouterChannel
+from splitserve.transport.messages import FROM_DECODE, FROM_PREFILL
+
+DEADLINE_S = 10.0
+
+
+def until_gone(channel: DealerChannel, gone: bool) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while (channel.gone_since(time.monotonic()) is not None) is not gone:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_it_comes_goes_and_comes_again() -> None:
+    router = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_PREFILL)
+    with DealerChannel.connect(router.address, b"p", None, FROM_DECODE) as dealer:
+        until_gone(dealer, False)
+        before = time.monotonic()
+        router.close()
+        until_gone(dealer, True)
+        since = dealer.gone_since(time.monotonic() + 100)
+        assert since is not None
+        assert before <= since <= time.monotonic()
+        with RouterChannel.bind(router.address, None, FROM_PREFILL):
+            until_gone(dealer, False)
+
+
+def test_who_has_never_answered_is_missing_from_the_start() -> None:
+    with zmq.Context() as context, context.socket(zmq.STREAM) as mute:
+        port = mute.bind_to_random_port("tcp://127.0.0.1")
+        before = time.monotonic()
+        with DealerChannel.connect(f"tcp://127.0.0.1:{port}", b"p", None, FROM_DECODE) as dealer:
+            assert mute.poll(int(DEADLINE_S * 1000))  # connected, but nobody speaks ZeroMQ there
+            since = dealer.gone_since(time.monotonic())
+            assert since is not None
+            assert before <= since <= time.monotonic()

@@ -1,0 +1,29 @@
+"""Whether a connecting socket's connection is there, by the events that ZeroMQ tells of it."""
+
+from __future__ import annotations
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class ConnectionWatch:
+    """For a socket that has not been connected yet."""
+
+    def __init__(self, socket: zmq.Socket[bytes], now: float) -> None:
+        self._watched = socket
+        self._events = socket.get_monitor_socket(_EVENTS)
+        self._gone_since: float | None = now
+
+    def gone_since(self, now: float) -> float | None:
+        """When the connection was first found missing (at first: when it was asked for); None where it is there."""
+        while self._events.poll(0):
+            there = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._gone_since = None if there else now
+        return self._gone_since
+
+    def close(self) -> None:
+        """Before the socket is closed."""
+        self._watched.disable_monitor()
+        self._events.close()
