@@ -251,12 +251,12 @@ def open_streams(client: RawClient, workers: FakeWorkers, num_streams: int) -> N
 # --- processes -----------------------------------------------------------------------------------
 
 
-def model_folder(folder: Path) -> Path:
-    """The demo model's tokenizer with a context long enough that no stream ends while it is measured."""
+def model_folder(folder: Path, context: int = 1_000_000) -> Path:
+    """The demo model's tokenizer; ``context``, in tokens, is long enough that no stream ends while it is measured."""
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO_MODEL / name, folder)
     config = json.loads((DEMO_MODEL / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1_000_000}))
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
     return folder
 
 

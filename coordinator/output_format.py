@@ -13,6 +13,8 @@ from llguidance import LLMatcher
 from pydantic import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from .errors import InvalidRequest
+
 WHITESPACE = r"[ \n\t]{0,20}"
 """Between JSON's tokens: bounded, for small models would go on with newlines for ever."""
 MAX_CHOICES = 1000
@@ -31,7 +33,15 @@ class OutputFormat(NamedTuple):
 
 
 def grammar_of(wanted: OutputFormat) -> bytes:
-    """As llguidance takes it. Whether it is one shows when it is compiled."""
+    """As llguidance takes it. Whether it is one shows when it is compiled. Raises InvalidRequest where it shows before."""
+    try:
+        return _grammar_of(wanted).encode()
+    except ValueError as error:
+        raise InvalidRequest(f"{wanted.param}: {error}", param=wanted.param) from error
+
+
+def _grammar_of(wanted: OutputFormat) -> str:
+    text: str
     match wanted.kind:
         case "json":
             text = LLMatcher.grammar_from_json_schema(wanted.value, overrides={"whitespace_pattern": WHITESPACE})
@@ -41,7 +51,7 @@ def grammar_of(wanted: OutputFormat) -> bytes:
             text = LLMatcher.grammar_from_lark("start: " + " | ".join(orjson.dumps(choice).decode() for choice in wanted.value))
         case "grammar":
             text = LLMatcher.grammar_from_lark(wanted.value)
-    return text.encode()
+    return text
 
 
 def check_response_format(value: Any) -> OutputFormat | None:
@@ -85,8 +95,10 @@ def _json(schema: Any, param: str) -> OutputFormat:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError as error:
             raise _invalid(f"the schema is not valid JSON: {error}") from error
-    if not isinstance(schema, dict | bool):
-        raise _invalid("the schema must be an object")
+    if schema is True:
+        schema = {}  # whatever is JSON; llguidance takes objects only
+    if not isinstance(schema, dict):
+        raise _invalid("the schema allows nothing" if schema is False else "the schema must be an object")
     try:
         text = orjson.dumps(schema).decode()
     except (orjson.JSONEncodeError, RecursionError) as error:

@@ -29,6 +29,7 @@ from .served_model import ServedModel
 from .system_snapshot import SystemSnapshot
 from .tenants.gate import Gate, OperatorsOnly
 from .tenants.tenancy import Tenancy
+from .websocket_protocol import WebSocketProtocol
 from .websocket_stream import WebSocketStreams
 
 BACKLOG = 4096
@@ -112,7 +113,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             http=HttpProtocol,
-            ws="websockets-sansio",
+            ws=WebSocketProtocol,
             ws_max_size=app.generation.limits.max_body_bytes,
             ws_per_message_deflate=False,
             lifespan="off",

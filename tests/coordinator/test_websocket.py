@@ -10,7 +10,7 @@ import httpx
 import pytest
 from support.http_fakes import ANSWER, FakeDispatcher
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Origin, Subprotocol
 
 from splitserve.coordinator.errors import Unauthorized
@@ -47,6 +47,17 @@ async def until_done(socket: ClientConnection, *ids: str) -> dict[str, list[Any]
         else:
             heard[message["id"]].append(message)
     return heard
+
+
+async def test_text_that_is_none_ends_the_connection_without_a_word_in_the_log(
+    socket: ClientConnection, caplog: pytest.LogCaptureFixture
+) -> None:
+    await socket.send(b"\xff\xfe", text=True)
+    with pytest.raises(ConnectionClosed) as closed:
+        await hear(socket)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1007
+    assert caplog.records == []
 
 
 async def test_the_same_chunks_as_by_http(socket: ClientConnection, http: httpx.AsyncClient) -> None:
