@@ -137,9 +137,10 @@ class HandoffSender:
 
     def layers_ready(self, key: Key, blocks: list[int], stop: int, num_layers: int) -> None:
         """While a chunk is computed that will make the first ``stop`` of the prompt's own ``blocks`` final: their first ``num_layers``
-        layers are."""
+        layers are. (Where the first layers of other blocks have left, by a chunk that ran out of memory and is computed again with another
+        size, the rest of those leaves when they are final.)"""
         out = self._outgoing.get(key)
-        if out is not None and stop > out.num_ready:
+        if out is not None and stop > out.num_ready and (not out.layers_put or stop == out.filling):
             out.blocks, out.filling, out.layers_ready = blocks, stop, num_layers
             self._push(out)
             self._tell_placed(out)
@@ -306,6 +307,9 @@ class HandoffSender:
             return
         if out.layers_put and out.num_ready >= out.filling:
             self._put_layers(out, self._slicing.num_layers)
+        elif out.layers_put and out.num_ready > out.num_put:  # a smaller chunk has come to its end
+            self._put(out, out.num_put, out.num_ready, (out.layers_put, self._slicing.num_layers))
+            out.num_put = out.num_ready
         if out.num_ready > out.num_put:
             self._put(out, out.num_put, out.num_ready)
             out.num_put = out.num_ready
