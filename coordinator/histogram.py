@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import Metric
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
@@ -35,11 +36,15 @@ class BatchedHistogram:
         if len(pending) >= BATCH:
             self._fold()
 
+    def observe_all(self, values: NDArray[np.float64]) -> None:
+        """Counts them at once."""
+        self._counts += np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._counts))
+        self._sum += float(values.sum())
+
     def _fold(self) -> None:
         values = np.array(self._pending)
         self._pending.clear()
-        self._counts += np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._counts))
-        self._sum += float(values.sum())
+        self.observe_all(values)
 
     def describe(self) -> list[Metric]:
         """Spares the registry a collection when this is registered."""

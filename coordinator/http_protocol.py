@@ -39,22 +39,20 @@ class HttpProtocol(HttpToolsProtocol):
         self._since = self.loop.time()
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._since, self._has_head = self.loop.time(), False
-        self._num_header_bytes = self._num_body_bytes = 0
+        self.url, self.headers, self.expect_100_continue, self._num_header_bytes = b"", [], False, 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
-        super().on_url(url)
+        self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + 4)  # ": " and the end of the line
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._has_head = True
         endpoint = ENDPOINTS.get(self.url) or _endpoint_of(self.url)
         if endpoint is None:
+            self._begin_scope()
             super().on_headers_complete()
             return
         handler: CallHandler = cast(Any, self.config.app).generation
@@ -76,6 +74,13 @@ class HttpProtocol(HttpToolsProtocol):
             if len(self.pipeline) >= MAX_PIPELINED:
                 self.flow.pause_reading()  # not sooner: while nothing is read, nobody notices that the client goes away
             self.pipeline.appendleft((cast(Any, call), self.app))
+
+    def _begin_scope(self) -> None:
+        """What uvicorn keeps of a request from its first byte on."""
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expects
+        self.headers += headers  # the list that the scope holds
 
     def _should_upgrade(self) -> bool:
         """To a WebSocket: on its own path alone, and only once all earlier requests of this connection have been answered."""

@@ -22,6 +22,8 @@ NUM_RECENT = 120
 RATE_S = 10.0
 """What the flow between workers is counted over."""
 MAX_TENANTS = 200
+MAX_MEASURED = 500
+"""Requests whose times are looked at for a point: the newest ones, where there were more."""
 QUANTILES = (50, 95, 99)
 COUNTED = {"output": "output_tokens", "prompt": "prompt_tokens", "cached": "cached_tokens"}
 
@@ -38,6 +40,7 @@ class LiveView:
         self._routes: deque[tuple[float, str, str]] = deque()
         self._tenants: dict[str, dict[str, int]] = {}
         self._statuses: Counter[str] = Counter()
+        self._num_errors = 0  # when the last point was made
         self._num_requests = self._num_points = 0
         self._growth = CounterGrowth(*COUNTED.values())
 
@@ -63,13 +66,14 @@ class LiveView:
         seconds, grown = max(1e-3, now - self._sampled_at), self._growth.since_last(system.workers)
         self._sampled_at = now
         self._num_points += 1
-        answered = [r for r in fresh if r.status == "200" and r.first_token_at]
+        known, self._num_errors = self._num_errors, sum(self._statuses[s] for s in self._statuses if s >= "429" and s.isdigit())
+        answered = [r for r in fresh[-MAX_MEASURED:] if r.status == "200" and r.first_token_at]
         self._points.append(
             {
                 "n": self._num_points,
                 "t": round(self._wall + now - self._began, 2),
                 "requests": _rate(len(fresh), seconds),
-                "errors": _rate(sum(r.status >= "429" and r.status.isdigit() for r in fresh), seconds),
+                "errors": _rate(self._num_errors - known, seconds),
                 **{name: _rate(grown[key], seconds) for name, key in COUNTED.items()},
                 "ttft": _quantiles([r.first_token_at - r.ledger.begin for r in answered]),
                 "tpot": _quantiles([_per_token(r) for r in answered if r.num_output_tokens > 1]),

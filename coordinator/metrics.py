@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
 from .efficiency import Efficiency
@@ -18,6 +19,7 @@ from .request_record import RequestRecord
 from .server_collector import Counts, ServerCollector
 from .system_collector import SystemCollector
 from .system_snapshot import SystemSnapshot
+from .time_ledger import NAMES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MIN_SCRAPE_INTERVAL_S = 1.0
@@ -26,6 +28,16 @@ MIN_SCRAPE_INTERVAL_S = 1.0
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 TOKENS = tuple(1 << n for n in range(18))
+BATCH = 512
+"""Requests that are over and are booked together."""
+STAGES = {
+    "parse": "Reading, validating and tokenizing a request.",
+    "queue": "Waiting in the coordinator and on the prefill worker.",
+    "prefill": "Computing the prompt.",
+    "handoff": "From the first token to the join on the decode worker.",
+    "decode": "On the decode worker.",
+    "stream": "From the last token to the response's last byte.",
+}
 
 
 class Metrics:
@@ -47,17 +59,8 @@ class Metrics:
         )
         self.itl = self._histogram("inter_token_latency_seconds", "Between two writes of one stream, per token.", TOKEN_SECONDS)
         self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the response's last byte.", SECONDS)
-        self._stages = {
-            name: self._histogram(f"request_{name}_time_seconds", text, SECONDS)
-            for name, text in (
-                ("parse", "Reading, validating and tokenizing a request."),
-                ("queue", "Waiting in the coordinator and on the prefill worker."),
-                ("prefill", "Computing the prompt."),
-                ("handoff", "From the first token to the join on the decode worker."),
-                ("decode", "On the decode worker."),
-                ("stream", "From the last token to the response's last byte."),
-            )
-        }
+        self._stages = [self._histogram(f"request_{name}_time_seconds", STAGES[name], SECONDS) for name in NAMES]
+        self._closed: list[RequestRecord] = []  # not yet in the histograms
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence.", TOKENS)
         self._output_length = self._histogram("request_generation_tokens", "Output tokens of a sequence.", TOKENS)
         self.registry.register(ServerCollector(self.counts, lambda: self.num_open, self.efficiency, model_name))
@@ -92,18 +95,29 @@ class Metrics:
 
     def request_closed(self, record: RequestRecord) -> None:
         """The response is complete, or its client gone. Over all requests the stages sum to the end-to-end time."""
-        self.e2e.observe(record.total)
-        for name, histogram in self._stages.items():
-            histogram.observe(getattr(record.stages, name))
+        self._closed.append(record)
+        if len(self._closed) >= BATCH:
+            self._book_closed()
         for listener in self.listeners:
             listener(record)
 
     def render(self, now: float) -> bytes:
         """The text for a scrape."""
         if now - self._scraped_at >= MIN_SCRAPE_INTERVAL_S:
+            self._book_closed()
             self._text = generate_latest(self.registry)
             self._scraped_at = now
         return self._text
+
+    def _book_closed(self) -> None:
+        """Many requests at a time: a column of each stage's seconds, and one of their totals."""
+        closed, self._closed = self._closed, []
+        if not closed:
+            return
+        seconds = np.array([record.stages for record in closed])  # [num_requests, num_stages]
+        for histogram, column in zip(self._stages, seconds.T, strict=True):
+            histogram.observe_all(column)
+        self.e2e.observe_all(np.array([record.total for record in closed]))
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> BatchedHistogram:
         histogram = BatchedHistogram(f"splitserve_{name}", text, bounds, {"model_name": self.model_name})

@@ -2,8 +2,9 @@
 
 Decoding believes nothing before it is checked, in this order: the tag is one the caller allows; the size is within that
 type's bound; the msgpack is complete and well formed (skipped over once without building anything, so that a length in a
-header can never make us reserve more than what really arrived); no string, map, list or count of containers exceeds the
-type's bound; the fields satisfy the type (pydantic, strict). Whatever fails raises ``BadMessage``.
+header can never make us reserve more than what really arrived; what is as small as SMALL_BYTES cannot reserve much); no
+string, map, list or count of containers exceeds the type's bound; the fields satisfy the type (pydantic, strict). Whatever
+fails raises ``BadMessage``.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
 
 MAX_MESSAGE_BYTES = 1 + max(bounds.max_bytes for _, bounds in WIRE.values())
 MAX_TEXT_BYTES = 16 * KIB
+SMALL_BYTES = 256
 
 _TAGS = {kind: (bytes([tag]), bounds) for tag, (kind, bounds) in WIRE.items()}
 
@@ -77,10 +79,15 @@ _TAGS = {kind: (bytes([tag]), bounds) for tag, (kind, bounds) in WIRE.items()}
 def encode(message: Message) -> bytes:
     """The message's bytes. Raises BadMessage where its receiver would refuse it as too large."""
     tag, bounds = _TAGS[type(message)]
-    payload: bytes = msgpack.packb(message.__pydantic_serializer__.to_python(message), unicode_errors="replace")
+    payload: bytes = msgpack.packb(message.__dict__, default=_fields_of, unicode_errors="replace")
     if len(payload) > bounds.max_bytes:
         raise BadMessage(f"{type(message).__name__} of {len(payload)} bytes; at most {bounds.max_bytes} are allowed")
     return tag + payload
+
+
+def _fields_of(part: Message) -> dict[str, Any]:
+    """Of a message within a message."""
+    return part.__dict__
 
 
 def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Message:
@@ -96,7 +103,8 @@ def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Mess
         raise BadMessage(f"{kind.__name__} of {len(data) - 1} bytes; at most {bounds.max_bytes} are allowed")
     fields = _unpack(data[1:], kind, bounds)
     try:
-        return kind.model_validate(fields)
+        message: Message = kind.__pydantic_validator__.validate_python(fields)
+        return message
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -106,6 +114,7 @@ def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Mess
 def _unpack(payload: bytes | memoryview, kind: type[Message], bounds: Bounds) -> Any:
     """The payload as plain Python values, none larger than ``bounds`` says."""
     remaining = bounds.max_containers
+    most = min(bounds.max_length, len(payload))  # each entry is a byte at least
 
     def count(container: Any) -> Any:
         nonlocal remaining
@@ -115,17 +124,18 @@ def _unpack(payload: bytes | memoryview, kind: type[Message], bounds: Bounds) ->
         return container
 
     try:
-        scan = msgpack.Unpacker(max_buffer_size=bounds.max_bytes, read_size=max(1, len(payload)))  # by default it reserves 1 MiB
-        scan.feed(payload)
-        scan.skip()
+        if len(payload) > SMALL_BYTES:
+            scan = msgpack.Unpacker(max_buffer_size=bounds.max_bytes, read_size=len(payload))  # by default it reserves 1 MiB
+            scan.feed(payload)
+            scan.skip()
         return msgpack.unpackb(
             payload,
             object_hook=count,
             list_hook=count,
             strict_map_key=False,  # rows are int keys
             max_str_len=MAX_TEXT_BYTES,
-            max_array_len=bounds.max_length,
-            max_map_len=bounds.max_length,
+            max_array_len=most,
+            max_map_len=most,
             max_ext_len=0,
         )
     except (msgpack.UnpackException, ValueError, TypeError, OverflowError, RecursionError) as error:
