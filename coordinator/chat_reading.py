@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .api_types import ChatCompletionRequest
+from .bodies.chat import ChatCompletionRequest
 from .chat_output.call_grammar import after_thought, call_grammar, either
 from .chat_output.events import OutputParser
 from .chat_output.reasoning import ReasoningParser, thinks_already

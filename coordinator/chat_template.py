@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .api_types import Message, ToolCall
+from .bodies.chat import Message, ToolCall
 from .errors import InvalidRequest
 from .tokenizer import Tokenizer, read_json
 

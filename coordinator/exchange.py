@@ -21,7 +21,7 @@ from .formats import DONE, Usage, error_event
 from .metrics import Metrics
 from .parsed_choice import ParsedChoice
 from .prompts import Prompt
-from .request import Dispatcher, Ended, GenerationRequest
+from .request import Dispatcher, Ended, GenerationRequest, PriorityClass
 from .request_record import RequestRecord
 from .tenants.limiter import Admission
 from .tenants.usage_record import UsageRecord
@@ -37,6 +37,7 @@ class ExchangeOptions(NamedTuple):
     endpoint: str
     arrival: float  # monotonic seconds
     include_usage: bool
+    priority_class: PriorityClass
     done: Callable[[HttpExchange], None] | None = None
     """Called once, when the response is complete or its client gone, and nothing runs for it any more."""
     best: int | None = None
@@ -110,7 +111,7 @@ class HttpExchange:
     def usage_begun(self) -> UsageRecord:
         """For billing: what is known when it begins."""
         account, options = self._call.account, self._options
-        names = (account.tenant, account.key, self._metrics.model_name, options.endpoint, account.priority_class)
+        names = (account.tenant, account.key, self._metrics.model_name, options.endpoint, options.priority_class)
         return UsageRecord(options.id, time(), *names, "", self._num_prompt_tokens)
 
     def usage_record(self) -> UsageRecord:
@@ -123,7 +124,7 @@ class HttpExchange:
             key=account.key,
             model=self._metrics.model_name,
             endpoint=self._options.endpoint,
-            priority_class=account.priority_class,
+            priority_class=self._options.priority_class,
             status=self._status,
             prompt_tokens=used["prompt_tokens"],
             cached_tokens=self._num_cached(),

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from ..transport.otel import RequestTrace, Tracing
-from .api_types import ChatCompletionRequest, CompletionRequest
+from .bodies.chat import ChatCompletionRequest
+from .bodies.completion import CompletionRequest
 from .call import JSON, Call, Endpoint
 from .chat_reading import grammar_for, has_grammar, read_as_chat
 from .choice import ChoiceOptions
@@ -27,9 +28,10 @@ from .grammar_check import GrammarCheck
 from .limits import HttpLimits
 from .metrics import Metrics
 from .prompts import Prompt, is_long, prompts_of
-from .request import Dispatcher, GenerationRequest
+from .request import Dispatcher, GenerationRequest, PriorityClass
 from .sampling_params import GenerateRequest, for_choice, is_ranked, num_logprobs, sampling_of
 from .served_model import ServedModel
+from .service_tier import TOLD, class_in_force
 from .tenants.buckets import Shortage
 from .tenants.limiter import Admission, estimated_tokens
 from .tenants.limits import Account
@@ -179,12 +181,13 @@ class GenerationApi:
         id = self._new_id("chatcmpl" if call.endpoint == "/v1/chat/completions" else "cmpl")
         best = (request.n or 1) if is_ranked(request) else None
         trace = self._begin_trace(call, arrival)
-        options = ExchangeOptions(id, call.endpoint, arrival, request.include_usage, self._done, best, trace)
-        choice_options = self._choice_options(request, self._format(call.endpoint, id, request))
+        account = call.account
+        priority_class = class_in_force(request.service_tier, account.priority_class)
+        options = ExchangeOptions(id, call.endpoint, arrival, request.include_usage, priority_class, self._done, best, trace)
+        choice_options = self._choice_options(request, self._format(call.endpoint, id, request, priority_class))
         choice_options = read_as_chat(choice_options, request, self._model)
         exchange = HttpExchange(call, self._dispatcher, self._metrics, options, choice_options)
         deadline = arrival + timeout_of(request.timeout, call.headers, self.limits.request_timeout_s)
-        account = call.account
         session = call.headers.get(b"x-session-id", b"").decode("latin-1")[:512] or request.prompt_cache_key or request.user or ""
         requests = [
             GenerationRequest(
@@ -196,7 +199,7 @@ class GenerationApi:
                 deadline=deadline,
                 priority=request.priority or 0,
                 tenant=account.tenant,
-                priority_class=account.priority_class,
+                priority_class=priority_class,
                 salt=account.salt,
                 session=session,
                 prompt_logprobs=num_logprobs(request) if choice_options.echo else None,
@@ -233,9 +236,9 @@ class GenerationApi:
             ranked=is_ranked(request),
         )
 
-    def _format(self, endpoint: Endpoint, id: str, request: GenerateRequest) -> Format:
+    def _format(self, endpoint: Endpoint, id: str, request: GenerateRequest, priority_class: PriorityClass) -> Format:
         kind = ChatFormat if endpoint == "/v1/chat/completions" else CompletionFormat
-        tier = "default" if request.service_tier else None
+        tier = TOLD[priority_class] if request.service_tier else None
         return kind(id, int(time.time()), self._model.name, self._model.tokenizer, request.include_usage, tier)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from .api_types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .batch.routes import BatchRequest
+from .bodies.chat import ChatCompletionRequest
+from .bodies.completion import CompletionRequest
+from .bodies.tokens import DetokenizeRequest, TokenizeRequest
 
 POSTS: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionRequest, "Complete a prompt; with `stream` true as server-sent events."),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .api_types import ChatCompletionRequest, CompletionRequest, Message
+from .bodies.chat import ChatCompletionRequest, Message
+from .bodies.completion import CompletionRequest
 from .errors import InvalidRequest
 from .served_model import ServedModel
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from .api_types import DetokenizeRequest, TokenizeRequest
+from .bodies.tokens import DetokenizeRequest, TokenizeRequest
 from .body import ClientGone, read_body
 from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable, from_validation
 from .generate import check_model

@@ -7,7 +7,8 @@ from hashlib import blake2b
 from typing import Any
 
 from ..transport.messages import Sampling
-from .api_types import ChatCompletionRequest, CompletionRequest
+from .bodies.chat import ChatCompletionRequest
+from .bodies.completion import CompletionRequest
 from .errors import ContextTooLong, InvalidRequest
 from .served_model import ServedModel
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from splitserve.coordinator.api_types import ChatCompletionRequest, Message
+from splitserve.coordinator.bodies.chat import ChatCompletionRequest, Message
 from splitserve.coordinator.chat_template import ChatTemplate
 from splitserve.coordinator.errors import InvalidRequest
 from splitserve.coordinator.served_model import ServedModel

@@ -6,9 +6,12 @@ from typing import Any
 
 import httpx
 import orjson
+import pytest
 from support.http_fakes import ANSWER, MAX_MODEL_LEN, FakeDispatcher
 
+from splitserve.coordinator.request import PriorityClass
 from splitserve.coordinator.served_model import ServedModel
+from splitserve.coordinator.service_tier import TOLD, ServiceTier, class_in_force
 
 CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = "/v1/completions", {"prompt": "Hi", "max_tokens": 20}
@@ -71,6 +74,33 @@ async def test_a_tier_is_answered_where_one_is_asked_for(http: httpx.AsyncClient
         assert (await http.post(path, json={**body, **more})).json()["service_tier"] == "default"
         assert {chunk["service_tier"] for chunk in await chunks(http, path, {**body, **more})} == {"default"}
         assert "service_tier" not in (await http.post(path, json=body)).json()
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "runs_in", "told"),
+    [
+        ("auto", "premium", "premium", "priority"),
+        ("scale", "free", "free", "default"),
+        ("default", "premium", "standard", "default"),
+        ("default", "free", "free", "default"),
+        ("priority", "premium", "premium", "priority"),
+        ("priority", "standard", "standard", "default"),
+        ("flex", "premium", "batch", "flex"),
+        ("flex", "batch", "batch", "flex"),
+    ],
+)
+def test_a_tier_asks_for_less_than_the_keys_class_and_never_for_more(
+    asked: ServiceTier, own: PriorityClass, runs_in: PriorityClass, told: ServiceTier
+) -> None:
+    assert class_in_force(asked, own) == runs_in
+    assert TOLD[runs_in] == told
+    assert class_in_force(None, own) == own
+
+
+async def test_who_asks_for_flex_runs_in_batch(http: httpx.AsyncClient, dispatcher: FakeDispatcher) -> None:
+    path, body = TEXT
+    assert (await http.post(path, json={**body, "service_tier": "flex"})).json()["service_tier"] == "flex"
+    assert dispatcher.requests[-1].priority_class == "batch"
 
 
 async def test_a_cache_key_is_a_session(http: httpx.AsyncClient, dispatcher: FakeDispatcher) -> None:

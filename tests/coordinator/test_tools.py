@@ -13,7 +13,7 @@ from coordinator.test_structured_output import follows
 from openai import AsyncOpenAI, BadRequestError
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.api_types import ChatCompletionRequest
+from splitserve.coordinator.bodies.chat import ChatCompletionRequest
 from splitserve.coordinator.chat_output.style import ChatStyle
 from splitserve.coordinator.chat_template import ChatTemplate
 from splitserve.coordinator.limits import HttpLimits

@@ -1,0 +1,135 @@
+"""The body of /v1/chat/completions, and the messages in it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from ..chat_output.tool_choice import MAX_TOOLS, TOOL_CHOICE, Tool, check_tool_choice
+from .fields import INT64, NULL, Body, invalid, only, schema
+from .sampling import SamplingFields
+
+MAX_MESSAGES = 10_000
+
+
+def _content(value: Any) -> str | None:
+    """Text, or the texts of a list of text parts, one a line."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid("must be a string or a list of text parts")
+    return "\n".join(_part(i, part) for i, part in enumerate(value))
+
+
+def _part(index: int, part: Any) -> str:
+    if not isinstance(part, dict):
+        raise invalid(f'part {index} must be an object such as {{"type": "text", "text": "..."}}')
+    if part.get("type") != "text":
+        raise invalid(f"part {index} has type {part.get('type')!r}; this model takes only text parts")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise invalid(f"part {index} needs a string `text`")
+    return text
+
+
+_TEXT_PART: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+CONTENT = schema({"type": "string"}, {"type": "array", "items": _TEXT_PART}, NULL)
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    """A call that the model made earlier in the chat."""
+
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    role: str
+    content: Annotated[Any, BeforeValidator(_content), CONTENT] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _known_role(self) -> Self:
+        if self.role not in ("system", "developer", "user", "assistant", "tool", "function"):
+            raise invalid(f"unknown role {self.role!r}; use system, developer, user, assistant or tool")
+        if self.content is None and self.role != "assistant":
+            raise invalid(f"a message of role {self.role!r} needs `content`")
+        return self
+
+
+class ChatCompletionRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=INT64)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[Any, BeforeValidator(check_tool_choice), TOOL_CHOICE] = None
+    parallel_tool_calls: bool | None = None
+    modalities: Annotated[Any, AfterValidator(only(None, ["text"])), WithJsonSchema({"enum": [None, ["text"]]})] = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    """For the chat template, if it knows of it."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("invalid", "top_logprobs: only allowed with `logprobs` true")
+        if self.max_tokens == 0:
+            raise PydanticCustomError("invalid", "max_tokens: must be at least 1")
+        return self
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """See ``SamplingFields``."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Beside messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
+
+    @model_validator(mode="after")
+    def _tools_to_choose_from(self) -> Self:
+        if self.tool_choice in (None, "none", "auto"):
+            return self
+        if not self.tools:
+            raise invalid("tool_choice: needs `tools` to choose from")
+        if not self.forced_tools:
+            raise invalid(f"tool_choice: there is no function {self.tool_choice.function.name!r} in `tools`")
+        if self.ignore_eos or self.min_tokens:
+            raise invalid(f"{'ignore_eos' if self.ignore_eos else 'min_tokens'}: not allowed where a tool call must be made")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """What the model is told of."""
+        return [] if self.tool_choice == "none" or not self.tools else self.tools
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """One of these must be called; empty: as the model likes."""
+        if not self.tools or self.tool_choice in (None, "none", "auto"):
+            return []
+        if self.tool_choice == "required":
+            return self.tools
+        return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
