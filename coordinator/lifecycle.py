@@ -18,7 +18,7 @@ no worker holds is lost and tried again; one that a worker holds and nobody want
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ..transport.actions import TellTokens
 from ..transport.handoff import Wait
@@ -143,6 +143,16 @@ class Lifecycle:
         """A worker is to change its role in place. A sentence where it cannot; None: no such worker is here."""
         ordered = self._members.flips.order(name, role, timeout_s, now)
         return ordered, self._state.take()
+
+    @property
+    def flights(self) -> list[Flight]:
+        """All requests that have not ended."""
+        return list(self._state.table.flights.values())
+
+    @property
+    def flips_under_way(self) -> Mapping[str, FlipRecord]:
+        """By process."""
+        return self._members.flips.under_way
 
     @property
     def flips(self) -> deque[FlipRecord]:

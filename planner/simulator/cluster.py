@@ -31,7 +31,14 @@ class Pool(_Part):
     num_blocks: Annotated[int, Field(ge=2)] | None = None  # None: as profiled
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None  # None: as the profile's mover; else the slower of both
     link_latency_s: Annotated[float, Field(ge=0)] = 0.0  # added to each message
+    flexible: bool = False  # its workers can change their roles; ``role`` is the one that they begin with
     prefill_share: Annotated[float, Field(gt=0, lt=1)] = 0.25  # colocated: of the KV cache, for prompts being computed
+
+    @model_validator(mode="after")
+    def _has_a_role_to_change(self) -> Self:
+        if self.flexible and self.role == "colocated":
+            raise ValueError("a colocated worker is of both roles already: it is not flexible")
+        return self
 
     @property
     def blocks(self) -> int:

@@ -8,6 +8,7 @@ from ...coordinator.flight import Action, End, Push, Send
 from ...coordinator.lifecycle import Lifecycle
 from ...coordinator.lifecycle_limits import LifecycleLimits
 from ...coordinator.request import GenerationRequest
+from ...coordinator.steering.steering import Steering
 from ...transport.actions import TellTokens
 from ...transport.handoff import PeerId
 from ...transport.messages import Alive, Message
@@ -22,14 +23,17 @@ TICK_S = 0.1
 class CoordinatorShell:
     """Carries out what the lifecycle wants, and sees when each request gets its tokens."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, steering: Steering | None = None) -> None:
         cluster = simulation.cluster
         limits = LifecycleLimits(max_queue=cluster.max_queue)
         self.core = Lifecycle(simulation.next_number(), cluster.routing, limits)
         self._simulation, self._queue = simulation, simulation.queue
         self.open: dict[str, RequestRecord] = {}
         self._without_token: dict[str, RequestRecord] = {}
+        self._steering = steering
         self._tick()
+        if steering is not None:
+            self._steer(steering)
 
     def submit(self, request: GenerationRequest, record: RequestRecord) -> None:
         self.open[request.request_id] = self._without_token[request.request_id] = record
@@ -52,6 +56,16 @@ class CoordinatorShell:
         self._carry_out(self.core.tick(self._queue.now))
         self._simulation.look_closely(self.core.watches_tokens)
 
+    def _steer(self, steering: Steering) -> None:
+        """Decode workers that jump over steps tell of their tokens now, so that they are known at the next look."""
+        now = self._queue.now
+        self._queue.after(steering.options.every_s, self._steer, steering)
+        for decision in steering.look(self.core, now):
+            if steering.options.mode == "act" and decision.kind == "flip":
+                self._carry_out(self.core.flip(decision.worker, decision.role, None, now)[1])
+        for decode in list(self._simulation.decode_workers.values()):
+            decode.tell_tokens()
+
     def _carry_out(self, actions: list[Action]) -> None:
         now, opened, waiting = self._queue.now, self.open, self._without_token
         for action in actions:
@@ -63,6 +77,8 @@ class CoordinatorShell:
             elif type(action) is End:
                 record = opened.pop(action.request.request_id)
                 waiting.pop(action.request.request_id, None)
+                if self._steering is not None:
+                    self._steering.note(action.request, action.ended, now)
                 record.close(action.ended, now)
                 self._simulation.ended(record)
 

@@ -26,10 +26,11 @@ class DecodeShell(WorkerShell):
     role = "decode"
     core: DecodeCore
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, blocks: BlockManager | None = None) -> None:
+        """``blocks``: of a process that was of the other role until now."""
         super().__init__(*args)
         pool, memory = self.pool, self.pool.profile.memory
-        blocks = BlockManager(self.num_blocks)
+        blocks = blocks or BlockManager(self.num_blocks)
         scheduler = DecodeScheduler(blocks, memory.block_size, pool.max_num_seqs, memory.max_model_len, frozenset())
         endpoints = MoverEndpoints(MOVERS, HOST, shm_name=self.name)
         receiver = HandoffReceiver(self.id, self.model, blocks, endpoints, self._room, lambda: bytes(SECRET_BYTES), LEASE)

@@ -23,10 +23,11 @@ class PrefillShell(WorkerShell):
     role = "prefill"
     core: PrefillCore
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, blocks: BlockManager | None = None) -> None:
+        """``blocks``: of a process that was of the other role until now."""
         super().__init__(*args)
         pool, memory = self.pool, self.pool.profile.memory
-        blocks = BlockManager(self.num_blocks)
+        blocks = blocks or BlockManager(self.num_blocks)
         scheduler = PrefillScheduler(blocks, memory.block_size, self.model.fingerprint, pool.max_batch_tokens, MOST_PROMPTS)
         slicing = LayerSlicing(memory.num_layers, memory.block_bytes)
         self.core = PrefillCore(self.meet(), scheduler, frozenset(), memory.max_model_len, slicing=slicing)

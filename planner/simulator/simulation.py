@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from ...coordinator.steering.steering import Steering
+from ...engine.block_manager import BlockManager
 from ...engine.latency_profile import StepClock
-from ...transport.messages import ModelIdentity
+from ...transport.messages import ModelIdentity, Role
 from ..errors import SimulationError
 from ..trace.request import Trace, TraceRequest
 from .cluster import Cluster, Pool
@@ -43,6 +45,14 @@ class _Machine:
     noise: Noise
     shells: list[WorkerShell]
 
+    def let_go(self, shell: WorkerShell) -> None:
+        """It is of this worker's role no more."""
+        self.shells.remove(shell)
+        if self.device.prefill is shell:
+            self.device.prefill = None
+        if self.device.decode is shell:
+            self.device.decode = None
+
 
 class Simulation:
     """``on_record`` hears of every request when it ends."""
@@ -56,8 +66,10 @@ class Simulation:
         sample_s: float | None = None,
         heartbeat_s: float = 0.25,
         jumps: bool = True,
+        steering: Steering | None = None,
     ) -> None:
-        """``jumps``: equal decode steps are run many at once; without, the same comes out, and takes longer."""
+        """``steering``: what it decides is done, where its mode is act. ``jumps``: equal decode steps are run many at once; without,
+        the same comes out, and takes longer."""
         self.cluster, self.heartbeat_s = cluster, heartbeat_s
         self.queue = EventQueue()
         self.draw = random.Random(seed)
@@ -69,7 +81,7 @@ class Simulation:
         self.decode_workers: dict[str, DecodeShell] = {}
         self.machines: list[_Machine] = []
         self.closely = False  # the coordinator hears of each step's tokens at once
-        self.coordinator = CoordinatorShell(self)
+        self.coordinator = CoordinatorShell(self, steering)
         self.clocks = [StepClock(pool.profile, warns=False) for pool in cluster.pools]
         for index, (pool, clock) in enumerate(zip(cluster.pools, self.clocks, strict=True)):
             for _ in range(pool.count):
@@ -148,13 +160,19 @@ class Simulation:
     def _device(self, clock: StepClock, noise: Noise) -> Device:
         return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps)
 
-    def _start(self, machine: _Machine, name: str) -> None:
-        pool, memory = machine.pool, machine.pool.profile.memory
-        kind = "shared" if pool.role != "colocated" else name  # a colocated worker hands over to itself alone
-        model = ModelIdentity(
+    def _model_of(self, pool: Pool, kind: str) -> ModelIdentity:
+        memory = pool.profile.memory
+        return ModelIdentity(
             fingerprint=kind, dtype="simulated", block_size=memory.block_size, layout="simulated", block_bytes=memory.block_bytes
         )
+
+    def _start(self, machine: _Machine, name: str) -> None:
+        pool = machine.pool
+        model = self._model_of(pool, "shared" if pool.role != "colocated" else name)  # a colocated worker hands over to itself alone
         for_prompts = max(2, int(pool.blocks * pool.prefill_share)) if pool.role == "colocated" else pool.blocks
+        if pool.flexible:
+            self._begin(machine, name, "prefill" if pool.role == "prefill" else "decode", None)
+            return
         if pool.role != "decode":
             machine.shells.append(
                 PrefillShell(self, f"{name}-p" if pool.role == "colocated" else name, pool, for_prompts, model, machine.device)
@@ -168,10 +186,30 @@ class Simulation:
             self.workers[shell.name] = shell
             shell.start()
 
+    def flip(self, shell: WorkerShell, role: Role) -> None:
+        """The process of this worker is also one of the other role from now on."""
+        machine = next(m for m in self.machines if shell in m.shells)
+        if all(other.role != role for other in machine.shells):
+            self._begin(machine, shell.process, role, shell.core.blocks)
+
+    def _begin(self, machine: _Machine, process: str, role: Role, blocks: BlockManager | None) -> None:
+        kind = PrefillShell if role == "prefill" else DecodeShell
+        pool, model = machine.pool, self._model_of(machine.pool, "shared")
+        shell = kind(self, f"{process}:{role}", pool, pool.blocks, model, machine.device, blocks=blocks)
+        shell.process = process
+        machine.shells.append(shell)
+        self.workers[shell.name] = shell
+        if isinstance(shell, DecodeShell):
+            self.decode_workers[shell.name] = shell
+        self.queue.after(pool.profile.flip_s or 0.0, shell.start)
+
     def restart(self, shell: WorkerShell, down_s: float) -> None:
         """Its machine's processes end now and start again after ``down_s``."""
         machine = next(m for m in self.machines if shell in m.shells)
-        names = {s.name.removesuffix("-p").removesuffix("-d") if machine.pool.role == "colocated" else s.name for s in machine.shells}
+        names = {
+            s.process or s.name.removesuffix("-p").removesuffix("-d") if s.process or machine.pool.role == "colocated" else s.name
+            for s in machine.shells
+        }
         for dead in machine.shells:
             dead.die()
             del self.workers[dead.name]
@@ -185,6 +223,8 @@ class Simulation:
     def left(self, shell: WorkerShell) -> None:
         """It has drained, and ended in good order."""
         shell.alive = False
+        if shell.process:
+            next(m for m in self.machines if shell in m.shells).let_go(shell)
         self.workers.pop(shell.name, None)
         self.decode_workers.pop(shell.name, None)
 
@@ -235,7 +275,9 @@ class Simulation:
         for index, machine in enumerate(self.machines):
             busy = (machine.device.busy_s - self._busy_before[index]) / interval
             self._busy_before[index] = machine.device.busy_s
-            workers += [_sample_of(shell, min(max(busy, 0.0), 1.0)) for shell in machine.shells] or [WorkerSample(0, 0, 0.0, 0.0, 0.0)]
+            workers += [_sample_of(shell, min(max(busy, 0.0), 1.0)) for shell in machine.shells[-1 if machine.pool.flexible else 0 :]] or [
+                WorkerSample(0, 0, 0.0, 0.0, 0.0)
+            ]
         core = self.coordinator.core
         self.timeline.add(Sample(self.elapsed_s, core.num_queued, core.num_flights, self.num_arrived, self.num_ended, tuple(workers)))
 

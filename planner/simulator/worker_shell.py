@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...transport import actions as act
 from ...transport.handoff import HandoffTimes, PeerId
 from ...transport.handoff_sender import HandoffSender
-from ...transport.messages import Fenced, Goodbye, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
+from ...transport.messages import Fenced, Flip, Goodbye, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
 from .cluster import Pool
 from .device import Device
 
@@ -26,6 +26,7 @@ class WorkerShell:
 
     role: Role
     core: Any
+    process = ""  # that it is the worker of for now, where that can change its role
 
     def __init__(self, simulation: Simulation, name: str, pool: Pool, num_blocks: int, model: ModelIdentity, device: Device) -> None:
         self.simulation, self.queue = simulation, simulation.queue
@@ -61,6 +62,9 @@ class WorkerShell:
         elif isinstance(message, Fenced):
             self.simulation.restart(self, 0.0)
             return
+        elif isinstance(message, Flip):
+            self.simulation.flip(self, message.role)
+            self.core.drain(self.queue.now, message.timeout_s)
         else:
             self.from_coordinator(message)
         self.turn()
@@ -94,7 +98,7 @@ class WorkerShell:
         self.device.wake()
         if self.carry_out_all():
             self.device.wake()
-        if self.core.may_leave:
+        if self.core.may_leave and (not self.process or self.core.at_rest):
             self._tell(Goodbye(worker_id=self.name, incarnation=self.incarnation))
             self.simulation.left(self)
 
@@ -215,4 +219,5 @@ class WorkerShell:
             max_num_seqs=pool.max_num_seqs,
             max_batch_tokens=pool.max_batch_tokens if self.role == "prefill" else pool.max_num_seqs,
             peer_address=self.name if self.role == "decode" else "",
+            process=self.process,
         )

@@ -1,0 +1,203 @@
+"""Which workers should change their roles, and whether there should be more or fewer. Pure; times in seconds of a monotonic clock.
+
+Once a second: the ratio that the latency model likes best for the load as it is. It is taken up only where
+
+    the present one is loaded enough to matter,                        (act_above)
+    the other one is clearly better, and has been for a while,         (hysteresis, confirm_s; more for the way back: undo_s)
+    what is won soon outweighs what the flips cost,                    (flip_cost_s, gain_over_s)
+    and the last flips are over and have had time to show.             (settle_s)
+
+The model may be wrong. A change after which fewer requests are good than before, under the same load, is taken back, and the controller
+holds still for a while, longer each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from ...engine.latency_profile import Profile
+from ...transport.messages import Role
+from .capacity import Capacity, Pressure
+from .load_watch import LoadPicture
+from .options import SteeringOptions
+from .scaling import Scaling
+
+MIN_JUDGED = 20
+SAME_LOAD = 0.35  # relative difference of the mix up to which two pictures are of one load
+WORSE = 0.1  # of attainment
+MAX_HOLD_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Who could do what. ``flexible``: processes that can change their role, by the one they have, those with least to do first;
+    ``changing``: how many are in mid-flip."""
+
+    prefill: int
+    decode: int
+    flexible: dict[Role, list[str]]
+    changing: int = 0
+    max_batch_tokens: int = 512  # of a prefill step
+    max_num_seqs: int = 64  # of a decode batch
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """``at``: seconds of the monotonic clock. ``worker``: empty where it is up to whoever starts workers."""
+
+    at: float
+    kind: Literal["flip", "scale_up", "scale_down"]
+    worker: str
+    role: Role  # that it is to have, or of the worker that is to come or go
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Flips under observation."""
+
+    at: float
+    before: LoadPicture
+    prefill: int  # workers before
+
+
+class PoolController:
+    """``decide`` once a second. ``profile``: the workers' latency model; None: there is none, and no role is changed."""
+
+    def __init__(self, options: SteeringOptions, profile: Profile | None) -> None:
+        self._options, self._profile = options, profile
+        self._capacity: Capacity | None = None
+        self._scaling = Scaling(options)
+        self._better_since: float | None = None
+        self._wanted = 0
+        self._quiet_until = -math.inf
+        self._last: tuple[float, Role] | None = None  # when roles were last changed, and to what
+        self._trial: _Trial | None = None
+        self._hold_s = options.hold_s
+        self.state = "nothing looked at yet"
+        """Why nothing is done, or what is, as a sentence."""
+        self.pressure: Pressure | None = None
+        self.picture: LoadPicture | None = None
+        self.decisions: deque[Decision] = deque(maxlen=100)
+        self.wanted_workers = 0
+
+    def decide(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision]:
+        """What is to be done now; already written down."""
+        self.picture, self.wanted_workers = picture, fleet.num_workers
+        if self._profile is not None:
+            self._capacity = Capacity(self._profile, self._options, fleet.max_batch_tokens, fleet.max_num_seqs)
+        found = self._flips(picture, fleet, now)
+        if not found and not fleet.changing:
+            scaled = self._scaling.decide(picture, self._capacity, fleet.prefill, fleet.decode, now)
+            if scaled is not None:
+                kind, role, reason = scaled
+                self.wanted_workers += 1 if kind == "scale_up" else -1
+                found = [Decision(now, kind, "", role, reason)]
+        self.decisions += found
+        return found
+
+    def _flips(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision]:
+        self.pressure = None
+        if self._capacity is None:
+            return self._rest("there is no latency model to predict with")
+        if not fleet.prefill or not fleet.decode:
+            return self._rest("a role has no worker")
+        if fleet.changing or now < self._quiet_until:
+            self._better_since = None
+            self.state = "a change is under way, or has not had time to show"
+            return []
+        if picture.num_requests < MIN_JUDGED:
+            return self._rest(f"only {picture.num_requests} requests to judge by")
+        present = self._capacity.pressure(picture, fleet.prefill, fleet.decode)
+        if not math.isfinite(present.worst):
+            return self._rest("the latency model says nothing of this load")
+        self.pressure = present
+        if (back := self._regret(picture, fleet, now)) is not None:
+            return back
+        return self._improve(picture, fleet, present, now)
+
+    def _improve(self, picture: LoadPicture, fleet: Fleet, present: Pressure, now: float) -> list[Decision]:
+        options, capacity = self._options, self._capacity
+        assert capacity is not None
+        prefill, best = self._reachable(picture, fleet)
+        count = abs(prefill - fleet.prefill)
+        suffers = picture.num_judged >= MIN_JUDGED and picture.attainment < options.attainment
+        if not count:
+            return self._rest(f"{fleet.prefill}P:{fleet.decode}D is the best ratio")
+        if present.worst < options.act_above and not suffers:
+            return self._rest(f"the load is {present.worst:.2f}: there is room")
+        if best.worst > present.worst * (1 - self._hysteresis("prefill" if prefill > fleet.prefill else "decode", now)):
+            return self._rest(f"{prefill}P:{fleet.num_workers - prefill}D would be hardly better")
+        gain_s = fleet.num_workers * min(1.0, 1 - best.worst / present.worst) * options.gain_over_s
+        if gain_s < count * options.flip_cost_s:
+            return self._rest(f"{count} flips would cost more than they bring")
+        if self._better_since is None or (prefill > fleet.prefill) != (self._wanted > fleet.prefill):
+            self._better_since, self._wanted = now, prefill
+        if now - self._better_since < options.confirm_s:
+            self.state = f"{prefill}P:{fleet.num_workers - prefill}D seems better; waiting whether it stays so"
+            return []
+        reason = (
+            f"load {present.prefill:.2f} on prefill and {present.decode:.2f} on decode with {fleet.prefill}P:{fleet.decode}D; "
+            f"{prefill}P:{fleet.num_workers - prefill}D makes it {best.prefill:.2f} and {best.decode:.2f} "
+            f"({picture.rate:.1f} requests/s of {picture.new_tokens:.0f} new and {picture.output_tokens:.0f} output tokens, "
+            f"{picture.num_waiting} waiting, {picture.attainment:.0%} good)"
+        )
+        self._trial = _Trial(now, picture, fleet.prefill)
+        return self._flip(fleet, prefill, reason, now)
+
+    def _hysteresis(self, role: Role, now: float) -> float:
+        """Twice as much on the way back."""
+        options, last = self._options, self._last
+        returns = last is not None and last[1] != role and now - last[0] < options.undo_s
+        return (2 if returns else 1) * options.hysteresis
+
+    def _reachable(self, picture: LoadPicture, fleet: Fleet) -> tuple[int, Pressure]:
+        """The best ratio that the flexible workers allow."""
+        assert self._capacity is not None
+        low = max(1, fleet.prefill - len(fleet.flexible.get("prefill", ())))
+        high = min(fleet.num_workers - 1, fleet.prefill + len(fleet.flexible.get("decode", ())))
+        found = [(p, self._capacity.pressure(picture, p, fleet.num_workers - p)) for p in range(low, high + 1)]
+        return min(found, key=lambda each: (each[1].worst, abs(each[0] - fleet.prefill)))
+
+    def _regret(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision] | None:
+        """Takes back what has made things worse. None: there is nothing to regret."""
+        trial = self._trial
+        if trial is None or now - trial.at < self._options.regret_s:
+            return None
+        self._trial = None
+        worse = picture.num_judged >= MIN_JUDGED and picture.attainment < trial.before.attainment - WORSE
+        if not worse or not _same_load(picture, trial.before):
+            self._hold_s = self._options.hold_s
+            return None
+        reason = (
+            f"{picture.attainment:.0%} of requests are good where {trial.before.attainment:.0%} were, under the same load: "
+            f"back to {trial.prefill} prefill workers, and nothing more for {self._hold_s:.0f} s; is the profile of these workers?"
+        )
+        back = self._flip(fleet, trial.prefill, reason, now)
+        self._quiet_until = now + self._hold_s
+        self._hold_s = min(2 * self._hold_s, MAX_HOLD_S)
+        return back
+
+    def _flip(self, fleet: Fleet, prefill: int, reason: str, now: float) -> list[Decision]:
+        role: Role = "prefill" if prefill > fleet.prefill else "decode"
+        other: Role = "decode" if role == "prefill" else "prefill"
+        names = fleet.flexible.get(other, [])[: abs(prefill - fleet.prefill)]
+        self._quiet_until, self._better_since = now + self._options.settle_s, None
+        self.state, self._last = reason, (now, role)
+        return [Decision(now, "flip", name, role, reason) for name in names]
+
+    def _rest(self, why: str) -> list[Decision]:
+        self._better_since, self.state = None, why
+        return []
+
+
+def _same_load(a: LoadPicture, b: LoadPicture) -> bool:
+    pairs = ((a.rate, b.rate), (a.new_tokens, b.new_tokens), (a.output_tokens, b.output_tokens))
+    return all(abs(x - y) <= SAME_LOAD * max(x, y) for x, y in pairs)

@@ -1,0 +1,85 @@
+"""Whether the whole should have one worker more or fewer, by the rules that operators write. Pure; times in seconds.
+
+more     for scale_up_after_s: the queue is deeper than queue_depth, or too few requests are good, or even the best ratio is overloaded
+fewer    for scale_down_after_s: nothing of that, and the best ratio of one worker fewer would have room
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from ...transport.messages import Role
+from .capacity import Capacity
+from .load_watch import LoadPicture
+from .options import SteeringOptions
+
+MIN_JUDGED = 20
+Kind = Literal["scale_up", "scale_down"]
+
+
+class Scaling:
+    """Proposes one worker at a time."""
+
+    def __init__(self, options: SteeringOptions) -> None:
+        self._options = options
+        self._capacity: Capacity | None = None
+        self._short_since: float | None = None
+        self._idle_since: float | None = None
+        self._quiet_until = -math.inf
+
+    def decide(
+        self, picture: LoadPicture, capacity: Capacity | None, prefill: int, decode: int, now: float
+    ) -> tuple[Kind, Role, str] | None:
+        """What to do, of which role, and why; None: nothing."""
+        self._capacity, options = capacity, self._options
+        if not options.max_workers:
+            return None
+        short = self._shortage(picture, prefill, decode)
+        spare = "" if short else self._spare(picture, prefill, decode)
+        self._short_since = (self._short_since if self._short_since is not None else now) if short else None
+        self._idle_since = (self._idle_since if self._idle_since is not None else now) if spare else None
+        if now < self._quiet_until:
+            return None
+        count = prefill + decode
+        if self._short_since is not None and now - self._short_since >= options.scale_up_after_s and count < options.max_workers:
+            return self._said("scale_up", self._role(picture, prefill, decode, 1), f"{short} for {options.scale_up_after_s:g} s", now)
+        if self._idle_since is not None and now - self._idle_since >= options.scale_down_after_s and count > max(2, options.min_workers):
+            return self._said("scale_down", self._role(picture, prefill, decode, -1), f"{spare} for {options.scale_down_after_s:g} s", now)
+        return None
+
+    def _said(self, kind: Kind, role: Role, reason: str, now: float) -> tuple[Kind, Role, str]:
+        self._quiet_until = now + self._options.scale_cooldown_s
+        self._short_since = self._idle_since = None
+        return kind, role, reason
+
+    def _shortage(self, picture: LoadPicture, prefill: int, decode: int) -> str:
+        """Of workers, as a sentence; empty where there is none."""
+        options = self._options
+        if picture.num_waiting > options.queue_depth:
+            return f"{picture.num_waiting} requests waited, more than {options.queue_depth}"
+        if picture.num_judged >= MIN_JUDGED and picture.attainment < options.attainment:
+            return f"{picture.attainment:.0%} of requests were good, fewer than {options.attainment:.0%}"
+        if self._capacity is not None and picture.num_requests >= MIN_JUDGED:
+            _, best = self._capacity.best(picture, prefill + decode)
+            if math.isfinite(best.worst) and best.worst > options.scale_up_above:
+                return f"the load was {best.worst:.2f} even in the best ratio of {prefill + decode} workers"
+        return ""
+
+    def _spare(self, picture: LoadPicture, prefill: int, decode: int) -> str:
+        """Why one worker fewer would do; empty where it would not, or nobody knows."""
+        if self._capacity is None or prefill + decode <= 2:
+            return ""
+        _, fewer = self._capacity.best(picture, prefill + decode - 1)
+        if fewer.worst >= self._options.scale_down_below or not math.isfinite(fewer.worst):
+            return ""
+        return f"the load would have been {fewer.worst:.2f} with {prefill + decode - 1} workers"
+
+    def _role(self, picture: LoadPicture, prefill: int, decode: int, change: int) -> Role:
+        """Of the worker that comes or goes."""
+        if self._capacity is None:
+            return "prefill" if picture.num_waiting else "decode"
+        wanted, _ = self._capacity.best(picture, prefill + decode + change)
+        if change > 0:
+            return "prefill" if wanted > prefill else "decode"
+        return "prefill" if wanted < prefill and prefill > 1 else "decode" if decode > 1 else "prefill"

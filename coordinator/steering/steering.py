@@ -1,0 +1,75 @@
+"""One coordinator's steering: what the lifecycle knows, as the pool controller wants to see it. Pure; times in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ...engine.latency_profile import Profile
+from ...transport.messages import Role
+from ..flips import FlipRecord
+from ..lifecycle import Lifecycle
+from ..pools import Worker
+from ..request import Ended, GenerationRequest
+from .controller import Decision, Fleet, PoolController
+from .load_watch import LoadWatch
+from .options import SteeringOptions
+
+
+class Steering:
+    """``note`` every request that ends, ``look`` every ``options.every_s``."""
+
+    def __init__(self, options: SteeringOptions, profile: Profile | None) -> None:
+        self.options = options
+        self._watch = LoadWatch(options)
+        self.controller = PoolController(options, profile)
+
+    def note(self, request: GenerationRequest, ended: Ended, now: float) -> None:
+        """A request is over."""
+        self._watch.note(request, ended, now)
+
+    def look(self, lifecycle: Lifecycle, now: float) -> list[Decision]:
+        """What is to be done. Flips are carried out by ``Lifecycle.flip``, where the mode is act."""
+        return self.controller.decide(self._watch.look(lifecycle.flights, now), fleet_of(lifecycle), now)
+
+    def as_json(self, now: float) -> dict[str, Any]:
+        """For /debug/state and the dashboard."""
+        controller = self.controller
+        pressure, picture = controller.pressure, controller.picture
+        return {
+            "mode": self.options.mode,
+            "state": controller.state,
+            "load": None if pressure is None else {"prefill": round(pressure.prefill, 3), "decode": round(pressure.decode, 3)},
+            "mix": None if picture is None else {name: round(value, 4) for name, value in asdict(picture).items()},
+            "wanted_workers": controller.wanted_workers,
+            "decisions": [
+                {"ago_s": round(now - d.at, 1), **{k: v for k, v in asdict(d).items() if k != "at"}} for d in reversed(controller.decisions)
+            ],
+        }
+
+
+def fleet_of(lifecycle: Lifecycle) -> Fleet:
+    """Who takes new work, and who of those could change its role."""
+    pools = lifecycle.pools
+    prefills, decodes = pools.open_of_role("prefill"), pools.open_of_role("decode")
+    changing = lifecycle.flips_under_way
+    flexible: dict[Role, list[str]] = {"prefill": _flexible(prefills, changing), "decode": _flexible(decodes, changing)}
+    return Fleet(
+        len(prefills),
+        len(decodes),
+        flexible,
+        sum(record.began_s is None for record in changing.values()),
+        min((w.hello.max_batch_tokens for w in prefills), default=512),
+        min((w.hello.max_num_seqs for w in decodes), default=64),
+    )
+
+
+def _flexible(workers: list[Worker], changing: Mapping[str, FlipRecord]) -> list[str]:
+    able = [w for w in workers if w.hello.process and w.hello.process not in changing]
+    return [w.hello.process for w in sorted(able, key=lambda w: (len(w.dispatches), w.id))]
+
+
+def _decision(decision: Decision, now: float) -> dict[str, Any]:
+    said = asdict(decision)
+    return {"ago_s": round(now - said.pop("at"), 1), **said}

@@ -1,0 +1,152 @@
+"""The pool controller: when it changes roles, when it holds still, and what it makes of missing or wrong inputs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from splitserve.bench.steer_workload import worker
+from splitserve.coordinator.steering.capacity import Capacity
+from splitserve.coordinator.steering.controller import Decision, Fleet, PoolController
+from splitserve.coordinator.steering.load_watch import LoadPicture
+from splitserve.coordinator.steering.options import SteeringOptions
+
+OPTIONS = SteeringOptions(ttft_s=4.0, tpot_s=0.15, mode="act")
+CODE = LoadPicture(200, 8.0, new_tokens=2600, pairs=3.4e6, output_tokens=30, context=2615, num_judged=100)
+CHAT = LoadPicture(200, 9.0, new_tokens=500, pairs=1.25e5, output_tokens=450, context=725, num_judged=100)
+
+
+class Cluster:
+    """Does what is decided, at once; its clock goes on by seconds."""
+
+    def __init__(self, controller: PoolController, prefill: int, decode: int) -> None:
+        self.controller, self.now = controller, 100.0
+        self.roles = ["prefill"] * prefill + ["decode"] * decode
+        self.decisions: list[Decision] = []
+
+    @property
+    def fleet(self) -> Fleet:
+        names = {role: [f"w{i}" for i, r in enumerate(self.roles) if r == role] for role in ("prefill", "decode")}
+        return Fleet(len(names["prefill"]), len(names["decode"]), names, 0, 2048, 128)  # type: ignore[arg-type]
+
+    def run(self, seconds: int, picture: LoadPicture) -> list[Decision]:
+        found = []
+        for _ in range(seconds):
+            self.now += 1
+            for decision in self.controller.decide(picture, self.fleet, self.now):
+                found.append(decision)
+                if decision.kind == "flip":
+                    self.roles[int(decision.worker[1:])] = decision.role
+        self.decisions += found
+        return found
+
+
+def cluster(prefill: int = 4, decode: int = 4, **options: object) -> Cluster:
+    return Cluster(PoolController(replace(OPTIONS, **options), worker()), prefill, decode)  # type: ignore[arg-type]
+
+
+def test_it_follows_a_load_that_shifts_and_says_why() -> None:
+    tried = cluster()
+    tried.run(20, CODE)
+    many_prefill = tried.fleet.prefill
+    found = tried.run(20, CHAT)
+    assert many_prefill >= 6
+    assert tried.fleet.decode >= 5
+    assert all("load" in d.reason and "requests/s" in d.reason for d in found)
+    assert {d.at for d in found} == {found[0].at}, "all of a change at once"
+
+
+def test_it_waits_whether_a_change_of_the_load_stays() -> None:
+    tried = cluster()
+    for _ in range(20):
+        assert not tried.run(2, CODE)
+        assert not tried.run(2, CHAT)
+
+
+def test_no_oscillation_under_constant_load() -> None:
+    """The mix as it is estimated goes up and down by a fifth."""
+    draw = random.Random(7)
+    for steady in (CODE, CHAT, replace(CODE, rate=5.0, output_tokens=200)):
+        tried = cluster()
+        for _ in range(600):
+            shaken = {name: getattr(steady, name) * draw.uniform(0.8, 1.2) for name in ("rate", "new_tokens", "output_tokens")}
+            tried.run(1, replace(steady, **shaken))  # type: ignore[arg-type]
+        flips = [d for d in tried.decisions if d.kind == "flip"]
+        assert len({d.at for d in flips}) <= 3, [(d.at, d.role) for d in flips]
+        assert not [d for d in flips if d.at > 400]
+
+
+def test_where_there_is_room_nothing_is_changed() -> None:
+    tried = cluster()
+    assert not tried.run(60, replace(CODE, rate=1.0))
+    assert "room" in tried.controller.state
+
+
+@pytest.mark.parametrize(
+    ("picture", "fleet"),
+    [
+        (LoadPicture(0, 0.0), Fleet(4, 4, {})),
+        (LoadPicture(100, 5.0), Fleet(4, 4, {"prefill": ["a"], "decode": ["b"]})),
+        (replace(CHAT, output_tokens=0.0, context=0.0), Fleet(1, 1, {"prefill": ["a"], "decode": ["b"]})),
+        (CODE, Fleet(0, 4, {"decode": ["b"]})),
+        (CODE, Fleet(0, 0, {})),
+        (CODE, Fleet(4, 4, {})),
+        (replace(CODE, new_tokens=float("nan"), rate=float("nan")), Fleet(4, 4, {"decode": ["b"]})),
+        (replace(CODE, new_tokens=float("inf")), Fleet(4, 4, {"decode": ["b"]})),
+    ],
+)
+def test_missing_and_impossible_inputs_change_nothing(picture: LoadPicture, fleet: Fleet) -> None:
+    controller = PoolController(replace(OPTIONS, max_workers=8), worker())
+    for now in range(60):
+        assert not [d for d in controller.decide(picture, fleet, float(now)) if d.kind == "flip"]
+
+
+def test_without_a_latency_model_no_role_is_changed() -> None:
+    controller = PoolController(OPTIONS, None)
+    assert not controller.decide(CODE, cluster().fleet, 1.0)
+    assert "no latency model" in controller.state
+
+
+def test_the_last_worker_of_a_role_stays() -> None:
+    tried = cluster(1, 1)
+    assert not tried.run(60, CODE)
+    assert not tried.run(60, CHAT)
+
+
+def test_a_change_that_made_things_worse_is_taken_back_and_nothing_tried_for_a_while() -> None:
+    tried = cluster()
+    before = replace(CODE, attainment=0.8)
+    tried.run(5, before)
+    assert tried.fleet.prefill > 4
+    (*_, last) = tried.run(40, replace(CODE, attainment=0.4))
+    assert tried.fleet.prefill == 4
+    assert "back to 4 prefill workers" in last.reason
+    held = tried.run(30, replace(CODE, attainment=0.4))
+    assert not held, "whatever the model says"
+
+
+def test_what_waits_counts_for_both_roles() -> None:
+    capacity = Capacity(worker(), OPTIONS, 2048, 128)
+    calm, crowded = capacity.pressure(CODE, 5, 3), capacity.pressure(replace(CODE, num_waiting=80), 5, 3)
+    assert crowded.prefill > 1.5 * calm.prefill
+    assert crowded.decode > 1.5 * calm.decode
+
+
+def test_scaling_up_by_queue_depth_within_bounds_and_with_a_pause() -> None:
+    tried = cluster(4, 4, max_workers=9, scale_up_after_s=10.0, scale_cooldown_s=60.0)
+    deep = replace(CHAT, rate=1.0, num_waiting=60)
+    found = [d for d in tried.run(69, deep) if d.kind == "scale_up"]
+    assert [d.at - 100 for d in found] == [11.0]
+    assert "60 requests waited" in found[0].reason
+    tried.roles.append(found[0].role)
+    assert not [d for d in tried.run(200, deep) if d.kind == "scale_up"], "there are as many as there may be"
+
+
+def test_scaling_down_when_one_fewer_would_do_but_not_below_the_least() -> None:
+    tried = cluster(2, 2, max_workers=8, min_workers=3, scale_down_after_s=30.0)
+    idle = replace(CODE, rate=0.2)
+    (down,) = [d for d in tried.run(60, idle) if d.kind == "scale_down"]
+    tried.roles.remove(down.role)
+    assert not tried.run(300, idle)
