@@ -19,6 +19,7 @@ class FlightTable:
         self.flights: dict[str, Flight] = {}
         self.by_dispatch: dict[int, Flight] = {}
         self.next_dispatch = 1
+        self.eased: set[Worker] = set()  # prefill workers that have less ahead of them than when the waiting line was last served
 
     def request_ids(self, dispatches: Iterable[int]) -> list[str]:
         """The requests behind these dispatches, for people."""
@@ -59,6 +60,7 @@ class FlightTable:
         """The prompt is computed."""
         if flight.prefill is not None:
             flight.prefill.unpromise(flight.dispatch)
+            self.eased.add(flight.prefill)
 
     def unpromise_blocks(self, flight: Flight) -> None:
         """The decode worker's own report counts the sequence's blocks from now on."""

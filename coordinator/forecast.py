@@ -24,6 +24,7 @@ HALF_LIFE_TOKENS = 50_000.0  # of what is known of the prefix cache
 class _Measured:
     counters: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)  # as last reported, cumulative
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_REPORTS))  # tokens a second in full steps, by report
+    rate: float | None = None  # the median of them, once there are enough
     prompt_tokens: float = 0.0
     cached_tokens: float = 0.0
 
@@ -43,6 +44,7 @@ class Forecast:
         known.counters = now
         if tokens and seconds:
             known.rates.append(tokens / seconds)
+            known.rate = median(known.rates) if len(known.rates) >= MIN_REPORTS else None
         keep = 0.5 ** (prompt / HALF_LIFE_TOKENS)
         known.prompt_tokens, known.cached_tokens = known.prompt_tokens * keep + prompt, known.cached_tokens * keep + cached
 
@@ -53,12 +55,12 @@ class Forecast:
     @property
     def known(self) -> bool:
         """Whether any worker's speed is."""
-        return any(len(measured.rates) >= MIN_REPORTS for measured in self._measured.values())
+        return any(measured.rate is not None for measured in self._measured.values())
 
     def tokens_per_s(self, workers: list[Worker]) -> float | None:
         """Of all these prefill workers; one that was not measured counts as the mean of the others. None: none was."""
-        measured = [m.rates for w in workers if (m := self._measured.get(w.id)) is not None]
-        rates = [median(latest) for latest in measured if len(latest) >= MIN_REPORTS]
+        measured = [m.rate for w in workers if (m := self._measured.get(w.id)) is not None]
+        rates = [rate for rate in measured if rate is not None]
         return sum(rates) / len(rates) * len(workers) if rates else None
 
     def share_to_compute(self) -> float:

@@ -166,8 +166,7 @@ class Lifecycle:
         flight = Flight(request, now, owes_prompt_logprobs=request.prompt_logprobs is not None)
         self._state.table.flights[request.request_id] = flight
         if not self._placement.serve_at_once(flight, now):
-            self._state.line.join(flight)
-            self._placement.serve_line(now)
+            self._placement.join_line(flight, now)
         return self._state.take()
 
     def _refused(self, request: GenerationRequest, now: float) -> Ended | None:

@@ -17,12 +17,39 @@ class Placement:
 
     def __init__(self, state: LifecycleState, policy: Policy) -> None:
         self._state, self._policy = state, policy
+        self._failed: tuple[int, int] | None = None  # when the last pass over the line found nothing: who waited, and who was here
+        self._shortest = 0  # of the prompts that found no prefill worker in it
+        self._unsure = False  # whether anything but that kept a request waiting
 
     def serve_line(self, now: float) -> None:
         """Dispatches what finds room."""
-        decodes = self._state.pools.of_role("decode")
-        if len(self._state.line) and any(w.has_room_for(1) for w in decodes if not w.draining):
-            self._state.line.serve(lambda flight: self._place(flight, now), now)
+        state = self._state
+        if not len(state.line) or self._is_hopeless():
+            return
+        if any(not w.draining and w.has_room_for(1) for w in state.pools.of_role("decode")):
+            self._shortest, self._unsure = 1 << 62, state.line.anybody_returns or len(state.suspicion) > 0
+            before = state.line.num_changes
+            state.table.eased.clear()
+            state.line.serve(lambda flight: self._place(flight, now), now)
+            nothing = before == state.line.num_changes and not self._unsure
+            self._failed = (before, state.pools.num_changes) if nothing else None
+
+    def _is_hopeless(self) -> bool:
+        """Nothing has changed since the last pass that could help: it was for the lack of a prefill worker with room for the shortest."""
+        state = self._state
+        if self._failed != (state.line.num_changes, state.pools.num_changes):
+            return False
+        return not any(self._has_room_for_new(worker, self._shortest) for worker in state.table.eased)
+
+    def join_line(self, flight: Flight, now: float) -> None:
+        """A new request waits, if it has to."""
+        state = self._state
+        hopeless = self._is_hopeless() and flight.num_tokens >= self._shortest
+        state.line.join(flight)
+        if hopeless:
+            self._failed = (state.line.num_changes, state.pools.num_changes)
+        else:
+            self.serve_line(now)
 
     def serve_at_once(self, flight: Flight, now: float) -> bool:
         """Dispatches a new request, if nobody waits before it and it finds room; otherwise it has to join the line."""
@@ -32,11 +59,15 @@ class Placement:
         return True
 
     def _place(self, flight: Flight, now: float) -> bool:
-        pools, num_tokens = self._state.pools, flight.num_tokens
+        num_tokens, pools = flight.num_tokens, self._state.pools
+        prefills = [w for w in pools.of_role("prefill") if not w.draining and self._prefill_has_room(w, flight, num_tokens)]
+        if not prefills:
+            self._shortest = min(self._shortest, num_tokens)
+            return False
+        self._unsure = True
         decodes = [w for w in pools.of_role("decode") if not w.draining and w.has_room_for(num_tokens)]
         if not decodes:
             return False
-        prefills = [w for w in pools.of_role("prefill") if not w.draining and self._prefill_has_room(w, flight, num_tokens)]
         if flight.avoid is not None:
             decodes = [w for w in decodes if w is not flight.avoid and w.kind == flight.avoid.kind] or decodes
         if len(self._state.suspicion):
@@ -62,16 +93,20 @@ class Placement:
         return prefill, choose_decode(self._policy, [w for w in decodes if prefill and w.kind == prefill.kind], need)
 
     def _prefill_has_room(self, worker: Worker, flight: Flight, num_tokens: int) -> bool:
-        if worker.load is not None and not worker.load.accepting and worker.dispatches:
+        if worker.num_others:
+            self._unsure = True
+        if not worker.accepting and worker.dispatches:
+            self._unsure = True
             return False
-        ahead = self._state.limits.queued_batches * worker.hello.max_batch_tokens
         if flight.num_attempts:  # it goes before those that are computed for the first time
+            ahead = self._state.limits.queued_batches * worker.max_batch_tokens
             waiting = self._returning_tokens(worker)
             return waiting == 0 or waiting + num_tokens <= ahead
-        if worker.pending_tokens + num_tokens <= ahead:
-            return True
-        waiting = worker.tokens_ahead_of(num_tokens)
-        return waiting == 0 or waiting + num_tokens <= ahead
+        return self._has_room_for_new(worker, num_tokens)
+
+    def _has_room_for_new(self, worker: Worker, num_tokens: int) -> bool:
+        ahead = self._state.limits.queued_batches * worker.max_batch_tokens
+        return worker.pending_tokens + num_tokens <= ahead or not worker.is_ahead_of(num_tokens, ahead)
 
     def _returning_tokens(self, worker: Worker) -> int:
         """Of prompts dispatched to this prefill worker and not yet computed, those of requests that have come back."""

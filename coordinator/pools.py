@@ -25,7 +25,6 @@ class Worker:
     dispatches: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # what it says it holds
     pending: dict[int, int] = field(default_factory=dict)  # prefill: by dispatch, prompt tokens not yet computed
-    num_own_pending: int = 0  # their sum
     pending_blocks: int = 0  # decode: blocks of prompts dispatched and not yet joined
     unreached_since: float | None = None  # its connection is gone since then
     draining: bool = False  # it gets no new work, and leaves
@@ -33,42 +32,51 @@ class Worker:
     id: WorkerId = field(init=False)
     peer: Peer = field(init=False)
     """A decode worker as prefill workers reach it."""
+    role: Role = field(init=False)
+    block_size: int = field(init=False)
+    max_num_seqs: int = field(init=False)
+    max_batch_tokens: int = field(init=False)
+    num_blocks: int = field(init=False)
+    accepting: bool = field(init=False, default=True)  # as it last reported
+    num_others: int = field(init=False, default=0)
+    """Dispatches of other coordinators that it held when it last reported."""
+    pending_tokens: int = field(init=False, default=0)
+    """Prompt tokens dispatched to this prefill worker, by whatever coordinator, and not yet computed."""
+    _blocks_reported: int = field(init=False)
 
     def __post_init__(self) -> None:
         hello = self.hello
         self.id = (hello.worker_id, hello.incarnation)
         self.peer = Peer(worker_id=hello.worker_id, incarnation=hello.incarnation, address=hello.peer_address)
+        self.role, self.block_size = hello.role, hello.model.block_size
+        self.max_num_seqs, self.max_batch_tokens = max(1, hello.max_num_seqs), hello.max_batch_tokens
+        self.num_blocks, self._blocks_reported = max(1, hello.num_blocks), hello.num_blocks
 
-    @property
-    def role(self) -> Role:
-        return self.hello.role
-
-    @property
-    def block_size(self) -> int:
-        return self.hello.model.block_size
-
-    @property
-    def num_others(self) -> int:
-        """Dispatches of other coordinators that it held when it last reported."""
-        return self.load.num_others if self.load else 0
-
-    @property
-    def pending_tokens(self) -> int:
-        """Prompt tokens dispatched to this prefill worker, by whatever coordinator, and not yet computed."""
-        return self.num_own_pending + (self.load.num_others_tokens if self.load else 0)
+    def report(self, load: Load) -> None:
+        """Its newest load report."""
+        self.pending_tokens += load.num_others_tokens - (self.load.num_others_tokens if self.load else 0)
+        self.load, self.accepting, self.num_others = load, load.accepting, load.num_others
+        self._blocks_reported = load.blocks_free + load.blocks_cached
 
     def promise(self, dispatch: int, num_tokens: int) -> None:
-        """This prefill worker is to compute a prompt of so many tokens."""
+        """This prefill worker is to compute a prompt."""
         self.pending[dispatch] = num_tokens
-        self.num_own_pending += num_tokens
+        self.pending_tokens += num_tokens
 
     def unpromise(self, dispatch: int) -> None:
-        """It has, or need not."""
-        self.num_own_pending -= self.pending.pop(dispatch, 0)
+        """It has, or does not need to any more."""
+        self.pending_tokens -= self.pending.pop(dispatch, 0)
 
-    def tokens_ahead_of(self, num_tokens: int) -> int:
-        """What this prefill worker would compute before a prompt of this length: it takes short prompts first."""
-        return sum(pending for pending in self.pending.values() if pending <= num_tokens)
+    def is_ahead_of(self, num_tokens: int, most: int) -> bool:
+        """Whether what this prefill worker would compute before a prompt of this length (it takes short prompts first), and the prompt
+        itself, is more than ``most`` tokens."""
+        ahead = 0
+        for pending in self.pending.values():
+            if pending <= num_tokens:
+                ahead += pending
+                if ahead + num_tokens > most:
+                    return True
+        return False
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -76,15 +84,14 @@ class Worker:
     @property
     def blocks_available(self) -> int:
         """Blocks that could be given out now, less those already promised."""
-        known = self.load.blocks_free + self.load.blocks_cached if self.load else self.hello.num_blocks
-        return known - self.pending_blocks
+        return self._blocks_reported - self.pending_blocks
 
     def has_room_for(self, num_tokens: int) -> bool:
         """Whether this decode worker can take a sequence of this length now."""
         num_rows = len(self.dispatches) + self.num_others
         if not num_rows:
             return True  # what does not even fit into an idle worker is refused by it, with the reason
-        return num_rows < self.hello.max_num_seqs and self.blocks_available > self.blocks_for(num_tokens)
+        return num_rows < self.max_num_seqs and self._blocks_reported - self.pending_blocks > -(-num_tokens // self.block_size)
 
     def match_prefix(self, hashes: list[bytes]) -> int:
         """How many leading blocks of a prompt this worker really has."""
@@ -101,6 +108,7 @@ class Pools:
         self._dead_after_s, self._progress_timeout_s, self._unreachable_s = dead_after_s, progress_timeout_s, unreachable_s
         self.workers: dict[WorkerId, Worker] = {}
         self._kinds: dict[ModelIdentity, int] = {}
+        self.num_changes = 0  # who is here has changed so often
         self.max_sequence_tokens = 0
         """The longest sequence that every live worker can hold, or could when there last was one."""
         self._came_or_went()
@@ -114,6 +122,7 @@ class Pools:
 
     def _came_or_went(self) -> None:
         """Works out what depends only on who is here."""
+        self.num_changes += 1
         workers = self.workers.values()
         self._of_role: dict[Role, list[Worker]] = {
             "prefill": [w for w in workers if w.role == "prefill"],
@@ -149,7 +158,8 @@ class Pools:
             return None
         if not load.busy or worker.load is None or load.steps > worker.load.steps:
             worker.progressed = now
-        worker.heard, worker.load, worker.unreached_since = now, load, None
+        worker.heard, worker.unreached_since = now, None
+        worker.report(load)
         if load.draining:
             worker.draining, worker.drain = True, None
         return worker

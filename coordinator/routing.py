@@ -38,10 +38,12 @@ def choose_prefill(policy: Policy, workers: Sequence[Worker], need: Need) -> Wor
     if len(workers) < 2:
         return next(iter(workers), None)
     if policy == "hybrid":
-        costs = {w.id: _uncached(w, need) + w.pending_tokens for w in workers}
-        best = min(costs.values())
-        near = [w for w in workers if costs[w.id] - best < w.block_size]
-        return _sticky(near, need) if need.session else min(near, key=lambda w: (costs[w.id], _turn(w, need)))
+        costs = [need.num_tokens - _num_cached(w, need) * w.block_size + w.pending_tokens for w in workers]
+        best = min(costs)
+        near = [(cost, w) for cost, w in zip(costs, workers, strict=True) if cost - best < w.block_size]
+        if need.session:
+            return _sticky([w for _, w in near], need)
+        return _in_turn([w for cost, w in near if cost == best], need)
     return _by_policy(policy, workers, need, lambda w: w.pending_tokens)
 
 
@@ -50,7 +52,9 @@ def choose_decode(policy: Policy, workers: Sequence[Worker], need: Need) -> Work
     if len(workers) < 2:
         return next(iter(workers), None)
     if policy == "hybrid":
-        return max(workers, key=lambda w: (_share_left(w, need), -_turn(w, need)))
+        shares = _shares_left(workers, need)
+        most = max(shares)
+        return _in_turn([w for share, w in zip(shares, workers, strict=True) if share == most], need)
     return _by_policy(policy, workers, need, lambda w: len(w.dispatches) + w.num_others)
 
 
@@ -64,16 +68,27 @@ def _by_policy(policy: Policy, workers: Sequence[Worker], need: Need, load: Call
     return min(workers, key=lambda w: (load(w), _turn(w, need)))
 
 
-def _uncached(worker: Worker, need: Need) -> int:
-    return need.num_tokens - worker.match_prefix(need.hashes) * worker.block_size
+def _num_cached(worker: Worker, need: Need) -> int:
+    """How many leading blocks of the prompt it has."""
+    cached = worker.cached
+    return worker.match_prefix(need.hashes) if cached and need.hashes and need.hashes[0] in cached else 0
 
 
-def _share_left(worker: Worker, need: Need) -> float:
-    """Room left, as the smaller share of rows and of blocks, once this sequence is there."""
-    rows = 1 - (len(worker.dispatches) + worker.num_others + 1) / max(1, worker.hello.max_num_seqs)
-    cached = worker.match_prefix(need.hashes)
-    blocks = (worker.blocks_available + cached - worker.blocks_for(need.num_tokens)) / max(1, worker.hello.num_blocks)
-    return min(rows, blocks) + cached / max(1, worker.blocks_for(need.num_tokens)) * 0.25
+def _shares_left(workers: Sequence[Worker], need: Need) -> list[float]:
+    """Room left on each, as the smaller share of rows and of blocks, once this sequence is there; and something for what it has cached."""
+    shares = []
+    for worker in workers:
+        needed, cached = -(-need.num_tokens // worker.block_size), _num_cached(worker, need)
+        rows = 1 - (len(worker.dispatches) + worker.num_others + 1) / worker.max_num_seqs
+        blocks = (worker.blocks_available + cached - needed) / worker.num_blocks
+        share = rows if rows < blocks else blocks
+        shares.append(share + cached / max(1, needed) * 0.25 if cached else share)
+    return shares
+
+
+def _in_turn(workers: Sequence[Worker], need: Need) -> Worker:
+    """Of equals, the one whose turn it is."""
+    return workers[0] if len(workers) == 1 else min(workers, key=lambda w: _turn(w, need))
 
 
 def _sticky(workers: Sequence[Worker], need: Need) -> Worker:

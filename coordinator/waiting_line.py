@@ -57,6 +57,7 @@ class WaitingLine:
         self._entries: dict[Flight, Entry] = {}
         self._returning: list[Entry] = []  # sorted by arrival
         self._num_joined = 0
+        self.num_changes = 0  # who waits has changed so often
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -72,6 +73,7 @@ class WaitingLine:
     def join(self, flight: Flight) -> None:
         """One more waits."""
         request = flight.request
+        self.num_changes += 1
         if flight.num_attempts:
             self._num_joined += 1
             self._entries[flight] = (0, request.arrival, self._num_joined, flight, flight.num_tokens)
@@ -95,6 +97,7 @@ class WaitingLine:
         entry = self._entries.pop(flight, None)
         if entry is None:
             return
+        self.num_changes += 1
         at = bisect.bisect_left(self._returning, entry)
         if at < len(self._returning) and self._returning[at] is entry:
             del self._returning[at]
@@ -109,6 +112,11 @@ class WaitingLine:
             line.shares.leaves(request.tenant)
             if not line.tenants:
                 self._shares.leaves(request.priority_class)
+
+    @property
+    def anybody_returns(self) -> bool:
+        """Whether requests wait that were dispatched before."""
+        return bool(self._returning)
 
     def charge(self, flight: Flight) -> None:
         """Books what the request has been given since it was last booked: what was computed of its prompt, and its output tokens."""

@@ -151,7 +151,7 @@ def test_at_most_a_few_stand_still_at_once() -> None:
     bench.hello("d2", "decode")
     d, d2 = (bench.core.pools.workers[(name, 1)] for name in ("d", "d2"))
     for worker in (d, d2):
-        worker.hello = worker.hello.model_copy(update={"max_num_seqs": 20})
+        worker.max_num_seqs = 20
     d2.draining = True
     for i in range(1, 10):
         bench.submit(f"r{i}")
