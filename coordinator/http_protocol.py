@@ -40,6 +40,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self.url, self.headers, self.expect_100_continue, self._num_header_bytes = b"", [], False, 0
+        self._since, self._has_head, self._num_body_bytes = self.loop.time(), False, 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -50,6 +51,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._has_head = True
         endpoint = ENDPOINTS.get(self.url) or _endpoint_of(self.url)
         if endpoint is None:
             self._begin_scope()
