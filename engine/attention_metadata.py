@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
+from .host_copies import send
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,11 @@ class AttentionMetadata:
 
     @classmethod
     def from_batch(cls, batch: Batch, device: torch.device) -> AttentionMetadata:
+        """Without waiting for the device."""
         return cls(
-            positions=torch.from_numpy(batch.positions).to(device),
-            query_start_loc=torch.from_numpy(batch.query_start_loc).to(device),
-            seq_lens=torch.from_numpy(batch.seq_lens).to(device),
-            block_tables=torch.from_numpy(batch.block_tables).contiguous().to(device),
-            slot_mapping=torch.from_numpy(batch.slot_mapping).to(device),
+            positions=send(torch.from_numpy(batch.positions), device),
+            query_start_loc=send(torch.from_numpy(batch.query_start_loc), device),
+            seq_lens=send(torch.from_numpy(batch.seq_lens), device),
+            block_tables=send(torch.from_numpy(batch.block_tables).contiguous(), device),
+            slot_mapping=send(torch.from_numpy(batch.slot_mapping), device),
         )

@@ -84,11 +84,11 @@ def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_si
     flat = [(token, *edit) for row in edits for token, edit in row.items()]
 
     def column(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return send(torch.tensor(values, dtype=dtype), device)
 
     return SamplingRows(
         hashed_seeds=column([hashed_seed(p.seed) for p in params], torch.int64),
-        positions=torch.from_numpy(sampled.positions).to(device),
+        positions=send(torch.from_numpy(sampled.positions), device),
         temperatures=column([p.temperature for p in params], torch.float32),
         top_k=column([p.top_k for p in params], torch.int32),
         top_p=column([p.top_p for p in params], torch.float32),

@@ -25,6 +25,15 @@ def bring(tensors: Sequence[Tensor]) -> Arrival:
     return arrived
 
 
+def passed(device: torch.device) -> Callable[[], None]:
+    """A call that waits until the device has done what it has been given so far, but nothing that is launched later."""
+    if device.type != "cuda":
+        return lambda: None
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream())
+    return done.synchronize
+
+
 def send(values: Tensor, device: torch.device) -> Tensor:
     """A copy of these host values on the device, without waiting for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

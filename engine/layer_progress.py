@@ -1,5 +1,4 @@
-"""How many layers of the running step have their keys and values in the cache: told by the thread that computes, asked by the
-worker's loop."""
+"""How many layers of a step have their keys and values in the cache: told by the thread that computes, asked by the worker's loop."""
 
 from __future__ import annotations
 
@@ -10,23 +9,18 @@ import torch
 
 
 class LayerProgress:
-    """``reached`` is called from the step's thread, the rest from the loop's; ``wake`` says that asking is worth while.
+    """Of one step. ``reached`` is called from the step's thread, the rest from the loop's; ``wake`` says that asking is worth while.
 
     On a CPU a layer that the step's thread has passed is written. A GPU's kernels run later than that thread: there an event in the
     stream tells, and has to be asked for as long as ``pending``.
     """
 
-    def __init__(self, device: torch.device, wake: Callable[[], None]) -> None:
-        self._wake = wake
+    def __init__(self, device: torch.device, wake: Callable[[], None], every: int) -> None:
+        """``every`` how many layers it is to be told; 0: never."""
+        self._wake, self._every = wake, every
         self._on_gpu = device.type == "cuda"
         self._events: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._every = 0
         self._num_layers = 0
-
-    def start(self, every: int) -> None:
-        """A new step is about to be submitted. Every how many layers it is to be told; 0: never."""
-        self._events.clear()
-        self._every, self._num_layers = every, 0
 
     def reached(self, num_layers: int) -> None:
         """The step's thread has written (on a GPU: launched) the keys and values of the first ``num_layers`` layers."""
@@ -41,7 +35,7 @@ class LayerProgress:
         self._wake()
 
     def num_layers(self) -> int:
-        """Layers of the step last started whose keys and values are final; 0 before the first."""
+        """Layers whose keys and values are final; 0 before the first."""
         while self._events and self._events[0][1].query():  # type: ignore[no-untyped-call]
             self._num_layers = self._events.popleft()[0]
         return self._num_layers

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,14 @@ from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .device import available_bytes, select_device, select_dtype
 from .errors import ModelConfigError
 from .fingerprint import model_fingerprint
-from .host_copies import bring
+from .host_copies import bring, passed, send
 from .kv_cache import KVCache, KVCacheLayout, PoolAllocator, check_sequence_fits
 from .layers import LayerLoader
 from .models.decoder import DecoderModel
 from .sampled_rows import SampledRows
 from .sampler import Sampler, report_logprobs
 from .start_phases import StartPhases
+from .step_thread import OnLayer
 from .weights import Checkpoint
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 DEFAULT_CPU_CACHE_BYTES = 1 << 30
 DEFAULT_GPU_CACHE_FRACTION = 0.8  # of the memory that is free once the weights are loaded
+NO_LOGPROBS: dict[int, list[Logprobs]] = {}
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
 
 
@@ -99,7 +102,7 @@ class ModelRunner:
         self.phases.done("KV cache")
         self._max_decode_seqs = engine.max_decode_seqs
         self._graphs: DecodeGraphs | None = None
-        self._sampled = threading.local()
+        self._sampled_last = _SampledLast(self.device)
 
     def capture(self, record: Recorder) -> None:
         """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on. Raises OutOfMemoryError."""
@@ -107,52 +110,39 @@ class ModelRunner:
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._decode_logits, self._max_decode_seqs, max_blocks, self.device, record)
 
-    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+    def execute(self, batch: Batch, on_layer: OnLayer | None = None) -> StepOutput:
         """One step: writes the batch's keys and values to the cache and samples where ``batch.sampling`` asks.
 
         ``on_layer``: see ``DecoderModel.forward``.
         """
+        return self.launch(batch, on_layer)()
+
+    def launch(self, batch: Batch, on_layer: OnLayer | None = None) -> Callable[[], StepOutput]:
+        """Begins a step; the call that it returns, from any thread, waits for its output, but for no later step. On a CPU, and where prompt
+        logprobs are asked for, the step is over when this returns. Two steps may be under way."""
         self._use_this_thread()
-        if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
-            with torch.inference_mode():
-                logits, token_ids = self._graphs.logits(batch, self._sampled_last)
-                return StepOutput(*self._sample(batch, range(batch.num_seqs), logits, token_ids))
+        with torch.inference_mode():
+            if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
+                logits, newest = self._graphs.logits(batch, self._sampled_last.token_ids)
+                sampled, prompt_logprobs = list(range(batch.num_seqs)), NO_LOGPROBS
+            else:
+                sampled, logits, newest, prompt_logprobs = self._run_layers(batch, on_layer)
+            tokens = self._sample(batch, sampled, logits, newest)
+        return lambda: StepOutput(*tokens(), prompt_logprobs)
+
+    def _run_layers(self, batch: Batch, on_layer: OnLayer | None) -> tuple[list[int], Tensor, Tensor, dict[int, list[Logprobs]]]:
+        """The rows that sample, their logits and their last input tokens; and the logprobs of prompts."""
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
         rows = [int(batch.query_start_loc[i + 1]) - 1 for i in sampled]
         for i in reported:
             first = int(batch.query_start_loc[i])
             rows += range(first, first + len(batch.next_prompt_ids[i]))
-        with torch.inference_mode():
-            token_ids = self._token_ids(batch)
-            hidden = self._hidden_states(batch, token_ids, rows, on_layer)
-            logits = self._model.logits(hidden[: len(sampled)]) if sampled else hidden[:0]
-            chosen, logprobs = self._sample(batch, sampled, logits, token_ids[rows[: len(sampled)]])
-            return StepOutput(chosen, logprobs, self._prompt_logprobs(batch, reported, hidden[len(sampled) :]))
-
-    def launch(self, batch: Batch) -> Callable[[], StepOutput]:
-        """Begins a step on a GPU; the call that it returns, from any thread, waits for its output, but for no later step. Two steps may be
-        under way. A step that no graph serves is over when this returns."""
-        self._use_this_thread()
-        if self._graphs is None or not self._graphs.serves(batch) or isinstance(self._sampler, Sampler):
-            output = self.execute(batch)
-            return lambda: output
-        with torch.inference_mode():
-            logits, token_ids = self._graphs.logits(batch, self._sampled_last)
-            states = [state for state in batch.sampling if state is not None]
-            self._sampled_last, told = self._sampler.draw(logits, SampledRows(states, batch.seq_lens, token_ids))
-            arrived = bring([self._sampled_last])
-        return lambda: StepOutput(arrived()[0].numpy(), told())
-
-    @property
-    def _sampled_last(self) -> Tensor:
-        """int32 [num_seqs] of the last step of this thread: two roles may step in turn, each on a thread of its own."""
-        last: Tensor | None = getattr(self._sampled, "last", None)
-        return torch.empty(0, dtype=torch.int32, device=self.device) if last is None else last
-
-    @_sampled_last.setter
-    def _sampled_last(self, token_ids: Tensor) -> None:
-        self._sampled.last = token_ids
+        token_ids = self._token_ids(batch)
+        hidden = self._hidden_states(batch, token_ids, rows, on_layer)
+        logits = self._model.logits(hidden[: len(sampled)]) if sampled else hidden[:0]
+        newest = token_ids[self._index(rows[: len(sampled)])]
+        return sampled, logits, newest, self._prompt_logprobs(batch, reported, hidden[len(sampled) :])
 
     def _use_this_thread(self) -> None:
         """The number of threads and the device are settings of the calling thread."""
@@ -191,32 +181,39 @@ class ModelRunner:
 
     def _token_ids(self, batch: Batch) -> Tensor:
         """int32 [num_tokens]: the batch's own, and those that the step before has sampled for it."""
-        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
+        token_ids = send(torch.from_numpy(batch.token_ids), self.device)
         if batch.fed_from is None:
             return token_ids
-        return feed(token_ids, torch.from_numpy(batch.fed_from).to(self.device), self._sampled_last)
+        return feed(token_ids, send(torch.from_numpy(batch.fed_from), self.device), self._sampled_last.token_ids)
 
-    def _hidden_states(self, batch: Batch, token_ids: Tensor, rows: list[int], on_layer: Callable[[int], None] | None = None) -> Tensor:
+    def _hidden_states(self, batch: Batch, token_ids: Tensor, rows: list[int], on_layer: OnLayer | None = None) -> Tensor:
         metadata = AttentionMetadata.from_batch(batch, self.device)
         every_row = rows == list(range(batch.num_tokens))
-        wanted = None if every_row else torch.tensor(rows, dtype=torch.int64, device=self.device)
-        return self._model.forward(token_ids, metadata, self.kv_cache.pool, wanted, on_layer)
+        return self._model.forward(token_ids, metadata, self.kv_cache.pool, None if every_row else self._index(rows), on_layer)
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        return send(torch.tensor(rows, dtype=torch.int64), self.device)
 
     def _sample(
-        self, batch: Batch, sampled: Sequence[int], logits: Tensor, newest: Tensor
-    ) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
-        """The tokens of all sequences; those in the rows ``sampled`` have logits, and their last input tokens are ``newest``."""
+        self, batch: Batch, sampled: list[int], logits: Tensor, newest: Tensor
+    ) -> Callable[[], tuple[NDArray[np.int32], dict[int, Logprobs]]]:
+        """The tokens of all sequences, once they are waited for; those in the rows ``sampled`` have logits, and their last input tokens are
+        ``newest``. Without any, the wait is for the keys and values."""
         states = [state for state in batch.sampling if state is not None]
         if not states:
-            return np.full(batch.num_seqs, -1, np.int32), {}
-        chosen, logprobs = self._sampler.sample(logits, SampledRows(states, batch.seq_lens[sampled], newest))
-        if len(states) == batch.num_seqs:
-            token_ids = chosen
+            return _no_tokens(batch.num_seqs, passed(self.device))
+        rows = SampledRows(states, batch.seq_lens[sampled], newest)
+        if isinstance(self._sampler, Sampler):
+            chosen, logprobs = self._sampler.sample(logits, rows)
+            drawn = torch.from_numpy(chosen).to(self.device)
+            told: Callable[[], dict[int, Logprobs]] = partial(dict, logprobs)
         else:
-            token_ids = np.full(batch.num_seqs, -1, np.int32)
-            token_ids[sampled] = chosen
-        self._sampled_last = torch.from_numpy(token_ids).to(self.device)
-        return token_ids, {sampled[row]: told for row, told in logprobs.items()}
+            drawn, told = self._sampler.draw(logits, rows)
+        if len(states) < batch.num_seqs:
+            drawn = drawn.new_full((batch.num_seqs,), -1).index_copy_(0, self._index(sampled), drawn)
+        self._sampled_last.token_ids = drawn
+        arrived = bring([drawn])
+        return lambda: (arrived()[0].numpy(), {sampled[row]: entry for row, entry in told().items()})
 
     def _prompt_logprobs(self, batch: Batch, reported: Sequence[int], hidden: Tensor) -> dict[int, list[Logprobs]]:
         told: dict[int, list[Logprobs]] = {}
@@ -234,6 +231,21 @@ class ModelRunner:
         if self.device.type == "cpu":
             return DEFAULT_CPU_CACHE_BYTES
         return int(available_bytes(self.device) * DEFAULT_GPU_CACHE_FRACTION)
+
+
+def _no_tokens(num_seqs: int, passed: Callable[[], None]) -> Callable[[], tuple[NDArray[np.int32], dict[int, Logprobs]]]:
+    def tokens() -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
+        passed()
+        return np.full(num_seqs, -1, np.int32), {}
+
+    return tokens
+
+
+class _SampledLast(threading.local):
+    """Of the calling thread's last step: while a worker changes its role two threads step by turns, each after its own steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.token_ids = torch.empty(0, dtype=torch.int32, device=device)  # [num_seqs]
 
 
 def _make_sampler(kernels: Kernels, device: torch.device, eos_token_ids: tuple[int, ...]) -> Sampler | DeviceSampler:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .batch import Batch, StepOutput
-from .step_thread import Launch, Runner
+from .step_thread import Launch, OnLayer, Runner
 
 
 class Turns:
@@ -50,11 +50,11 @@ class RunnerInTurns:
     def __init__(self, runner: Runner, launch: Launch | None) -> None:
         self._runner, self._launch, self._turns = runner, launch, Turns()
 
-    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+    def execute(self, batch: Batch, on_layer: OnLayer | None = None) -> StepOutput:
         with self._turns.turn():
             return self._runner.execute(batch, on_layer)
 
-    def launch(self, batch: Batch) -> Callable[[], StepOutput]:
+    def launch(self, batch: Batch, on_layer: OnLayer | None = None) -> Callable[[], StepOutput]:
         assert self._launch is not None, "this model is not launched"
         with self._turns.turn():
-            return self._launch(batch)
+            return self._launch(batch, on_layer)

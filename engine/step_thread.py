@@ -10,20 +10,23 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from .batch import Batch, StepOutput
 from .out_of_memory import is_out_of_memory, release_memory_of
 
+OnLayer = Callable[[int], None]
+
 
 class Runner(Protocol):
     """Anything that executes batches (the model runner, or a stand-in that takes no time)."""
 
-    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+    def execute(self, batch: Batch, on_layer: OnLayer | None = None) -> StepOutput:
         """``on_layer``, if given, is called with the number of layers whose keys and values are written, as it grows."""
 
 
-Launch = Callable[[Batch], Callable[[], StepOutput]]
+Launch = Callable[[Batch, OnLayer | None], Callable[[], StepOutput]]
 """Begins a batch, on a device that does one after the other; the call that it returns waits for the output."""
 
 
@@ -63,8 +66,6 @@ class _Launched(Generic[S]):
 class StepThread(Generic[S]):
     """``submit`` a step while it ``wants_next``; ``wake`` is called, from the thread, when one has run; then ``collect`` it.
 
-    ``on_layer``: called, from the thread, as ``Runner.execute`` says.
-
     ``ahead_at_layer``: the next step is wanted as soon as the running one has written the keys and values of so many layers (``wake`` says
     so, too). Late is better, for what arrives until then takes part; but early enough to be made in time. 0: as soon as it is submitted.
     """
@@ -73,15 +74,13 @@ class StepThread(Generic[S]):
         self,
         runner: Runner,
         wake: Callable[[], None],
-        on_layer: Callable[[int], None] | None = None,
         ahead_at_layer: int = 0,
         launch: Launch | None = None,
     ) -> None:
         """``launch``: used instead of the runner, where it is given."""
         self._runner, self._wake = runner, wake
         self._ahead_at_layer = ahead_at_layer
-        self._on_layer = self._reached if ahead_at_layer else on_layer
-        self._inbox: queue.SimpleQueue[tuple[S, bool] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[S, bool, OnLayer | None] | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Finished[S]] = queue.SimpleQueue()
         self._num_in_flight = 0
         self._num_submitted = self._num_begun = self._num_nearly_done = 0
@@ -102,9 +101,10 @@ class StepThread(Generic[S]):
         """There is none, or but one, and that is nearly done."""
         return not self.busy or (self._num_in_flight == 1 and (not self._ahead_at_layer or self._num_nearly_done == self._num_submitted))
 
-    def submit(self, step: S) -> None:
-        """Starts a step, or has it start after the one that runs."""
-        self._inbox.put((step, self.busy))
+    def submit(self, step: S, on_layer: OnLayer | None = None) -> None:
+        """Starts a step, or has it start after the one that runs. ``on_layer``: called, from the thread, as ``Runner.execute`` says."""
+        assert on_layer is None or not self._ahead_at_layer, "one of them"
+        self._inbox.put((step, self.busy, self._reached if self._ahead_at_layer else on_layer))
         self._num_in_flight += 1
         self._num_submitted += 1
 
@@ -125,20 +125,20 @@ class StepThread(Generic[S]):
 
     def _run(self) -> None:
         while (item := self._inbox.get()) is not None:
-            step, follows = item
+            step, follows, on_layer = item
             self._num_begun += 1
-            self._finish(step, follows, lambda step=step: self._runner.execute(step.batch, self._on_layer))  # type: ignore[misc]
+            self._finish(step, follows, partial(self._runner.execute, step.batch, on_layer))
 
     def _launch_all(self) -> None:
         assert self._launch is not None
         broken = False
         while (item := self._inbox.get()) is not None:
-            step, follows = item
+            step, follows, on_layer = item
             broken = broken and follows
             output: Callable[[], StepOutput] | Exception | None = None
             if not broken:
                 try:
-                    output = self._launch(step.batch)
+                    output = self._launch(step.batch, on_layer)
                 except Exception as error:  # reported like one of the step itself
                     output, broken = error, True
             self._launched.put(_Launched(step, follows, output))

@@ -65,7 +65,9 @@ class PrefillCore:
         self.num_output_tokens = 0  # first tokens
         self.num_full_step_tokens = 0
         self.full_step_s = 0.0
-        self._step_began = 0.0
+        self._num_in_flight = 0  # steps that are neither booked nor skipped
+        self._lost_ahead = False  # one has failed, and what follows it counts for nothing
+        self._step_began = 0.0  # the oldest of them
         self._drain_timeout_s = drain_timeout_s
         self._leave_by: float | None = None
         self._given_back = False  # what was left when the drain's time was over
@@ -137,8 +139,13 @@ class PrefillCore:
         return not self.scheduler.held and not len(self.sender)
 
     def schedule(self, now: float) -> PrefillStep | None:
-        """The next step; prompts that start with it are offered to their decode workers."""
-        step, self._step_began = self.scheduler.schedule(now), now
+        """The next step, which may follow one that still runs; prompts that start with it are offered to their decode workers."""
+        if self._lost_ahead:
+            return None
+        step = self.scheduler.schedule(now)
+        if step is not None:
+            self._step_began = self._step_began if self._num_in_flight else now
+            self._num_in_flight += 1
         for sequence in self.scheduler.take_started():
             self._offer(sequence, now)
         return step
@@ -149,7 +156,8 @@ class PrefillCore:
         return min((stride for stride in strides if stride), default=0)
 
     def layers_done(self, step: PrefillStep, num_layers: int) -> None:
-        """The running step has computed the keys and values of its first ``num_layers`` layers: they may leave."""
+        """The running step, the oldest that is not booked, has computed the keys and values of its first ``num_layers`` layers: they may
+        leave."""
         for chunk in step.chunks:
             sequence = chunk.sequence
             if sequence.in_step and not sequence.doomed:
@@ -163,6 +171,8 @@ class PrefillCore:
         if self.scheduler.is_full(step):
             self.num_full_step_tokens += step.batch.num_tokens
             self.full_step_s += max(0.0, now - self._step_began)
+        self._step_is_over()
+        self._step_began = now  # of the next, if it is under way
         for row, chunk in enumerate(step.chunks):
             if self.scheduler.complete(chunk):
                 self._gather_prompt_logprobs(chunk, output.prompt_logprobs.get(row))
@@ -172,18 +182,29 @@ class PrefillCore:
                     self._blocks_ready(chunk.sequence)
 
     def fail_step(self, step: PrefillStep, reason: str) -> None:
-        """The step raised: its prompts are given back to the coordinator."""
-        for chunk in step.chunks:
-            chunk.sequence.in_step = False
-            if chunk.sequence.doomed:
-                self.scheduler.drop(chunk.sequence.key)
-            else:
-                self._fail(chunk.sequence.key, "internal", reason)
+        """The step raised: its prompts are given back to the coordinator. What follows it is to be skipped."""
+        failed = [chunk.sequence.key for chunk in step.chunks if not chunk.sequence.doomed]
+        self.scheduler.skip(step)
+        for key in failed:
+            self._fail(key, "internal", reason)
+        self._step_is_over(lost=True)
 
     def shrink_step(self, step: PrefillStep, reason: str) -> None:
-        """The step ran out of memory: it is done again in smaller ones, or fails where it is small already."""
-        if not self.scheduler.shrink(step):
+        """The step ran out of memory: it is done again in smaller ones, or fails where it is small already. What follows it is to be
+        skipped."""
+        if self.scheduler.shrink(step):
+            self._step_is_over(lost=True)
+        else:
             self.fail_step(step, reason)
+
+    def skip_step(self, step: PrefillStep) -> None:
+        """It followed one that failed, and was not run."""
+        self.scheduler.skip(step)
+        self._step_is_over()
+
+    def _step_is_over(self, lost: bool = False) -> None:
+        self._num_in_flight -= 1
+        self._lost_ahead = (self._lost_ahead or lost) and self._num_in_flight > 0
 
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines."""

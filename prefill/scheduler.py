@@ -43,9 +43,10 @@ class PrefillSequence:
     deadline: float
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_scheduled: int = 0  # computed, or in a step that has not been booked
+    num_steps: int = 0  # those steps
     num_cached_tokens: int = 0
     started: float = 0.0
-    in_step: bool = False
     doomed: bool = False  # cancelled while a step that writes its blocks is running
 
     @property
@@ -55,6 +56,15 @@ class PrefillSequence:
     @property
     def remaining(self) -> int:
         return self.num_tokens - self.num_computed
+
+    @property
+    def in_step(self) -> bool:
+        return self.num_steps > 0
+
+    @property
+    def unscheduled(self) -> int:
+        """Tokens that no step has taken along yet."""
+        return self.num_tokens - self.num_scheduled
 
     @property
     def peer_id(self) -> PeerId:
@@ -178,7 +188,8 @@ class PrefillScheduler:
             self._free(self.pinned.pop(key))
 
     def schedule(self, now: float) -> PrefillStep | None:
-        """The next step's chunks, or None where there is nothing to compute. New prompts are taken from ``waiting`` as they fit."""
+        """The next step's chunks, or None where there is nothing to compute. New prompts are taken from ``waiting`` as they fit. Steps
+        before it need not have been booked."""
         self._raise_budget()
         if not self.waiting and not self.running:
             return None
@@ -202,11 +213,14 @@ class PrefillScheduler:
                 self._started.append(sequence)
                 if block_hash := self._next_hash(sequence, sequence.num_computed // self.block_size):
                     computing.add(block_hash)
-            count = min(budget, sequence.remaining)
-            if sequence.state.lacks_matcher and count == sequence.remaining and not sequence.scores_only:
+            count = min(budget, sequence.unscheduled)
+            if count == 0 or sequence.doomed:
+                continue
+            if sequence.state.lacks_matcher and count == sequence.unscheduled and not sequence.scores_only:
                 continue  # nothing could be sampled yet
-            chunks.append(Chunk(sequence, sequence.num_computed, count))
-            sequence.in_step = True
+            chunks.append(Chunk(sequence, sequence.num_scheduled, count))
+            sequence.num_scheduled += count
+            sequence.num_steps += 1
             budget -= count
         return PrefillStep(chunks, self._batch(chunks)) if chunks else None
 
@@ -216,7 +230,7 @@ class PrefillScheduler:
         return started
 
     def _rank(self, sequence: PrefillSequence, now: float) -> tuple[bool, float]:
-        return not sequence.returns, sequence.remaining - self._aging * (now - sequence.arrival)
+        return not sequence.returns, sequence.unscheduled - self._aging * (now - sequence.arrival)
 
     def is_full(self, step: PrefillStep) -> bool:
         """Whether no more prompt tokens would have gone into this step: how fast it was is how fast this worker can be."""
@@ -228,11 +242,17 @@ class PrefillScheduler:
         if step.batch.num_tokens <= self.block_size:
             return False
         self._budget, self._steps_at_budget = step.batch.num_tokens // 2, 0
-        for chunk in step.chunks:
-            chunk.sequence.in_step = False
-            if chunk.sequence.doomed:
-                self.drop(chunk.sequence.key)
+        self.skip(step)
         return True
+
+    def skip(self, step: PrefillStep) -> None:
+        """The step has not been run, or counts for nothing: its chunks are to be computed yet. What was dropped meanwhile is gone."""
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            sequence.num_steps -= 1
+            sequence.num_scheduled = sequence.num_computed
+            if sequence.doomed:
+                self.drop(sequence.key)
 
     def _raise_budget(self) -> None:
         """Twice as much after every so many good steps."""
@@ -242,12 +262,11 @@ class PrefillScheduler:
                 self._budget, self._steps_at_budget = min(2 * self._budget, self._max_batch_tokens), 0
 
     def complete(self, chunk: Chunk) -> bool:
-        """Books one chunk of a finished step. False: the sequence had been dropped, and is now gone."""
+        """Books one chunk of a finished step. False: the sequence had been dropped, and is gone with its last step."""
         sequence = chunk.sequence
-        sequence.in_step = False
+        sequence.num_steps -= 1
         if sequence.doomed:
-            self.running.pop(sequence.key, None)
-            self._free(sequence)
+            self.drop(sequence.key)
             return False
         first, last = sequence.num_computed // self.block_size, (chunk.start + chunk.count) // self.block_size
         sequence.num_computed += chunk.count
@@ -277,7 +296,7 @@ class PrefillScheduler:
         fresh = self.blocks.allocate(total - len(cached))
         assert fresh is not None, "room was checked"
         sequence.blocks = cached + fresh
-        sequence.num_computed = sequence.num_cached_tokens = len(cached) * self.block_size
+        sequence.num_computed = sequence.num_scheduled = sequence.num_cached_tokens = len(cached) * self.block_size
         sequence.started = now
         self.num_prompt_tokens += sequence.num_tokens
         self.num_cached_tokens += sequence.num_cached_tokens

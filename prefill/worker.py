@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 
 import zmq
 
@@ -23,9 +24,8 @@ from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar
 from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
-from ..engine.layer_progress import LayerProgress
 from ..engine.role_host import RoleHost
-from ..engine.step_thread import StepThread
+from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import ToCoordinator
 from ..transport.collector import settle_heap
@@ -41,6 +41,7 @@ from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
 from ..transport.worker_trace import WorkerTrace
 from .core import PrefillAction, PrefillCore
+from .running_step import RunningStep
 from .scheduler import PrefillScheduler, PrefillStep
 from .settings import PrefillSettings
 
@@ -83,9 +84,8 @@ class PrefillWorker:
         )
         plaintext = settings.plaintext_kv or settings.insecure
         self._sending = SendingEnd(self._core.sender, settings.worker_id, self._links.incarnation, key, model, self._poller, plaintext)
-        self._progress = LayerProgress(model.device, self._wakeup.set)
-        self._steps: StepThread[PrefillStep] = StepThread(model.runner, self._wakeup.set, self._progress.reached)
-        self._running: PrefillStep | None = None
+        self._steps: StepThread[PrefillStep] = StepThread(model.runner, self._wakeup.set, launch=model.launch)
+        self._running: deque[RunningStep] = deque()  # the oldest first
         self._grammars = GrammarThread(model.grammars, self._wakeup.set)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
 
@@ -126,7 +126,7 @@ class PrefillWorker:
 
     def _wait(self, patience_s: float) -> set[object]:
         """Returns the sockets with something to read."""
-        if self._progress.pending or self._sending.pending:
+        if self._sending.pending or any(running.progress.pending for running in self._running):
             patience_s = min(patience_s, 0.001)
         ready = {socket for socket, _ in self._poller.poll(int(patience_s * 1000))}
         if self._wakeup.fd in ready:
@@ -151,14 +151,17 @@ class PrefillWorker:
             self._links.tick(now)
 
     def _collect(self, now: float) -> None:
-        finished = self._steps.collect()
-        if finished is None:
-            if self._running is not None and (num_layers := self._progress.num_layers()):
-                self._core.layers_done(self._running, num_layers)
-            return
-        self._running = None
+        while (finished := self._steps.collect()) is not None:
+            self._running.popleft()
+            self._book(finished, now)
+        if self._running and (num_layers := self._running[0].num_layers_to_send()):
+            self._core.layers_done(self._running[0].step, num_layers)
+
+    def _book(self, finished: Finished[PrefillStep], now: float) -> None:
         if finished.output is not None:
             self._core.complete(finished.step, finished.output, now)
+        elif finished.error is None:
+            self._core.skip_step(finished.step)
         elif finished.out_of_memory:
             _log.warning(
                 "a prefill step of %d tokens ran out of memory, smaller ones follow: %s", finished.step.batch.num_tokens, finished.error
@@ -174,10 +177,17 @@ class PrefillWorker:
             self._tell_coordinators(*reports)
 
     def _launch(self, now: float) -> None:
-        if not self._steps.busy and (step := self._core.schedule(now)) is not None:
-            self._running = step
-            self._progress.start(self._core.layer_stride(step))
-            self._steps.submit(step)
+        if self._wants_step() and (step := self._core.schedule(now)) is not None:
+            running = RunningStep(step, self._core.layer_stride(step), self._model, self._wakeup.set)
+            self._running.append(running)
+            self._steps.submit(step, running.progress.reached)
+
+    def _wants_step(self) -> bool:
+        """A GPU gets the next one before it is through with the last, so that it has no gap, but late: what arrives until then takes
+        part. On a CPU the gap is nothing beside a step."""
+        if self._model.launch is None or not self._running:
+            return not self._steps.busy
+        return self._steps.wants_next and self._running[-1].is_half_done
 
     def _carry_out(self) -> None:
         for action in self._core.take():

@@ -27,13 +27,13 @@ def test_keys_and_values_are_final_when_their_layer_is_told(tmp_path: Path) -> N
 
 
 def test_only_every_so_many_layers_wake_the_loop() -> None:
-    woken: list[int] = []
-    progress = LayerProgress(torch.device("cpu"), lambda: woken.append(progress.num_layers()))
     for every, told in ((0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4]), (5, [5])):
-        woken.clear()
-        progress.start(every)
-        assert progress.num_layers() == 0
+        woken: list[None] = []
+        progress = LayerProgress(torch.device("cpu"), lambda woken=woken: woken.append(None), every)  # type: ignore[misc]
+        seen = [progress.num_layers()]
         for layer in range(1, 6):
             progress.reached(layer)
-        assert woken == told
+            if len(woken) == len(seen):
+                seen.append(progress.num_layers())
+        assert seen == [0, *told]
         assert not progress.pending

@@ -127,7 +127,7 @@ class FakeDevice:
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         raise AssertionError("steps are launched here")
 
-    def launch(self, batch: Batch) -> Callable[[], StepOutput]:
+    def launch(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Callable[[], StepOutput]:
         self.launched.release()
         if self.fails_to_launch:
             raise MemoryError

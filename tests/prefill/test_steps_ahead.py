@@ -1,0 +1,252 @@
+"""Prefill steps made before the one that runs has been booked: every token once, in order, whatever fails; and keys and values leave a GPU
+beside the computation, when they are final."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.models import make_checkpoint
+
+from splitserve.engine.batch import StepOutput
+from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.host_copies import passed
+from splitserve.engine.host_mirror import HostMirror
+from splitserve.engine.settings import WorkerSettings
+from splitserve.engine.worker_model import WorkerModel
+from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.running_step import RunningStep
+from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
+from splitserve.transport.messages import Cancel, Meet, ModelIdentity, Peer, Prefill, RequestFailed, RequestSpec, Sampling, u32
+
+BLOCK = 4
+PEER = Peer(worker_id="d", incarnation=1, address="inproc://d")
+IDENTITY = ModelIdentity(fingerprint="model", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64, numerics="fast")
+
+
+def make_core(num_blocks: int = 64, budget: int = 8) -> PrefillCore:
+    meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=IDENTITY, movers=("zmq",))
+    return PrefillCore(meet, PrefillScheduler(BlockManager(num_blocks), BLOCK, "model", budget, max_num_seqs=4), frozenset(), 512)
+
+
+def prompt(dispatch: int, length: int) -> Prefill:
+    spec = RequestSpec(
+        request_id=f"r{dispatch}", epoch=0, dispatch=dispatch, coordinator=1, token_ids=u32([dispatch * 1000 + i for i in range(length)]),
+        num_prompt_tokens=length, sampling=Sampling(max_tokens=1), deadline_s=60.0,
+    )  # fmt: skip
+    return Prefill(spec=spec, decode=PEER)
+
+
+def output(step: PrefillStep) -> StepOutput:
+    return StepOutput(np.full(step.batch.num_seqs, 7, np.int32))
+
+
+def complete(core: PrefillCore, step: PrefillStep) -> None:
+    for chunk in step.chunks:
+        assert chunk.start == chunk.sequence.num_computed, "chunks are booked in order, without a gap"
+    core.complete(step, output(step), 0.0)
+
+
+def test_the_next_chunk_follows_the_one_that_runs() -> None:
+    core = make_core()
+    core.from_coordinator(prompt(1, 20), 0.0)
+    steps = [core.schedule(0.0) for _ in range(4)]
+    assert [(step.chunks[0].start, step.chunks[0].count) for step in steps if step] == [(0, 8), (8, 8), (16, 4)]
+    assert steps[3] is None
+    assert core.scheduler.num_waiting_tokens == 20, "nothing is booked yet"
+    for step in steps[:3]:
+        assert step is not None
+        complete(core, step)
+    assert core.num_output_tokens == 1
+
+
+def test_a_step_that_takes_long_is_not_charged_for_the_one_before() -> None:
+    core = make_core()
+    core.from_coordinator(prompt(1, 20), 0.0)
+    first, second = core.schedule(1.0), core.schedule(1.5)
+    assert first is not None
+    assert second is not None
+    core.complete(first, output(first), 3.0)
+    core.complete(second, output(second), 4.0)
+    assert core.full_step_s == pytest.approx(3.0), "from 1 to 3, then from 3 to 4"
+
+
+@given(seed=st.integers(0, 10_000), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_every_prompt_is_computed_whatever_fails_and_no_block_stays(seed: int, lengths: list[int]) -> None:
+    """Up to two steps at a time; some fail, run out of memory or are skipped as the step thread does it; some prompts are cancelled."""
+    chance, core = random.Random(seed), make_core(num_blocks=24)
+    for dispatch, length in enumerate(lengths):
+        core.from_coordinator(prompt(dispatch, length), 0.0)
+    in_flight: deque[PrefillStep] = deque()
+    broken, cancelled, failed = False, set(), set()
+    for turn in range(2000):
+        while len(in_flight) < 2 and (step := core.schedule(0.0)) is not None:
+            broken = broken and bool(in_flight)
+            in_flight.append(step)
+        if not in_flight:
+            break
+        step, fate = in_flight.popleft(), chance.random() if turn < 50 else 1.0
+        if broken:
+            core.skip_step(step)
+        elif fate < 0.1:
+            broken = True
+            core.fail_step(step, "it broke")
+        elif fate < 0.25:
+            broken = True
+            core.shrink_step(step, "no memory")
+        else:
+            complete(core, step)
+        if fate > 0.9 and turn < 50:
+            cancelled.add(dispatch := chance.randrange(len(lengths)))
+            core.from_coordinator(Cancel(coordinator=1, dispatches=u32([dispatch])), 0.0)
+        failed |= {m.dispatch for m in core.take_reports() if isinstance(m, RequestFailed)}
+        core.take()
+    assert not core.scheduler.held
+    assert core.blocks.num_used == 0
+    assert core.num_output_tokens >= len(lengths) - len(cancelled | failed)
+
+
+class Event:
+    """Of a stream that is played."""
+
+    played: ClassVar[list[Event]] = []
+
+    def __init__(self) -> None:
+        self.is_over, self.waited_for = False, False
+
+    def record(self, stream: object) -> None:
+        assert stream == "compute"
+        Event.played.append(self)
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.waited_for = True
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    Event.played = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "compute")
+    return Event.played
+
+
+def on_gpu(num_layers: int) -> WorkerModel:
+    return WorkerModel(
+        SimpleNamespace(), np.zeros((1, num_layers, 1), np.uint8), {}, frozenset(), 1, 1, torch.device("cuda"), launch=lambda *_: None
+    )  # type: ignore[arg-type, return-value]
+
+
+def test_layers_leave_a_gpu_when_its_stream_has_passed_them_and_the_next_step_comes_at_half(events: list[Event]) -> None:
+    core = make_core()
+    core.from_coordinator(prompt(1, 8), 0.0)
+    step = core.schedule(0.0)
+    assert step is not None
+    running = RunningStep(step, 2, on_gpu(8), lambda: None)
+    for layer in range(1, 9):
+        running.progress.reached(layer)  # the host is far ahead of the device
+    assert len(events) == 4
+    assert running.progress.pending
+    assert (running.num_layers_to_send(), running.is_half_done) == (0, False)
+    events[0].is_over = True
+    assert (running.num_layers_to_send(), running.is_half_done) == (2, False)
+    events[1].is_over = True
+    assert (running.num_layers_to_send(), running.is_half_done) == (4, True)
+
+
+def test_where_nothing_is_to_leave_early_only_the_half_is_told(events: list[Event]) -> None:
+    core = make_core()
+    core.from_coordinator(prompt(1, 8), 0.0)
+    step = core.schedule(0.0)
+    assert step is not None
+    running = RunningStep(step, 0, on_gpu(8), lambda: None)
+    for layer in range(1, 9):
+        running.progress.reached(layer)
+    assert len(events) == 2
+    events[0].is_over = True
+    assert (running.num_layers_to_send(), running.is_half_done) == (0, True)
+
+
+def test_a_chunk_without_a_token_is_over_when_the_device_has_passed_it(events: list[Event]) -> None:
+    wait = passed(torch.device("cuda"))
+    assert len(events) == 1
+    assert not events[0].waited_for
+    wait()
+    assert events[0].waited_for
+
+
+class OnGpu(torch.Tensor):
+    """Host memory that says it is a GPU's."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_blocks_come_to_the_host_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Stream:
+        def __init__(self, device: object) -> None: ...
+
+        def synchronize(self) -> None:
+            said.append("waited for the side stream")
+
+    @contextmanager
+    def stream(side: Stream | None) -> Iterator[None]:
+        said.append("onto the side stream" if side is not None else "nowhere")
+        yield
+        said.append("off it")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0))
+    pool = torch.arange(64, dtype=torch.uint8).view(4, 2, 8)
+    mirror = HostMirror(pool.as_subclass(OnGpu), lambda num_bytes: memoryview(bytearray(num_bytes)))
+    mirror.fetch([2], 1, 1)
+    assert said == ["onto the side stream", "off it", "waited for the side stream"]
+    assert mirror.pool[2, 1].tolist() == pool[2, 1].tolist()
+    assert not mirror.pool[2, 0].any()
+    said.clear()
+    mirror.store([2])
+    assert said == [], "in the order of the computation, which nobody waits for"
+
+
+def test_a_launched_model_computes_chunk_after_chunk(tmp_path: Path) -> None:
+    """What the worker's loop does for a GPU, with a model that is over when it is launched: the tokens are those of steps in turn."""
+    make_checkpoint(tmp_path, "llama2", num_hidden_layers=2)
+    settings = WorkerSettings(
+        model=tmp_path, insecure=True, device="cpu", dtype="float32", num_blocks=64, block_size=BLOCK, max_model_len=128
+    )
+    model = WorkerModel.load(settings)
+
+    def tokens(at_once: int) -> list[int]:
+        core, told, waiting = make_core(), [], deque[tuple[PrefillStep, Callable[[], StepOutput]]]()
+        for dispatch, length in enumerate((30, 5, 17)):
+            message = prompt(dispatch, length)
+            core.from_coordinator(
+                message.model_copy(update={"spec": message.spec.model_copy(update={"token_ids": u32(range(3, 3 + length))})}), 0.0
+            )
+        while True:
+            while len(waiting) < at_once and (step := core.schedule(0.0)) is not None:
+                waiting.append((step, model.runner.launch(step.batch)))  # type: ignore[attr-defined]
+            if not waiting:
+                return told
+            step, wait = waiting.popleft()
+            result = wait()
+            told += [int(token) for token in result.token_ids if token >= 0]
+            core.complete(step, result, 0.0)
+
+    assert sorted(tokens(2)) == sorted(tokens(1))
+    assert len(tokens(2)) == 3
