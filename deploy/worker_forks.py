@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
+from types import ModuleType
 
 from .child_process import Command
 from .forked_worker import FORK_SERVER_MODULES, be_worker
@@ -43,8 +46,20 @@ class WorkerForks:
             process = self._context.Process(
                 target=be_worker, args=(first, command.name, tuple(command.argv), dict(command.env), sender), daemon=True
             )
-            process.start()
+            with _without_main():
+                process.start()
         return ForkedWorker(process, self._thread)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Children would run the program's main module once more, which none of them needs."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 class ForkedWorker:

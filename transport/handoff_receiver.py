@@ -9,6 +9,7 @@ from .actions import CloseLease, ExpectAgain, Join, OpenLease, ReceiverAction, S
 from .granting import BlockPool, Granting, remember
 from .handoff import HandoffTimes, Key, PeerId, Wait
 from .incoming import Incoming
+from .lease_table import LeaseTable
 from .messages import (
     Ack,
     Handoff,
@@ -26,7 +27,6 @@ from .messages import (
     from_u64,
     u32,
 )
-from .quarantine import Ended, Quarantine
 from .writers import MoverEndpoints as MoverEndpoints
 from .writers import Writers
 
@@ -51,9 +51,7 @@ class HandoffReceiver:
         self._times = times or HandoffTimes()
         self._writers = Writers(identity, endpoints, pool.num_blocks)
         self._granting = Granting(pool, identity.block_size, room, secret, self._times.lease)
-        self._granted: dict[Key, Incoming] = {}
-        self._by_lease: dict[int, Incoming] = {}
-        self._quarantine = Quarantine()
+        self._leases = LeaseTable(pool)
         self._past: OrderedDict[Key, int] = OrderedDict()  # joined: key -> lease
         self._actions: list[ReceiverAction] = []
         self.num_corrupt_blocks = 0
@@ -74,44 +72,39 @@ class HandoffReceiver:
 
     @property
     def num_granted(self) -> int:
-        return len(self._granted)
+        return len(self._leases.granted)
 
     @property
     def num_leased_blocks(self) -> int:
         """Blocks under a lease or in quarantine (they count as used in the pool)."""
-        return sum(len(i.blocks) for i in self._granted.values()) + self._quarantine.num_blocks
+        return self._leases.num_blocks
 
     def blocks_open_to(self, lease: int) -> list[int]:
         """The blocks that this lease's writer may still be writing."""
-        incoming = self._by_lease.get(lease)
-        if incoming is not None:
-            return incoming.blocks[incoming.num_cached :]
-        ended = self._quarantine.leases.get(lease)
-        return ended.blocks if ended is not None else []
+        return self._leases.blocks_open_to(lease)
 
     def leases(self) -> dict[int, float]:
         """When each lease ends, by lease, unless it is renewed. (One whose blocks are being checked ends with the check.)"""
-        return {i.lease: i.expires for i in self._granted.values() if not i.verifying}
+        return self._leases.ends()
 
     def writers(self) -> dict[PeerId, int]:
         """The process ids of the prefill workers met: the shell reports the end of one on this host by ``writer_gone``."""
         return dict(self._writers.pids)
 
     def keys(self) -> list[Key]:
-        return [*self._granting.waiting, *self._granted]
+        return [*self._granting.waiting, *self._leases.granted]
 
     def waits(self) -> Iterator[Wait]:
         """Every handoff here. (A lease in quarantine waits for its writer's word or death: time alone cannot end it.)"""
         for offer in self._granting.waiting.values():
             yield Wait(offer.key, "room, while its offer is repeated", offer.heard + self._times.waiting)
-        for incoming in self._granted.values():
+        for incoming in self._leases.granted.values():
             if not incoming.verifying:
                 yield Wait(incoming.key, "blocks, under a lease", incoming.expires)
 
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced here: under a lease, or in quarantine."""
-        yield from (incoming.blocks for incoming in self._granted.values())
-        yield from (ended.blocks for ended in self._quarantine.leases.values())
+        return self._leases.block_tables()
 
     @property
     def has_actions(self) -> bool:
@@ -141,19 +134,19 @@ class HandoffReceiver:
 
     def arrived(self, lease: int, position: int) -> None:
         """A two-sided mover has written this block."""
-        incoming = self._by_lease.get(lease)
+        incoming = self._leases.by_lease.get(lease)
         if incoming is not None:
             incoming.arrived.add(position)
             self._check(incoming)
 
     def mover_of(self, lease: int) -> str:
         """The mover that this lease's writer uses; empty where there is no such lease."""
-        incoming = self._by_lease.get(lease)
+        incoming = self._leases.by_lease.get(lease)
         return self._writers.movers.get(incoming.peer, "") if incoming is not None else ""
 
     def verified(self, lease: int, positions: list[int], wrong: list[int], now: float) -> None:
         """The answer to a Verify action, or to a part of it: ``wrong`` are those of ``positions`` that differ."""
-        incoming = self._by_lease.get(lease)
+        incoming = self._leases.by_lease.get(lease)
         if incoming is not None:
             incoming.checked(positions, wrong)
             self.num_corrupt_blocks += len(wrong)
@@ -162,8 +155,8 @@ class HandoffReceiver:
     def cancel(self, key: Key) -> None:
         """The coordinator has dropped this dispatch."""
         self._granting.waiting.pop(key, None)
-        if key in self._granted:
-            self._end(self._granted[key], "the request was cancelled")
+        if key in self._leases.granted:
+            self._end(self._leases.granted[key], "the request was cancelled")
 
     def cancel_all(self, keep: Callable[[Key], bool] = lambda key: False) -> None:
         """Drops every handoff but those that ``keep`` names."""
@@ -173,29 +166,27 @@ class HandoffReceiver:
 
     def writer_gone(self, peer: PeerId) -> None:
         """This prefill worker's process has ended: nothing of it can be written any more."""
-        for incoming in [i for i in (*self._granting.waiting.values(), *self._granted.values()) if i.peer == peer]:
+        for incoming in [i for i in (*self._granting.waiting.values(), *self._leases.granted.values()) if i.peer == peer]:
             self.cancel(incoming.key)
-        for lease in self._quarantine.of_writer(peer):
-            self._free_quarantine(lease)
+        self._leases.free_of_writer(peer)
         self._writers.forget(peer)
 
     def silent_writers(self, now: float) -> set[PeerId]:
         """Those that have not answered for long when asked to let go: the shell may shut them out, and say so by ``writer_shut_out``."""
-        return self._quarantine.silent_writers(self._times.silence, now)
+        return self._leases.quarantine.silent_writers(self._times.silence, now)
 
     def writer_shut_out(self, peer: PeerId) -> None:
         """This peer, dead or not, can write nothing any more by the mover that it was met with: its leases end, what they held is free."""
-        for incoming in [i for i in self._granted.values() if i.peer == peer]:
+        for incoming in self._leases.of_writer(peer):
             self._end(incoming, "the decode worker has shut its writer out, which did not answer")
-        for lease in self._quarantine.of_writer(peer):
-            self._free_quarantine(lease)
+        self._leases.free_of_writer(peer)
 
     def tick(self, now: float) -> None:
         """Ends expired leases, forgets silent offers, grants what now has room."""
         self._granting.forget_silent(self._times.waiting, now)
-        for incoming in [i for i in self._granted.values() if now >= i.expires and not i.verifying]:
+        for incoming in [i for i in self._leases.granted.values() if now >= i.expires and not i.verifying]:
             self._end(incoming, "the lease ran out: no renewal from the prefill worker")
-        for lease, ended in self._quarantine.to_ask(self._times.resend, now):
+        for lease, ended in self._leases.quarantine.to_ask(self._times.resend, now):
             self._revoke(ended.key, lease, ended.writer, "the lease has ended")
         self.grant_waiting(now)
 
@@ -203,7 +194,7 @@ class HandoffReceiver:
         """Grants offers in order of arrival, until one has no room."""
         while (incoming := self._granting.grant_next(self._worker[1], now)) is not None:
             assert incoming.grant is not None, "it was just made"
-            self._granted[incoming.key] = self._by_lease[incoming.lease] = incoming
+            self._leases.grant(incoming)
             targets = dict(enumerate(incoming.blocks[incoming.num_cached :], start=incoming.num_cached))
             self._actions.append(OpenLease(incoming.lease, incoming.grant.secret, targets))
             self._actions.append(ToPeer(incoming.peer, incoming.grant))
@@ -217,7 +208,7 @@ class HandoffReceiver:
         key = (offer.coordinator, offer.dispatch)
         if peer not in self._writers:
             return  # we have not met; the sender is told to begin anew by our silence and its deadline
-        known = self._granted.get(key)
+        known = self._leases.granted.get(key)
         if known is not None and known.grant is not None:
             self._actions.append(ToPeer(peer, known.grant))
         elif key in self._granting.waiting:
@@ -240,14 +231,13 @@ class HandoffReceiver:
         self._actions.append(ToPeer(peer, refuse))
 
     def _supersede(self, offer: Offer) -> None:
-        same = [i for i in (*self._granting.waiting.values(), *self._granted.values()) if i.request_id == offer.request_id]
+        same = [i for i in (*self._granting.waiting.values(), *self._leases.granted.values()) if i.request_id == offer.request_id]
         for incoming in same:
             self.cancel(incoming.key)
             self._actions.append(Supersede(incoming.key))
 
     def _on_renew(self, peer: PeerId, lease: int, now: float) -> None:
-        incoming = self._by_lease.get(lease)
-        if incoming is not None and incoming.peer == peer:
+        if (incoming := self._leases.of(lease, peer)) is not None:
             incoming.expires = now + self._times.lease
 
     def _on_handoff(self, peer: PeerId, message: Handoff, now: float) -> None:
@@ -255,8 +245,8 @@ class HandoffReceiver:
         if self._past.get(key) == message.lease:
             self._actions.append(ToPeer(peer, Ack(coordinator=key[0], dispatch=key[1], lease=message.lease)))
             return
-        incoming = self._by_lease.get(message.lease)
-        if incoming is None or incoming.key != key or incoming.peer != peer:
+        incoming = self._leases.of(message.lease, peer)
+        if incoming is None or incoming.key != key:
             self._revoke(key, message.lease, peer, "the decode worker knows no such lease")
             return
         if incoming.handoff is not None or message.again != incoming.retried:
@@ -269,8 +259,8 @@ class HandoffReceiver:
         self._settle(incoming, now)
 
     def _on_placed(self, peer: PeerId, message: Placed) -> None:
-        incoming = self._by_lease.get(message.lease)
-        if incoming is not None and incoming.peer == peer and incoming.handoff is None and not incoming.retried:
+        incoming = self._leases.of(message.lease, peer)
+        if incoming is not None and incoming.handoff is None and not incoming.retried:
             self._hear_checksums(incoming, message.first, message.checksums)
 
     def _hear_checksums(self, incoming: Incoming, first: int, column: bytes) -> None:
@@ -304,7 +294,7 @@ class HandoffReceiver:
     def _join(self, incoming: Incoming, now: float) -> None:
         handoff = incoming.handoff
         assert handoff is not None
-        self._forget(incoming)
+        self._leases.take_back(incoming)
         remember(self._past, incoming.key, incoming.lease)
         parent: bytes | None = None
         for block, block_hash in zip(incoming.blocks, incoming.hashes, strict=False):
@@ -327,32 +317,20 @@ class HandoffReceiver:
 
     def _end(self, incoming: Incoming, reason: str) -> None:
         """The lease ends without a join: the writer must stop, and with a one-sided mover be believed to have stopped."""
-        self._forget(incoming)
+        self._leases.end(incoming, self._writers.one_sided.get(incoming.peer, False))
         self._actions.append(CloseLease(incoming.lease))
-        if self._writers.one_sided.get(incoming.peer, False):
-            self._quarantine.leases[incoming.lease] = Ended(incoming.key, incoming.peer, incoming.blocks)
-        else:
-            self._pool.release(incoming.blocks)
         self._revoke(incoming.key, incoming.lease, incoming.peer, reason)
 
     def _revoke(self, key: Key, lease: int, writer: PeerId, reason: str) -> None:
         self._actions.append(ToPeer(writer, Revoke(coordinator=key[0], dispatch=key[1], lease=lease, reason=reason)))
 
-    def _forget(self, incoming: Incoming) -> None:
-        self._granted.pop(incoming.key, None)
-        self._by_lease.pop(incoming.lease, None)
-
     def _on_release(self, peer: PeerId, message: Release) -> None:
         waiting = self._granting.waiting.get((message.coordinator, message.dispatch))
         if waiting is not None and waiting.peer == peer:
             del self._granting.waiting[waiting.key]
-        incoming = self._by_lease.get(message.lease)
-        if incoming is not None and incoming.peer == peer:
-            self._forget(incoming)
+        incoming = self._leases.of(message.lease, peer)
+        if incoming is not None:
+            self._leases.end(incoming, one_sided=False)  # its writer has stopped
             self._actions.append(CloseLease(incoming.lease))
-            self._pool.release(incoming.blocks)
-        elif message.lease in self._quarantine.of_writer(peer):
-            self._free_quarantine(message.lease)
-
-    def _free_quarantine(self, lease: int) -> None:
-        self._pool.release(self._quarantine.leases.pop(lease).blocks)
+        elif message.lease in self._leases.quarantine.of_writer(peer):
+            self._leases.free(message.lease)

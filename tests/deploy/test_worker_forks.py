@@ -48,7 +48,7 @@ def forks() -> Iterator[WorkerForks]:
 async def test_output_and_status_are_the_command_s_own(forks: WorkerForks) -> None:
     said = Said()
     assert await ChildProcess(Command("asks", ["version"], ENVIRON, forks.start), said).run() == 0
-    assert said.lines[0].startswith("splitserve ")
+    assert said.lines[0].startswith("splitserve "), "the command's own words come first"
     assert await ChildProcess(Command("wrong", ["prefill", "--blocks", "8"], ENVIRON, forks.start), said).run() == 2
     assert "No such option" in said.lines[-1]
 
@@ -88,7 +88,7 @@ asyncio.run(child.run())
 
 def test_nobody_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     program = tmp_path / "supervisor.py"
-    program.write_text(f"if __name__ == '__main__':\n{''.join('    ' + line for line in KILLED.splitlines(keepends=True))}")
+    program.write_text(KILLED)
     with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True) as killed:
         assert killed.stdout is not None
         line = next(line for line in killed.stdout if UP in line)

@@ -11,7 +11,7 @@ import os
 import select
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +20,15 @@ from ..handoff import PeerId
 from .cuda_runtime import HANDLE_BYTES, CudaRuntime
 from .interface import Arrival, Item, layer_slice
 from .runs import runs
+from .target_kinds import OneSidedTarget
 
 PUT_S, SLOWEST_BYTES_PER_S = 5.0, 1e9  # a put may take that long, and as long as its bytes at that rate
 CLOSE_S, LOOK_S = 5.0, 0.001
 _ADDRESS = struct.Struct(f"<{HANDLE_BYTES}sQI")  # handle, offset of the pool, process id
 
 
-class CudaIpcTarget:
-    """The receiving side has nothing to do: the writer writes, and Handoff tells that it has."""
-
-    one_sided = True
-    fd = None
+class CudaIpcTarget(OneSidedTarget):
+    """The receiving side, for all writers."""
 
     def __init__(self, pointer: int, cuda: CudaRuntime) -> None:
         """``pointer``: the pool's address on its device. Raises MoverError where CUDA cannot share it."""
@@ -42,21 +40,6 @@ class CudaIpcTarget:
     def shut_out(self, peer: PeerId) -> bool:
         """A process that has mapped the pool can write as long as it lives."""
         return False
-
-    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        """Nothing to prepare: the grant itself tells the writer where to write."""
-
-    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
-        """Nothing to prepare."""
-
-    def close(self, lease: int) -> None:
-        """Cannot stop the writer; see ``PutTarget.one_sided``."""
-
-    def poll(self, limit: int) -> list[Arrival]:
-        return []
-
-    def close_all(self) -> None:
-        """The pool's memory is its owner's."""
 
 
 @dataclass(slots=True)

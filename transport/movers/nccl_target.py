@@ -6,44 +6,33 @@ import contextlib
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..handoff import PeerId
 from ..messages import Message, ParcelComing, RendezvousEntry, SessionOver, from_u32
-from ..wakeup import Wakeup
 from .block_memory import BlockMemory
 from .communicator import Communicator, SharedStore
-from .interface import Arrival
-from .lease_book import Claim, LeaseBook
+from .lease_book import Claim
 from .nccl_source import CLOSE_S, PARCEL_BYTES, PARCEL_S
 from .parcel import ParcelHeader
+from .target_kinds import BookedTarget
 
 MAX_WAITING = 1 << 16  # parcels announced and not received: a peer that announces more has its session ended
 _log = logging.getLogger(__name__)
 
 
-class NcclTarget:
+class NcclTarget(BookedTarget):
     """``shape`` is the pool's [num_blocks, num_layers, layer_bytes]. ``dropped`` counts parcels by what was wrong with them."""
 
-    one_sided = False
-
     def __init__(self, memory: BlockMemory, shape: tuple[int, ...]) -> None:
+        super().__init__(shape[1], shape[2])
         self.dropped: Counter[str] = Counter()
         self._memory, self._shape = memory, shape
-        self._book = LeaseBook(shape[1], shape[2])
-        self._lock = threading.Lock()  # guards the book, the pool's leased blocks, arrivals and words
-        self._arrivals: deque[Arrival] = deque()
-        self._words: list[tuple[PeerId, Message]] = []
-        self._news = Wakeup()
+        self._words: list[tuple[PeerId, Message]] = []  # under the lock, too
         self._met: set[PeerId] = set()
         self._sessions: dict[PeerId, _Session] = {}
-
-    @property
-    def fd(self) -> int:
-        return self._news.fd
 
     def address(self, peer: PeerId) -> bytes:
         self._met.add(peer)
@@ -79,28 +68,8 @@ class NcclTarget:
             words, self._words = self._words, []
         return words
 
-    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        with self._lock:
-            self._book.open(lease, secret, targets)
-
-    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
-        with self._lock:
-            self._book.expect_again(lease, positions)
-
-    def close(self, lease: int) -> None:
-        with self._lock:  # no write is under way now, and none begins any more
-            self._book.close(lease)
-
-    def poll(self, limit: int) -> list[Arrival]:
-        with self._lock:
-            taken = [self._arrivals.popleft() for _ in range(min(limit, len(self._arrivals)))]
-            if not self._arrivals:
-                self._news.clear()
-        return taken
-
     def close_all(self) -> None:
-        with self._lock:
-            self._book.close_all()
+        self._close_book()
         for session in self._sessions.values():
             session.end("the decode worker ends")
         for session in self._sessions.values():
@@ -135,9 +104,7 @@ class NcclTarget:
             if claim is None or not claim.valid:
                 return
             self._memory.unpack(packed, claim.blocks, coming.layers)
-            if arrivals := self._book.complete(claim):
-                self._arrivals.extend(arrivals)
-                self._news.set()
+            self._arrived(self._book.complete(claim))
 
     def give_back(self, coming: _Coming) -> None:
         with self._lock:

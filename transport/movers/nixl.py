@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ from ..errors import MoverError
 from ..handoff import PeerId
 from .interface import Arrival, Item, Pool, layer_slice
 from .runs import runs
+from .target_kinds import OneSidedTarget
 
 PUT_S, SLOWEST_BYTES_PER_S = 10.0, 50e6  # a put may take that long, and as long as its bytes at that rate
 Descriptor: TypeAlias = tuple[int, int, int]
@@ -40,12 +41,9 @@ def is_installed() -> bool:
     return importlib.util.find_spec("nixl") is not None
 
 
-class NixlTarget:
+class NixlTarget(OneSidedTarget):
     """The receiving side: an agent for each peer met, and one spare for the next, made in the background (it takes half a second, or as
     long as registering the pool with an adapter takes)."""
-
-    one_sided = True
-    fd = None
 
     def __init__(self, pool: Pool) -> None:
         """Raises MoverError where NIXL cannot work here."""
@@ -73,18 +71,6 @@ class NixlTarget:
         if ended:
             self._ending.pop(peer, None)
         return ended
-
-    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        """Nothing to prepare: the grant itself tells the writer where to write."""
-
-    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
-        """Nothing to prepare."""
-
-    def close(self, lease: int) -> None:
-        """Cannot stop the writer; see ``shut_out``."""
-
-    def poll(self, limit: int) -> list[Arrival]:
-        return []
 
     def close_all(self) -> None:
         for thread in (*self._ending.values(), *([self._making] if self._making is not None else [])):

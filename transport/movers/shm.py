@@ -12,13 +12,14 @@ import fcntl
 import mmap
 import os
 import select
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..errors import MoverError
 from ..handoff import PeerId
 from .interface import Arrival, Item, Pool, layer_slice
+from .target_kinds import OneSidedTarget
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -56,11 +57,8 @@ class SharedPool:
         os.close(self._descriptor)
 
 
-class ShmTarget:
-    """The receiving side has nothing to do: the writer writes, and Handoff tells that it has."""
-
-    one_sided = True
-    fd = None
+class ShmTarget(OneSidedTarget):
+    """The receiving side, for all writers."""
 
     def __init__(self, pool: SharedPool):
         self.shm_name = pool.name
@@ -71,21 +69,6 @@ class ShmTarget:
     def shut_out(self, peer: PeerId) -> bool:
         """A process that has mapped the pool can write as long as it lives."""
         return False
-
-    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        """Nothing to prepare: the grant itself tells the writer where to write."""
-
-    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
-        """Nothing to prepare."""
-
-    def close(self, lease: int) -> None:
-        """Cannot stop the writer; see ``PutTarget.one_sided``."""
-
-    def poll(self, limit: int) -> list[Arrival]:
-        return []
-
-    def close_all(self) -> None:
-        """The pool's memory is its owner's."""
 
 
 class ShmSource:

@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
 
 from ..errors import AddressError
 from ..handoff import PeerId
@@ -25,7 +24,7 @@ from ..wakeup import Wakeup
 from .data_address import SECRET_BYTES, DataAddress, endpoint
 from .inbound import BadPeer, Desk, Inbound
 from .interface import Arrival, Pool
-from .lease_book import LeaseBook
+from .target_kinds import BookedTarget
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64  # connections that have not proved anything yet; beyond them the oldest ends
@@ -37,29 +36,20 @@ TURN_BYTES = 8 << 20  # read from one connection before the others have their tu
 _log = logging.getLogger(__name__)
 
 
-class TcpTarget:
+class TcpTarget(BookedTarget):
     """Every prefill worker connects here. ``dropped`` counts parcels, and ended connections, by what was wrong with them."""
-
-    one_sided = False
 
     def __init__(self, address: str, pool: Pool, takes_plain: bool = False):
         """Listens on ``address`` (tcp://host:* takes a free port). Raises AddressError."""
+        super().__init__(pool.shape[1], pool.shape[2])
         self.dropped: Counter[str] = Counter()
         self.num_blocks_received = 0
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._arrivals: deque[Arrival] = deque()
-        self._news = Wakeup()
-        self._lock = threading.Lock()
-        self._book = LeaseBook(pool.shape[1], pool.shape[2])
         desk = Desk(pool, self._book, self._lock, self._secret, takes_plain, self.dropped, self._arrived)
         self._takes_plain = takes_plain
         self._listener = _listening(address)
         self._server = _Server(self._listener, desk)
         self._server.start()
-
-    @property
-    def fd(self) -> int:
-        return self._news.fd
 
     def data_address(self, host: str) -> str:
         """What a peer that reaches us as ``host`` needs to connect. Confidential."""
@@ -73,37 +63,15 @@ class TcpTarget:
         """Nobody but us writes: what a closed lease brings is dropped."""
         return True
 
-    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        with self._lock:
-            self._book.open(lease, secret, targets)
-
-    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
-        with self._lock:
-            self._book.expect_again(lease, positions)
-
-    def close(self, lease: int) -> None:
-        with self._lock:  # no write is under way now, and none begins any more
-            self._book.close(lease)
-
-    def poll(self, limit: int) -> list[Arrival]:
-        with self._lock:
-            taken = [self._arrivals.popleft() for _ in range(min(limit, len(self._arrivals)))]
-            if not self._arrivals:
-                self._news.clear()
-        return taken
-
     def close_all(self) -> None:
-        with self._lock:
-            self._book.close_all()
+        self._close_book()
         self._server.stop()
         self._news.close()
 
     def _arrived(self, arrivals: list[Arrival]) -> None:
-        """On the server's thread, with the lock held."""
-        if arrivals:
-            self.num_blocks_received += len(arrivals)
-            self._arrivals.extend(arrivals)
-            self._news.set()
+        """On the server's thread."""
+        self.num_blocks_received += len(arrivals)
+        super()._arrived(arrivals)
 
 
 class _Connection:

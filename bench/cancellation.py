@@ -1,0 +1,122 @@
+"""Clients hang up at random moments of their requests: how soon every KV block is free on both workers.
+
+    python -m splitserve.bench.cancellation --json bench/results/cancellation.json
+
+A time runs from the client's close to the first look at /debug/state that finds no block in use and no request anywhere. So it holds
+the socket's way to the coordinator, the workers' running steps, and what the method adds: a worker's next heartbeat, and the look itself
+(``method_s``: the longest that these two take together). The goal is 100 ms from a worker's next loop turn. The bundled model, one
+prefill and one decode worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ..deploy.settings import DEMO_MODEL_NAME
+from ..deploy.up import free_port
+from .environment import environment
+
+HEARTBEAT_S = 0.05
+LONGEST_WAIT_S = 0.5
+PROMPT_CHARACTERS = (20, 400, 4000)
+START_S, FREED_S = 120.0, 30.0
+
+
+@contextmanager
+def cluster() -> Iterator[int]:
+    """One prefill and one decode worker; the HTTP port."""
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--port", str(port), "--heartbeat-s", str(HEARTBEAT_S)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + START_S
+        while not _is_ready(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the cluster did not start; run the same command by hand to see why: " + " ".join(command))
+            time.sleep(0.1)
+        yield port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def hang_up_after(port: int, body: dict[str, Any], wait_s: float) -> float:
+    """Asks for a stream, closes the connection after so many seconds; when (monotonic)."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), 5) as client:
+        client.sendall(head.encode() + data)
+        time.sleep(wait_s)
+    return time.monotonic()
+
+
+def measure(port: int, count: int, seed: int) -> dict[str, Any]:
+    """Seconds until all is free, and of the looks at it."""
+    draw = random.Random(seed)
+    freed: list[float] = []
+    looks: list[float] = []
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
+        for number in range(count):
+            prompt = "".join(draw.choice("abcdefgh \n") for _ in range(draw.choice(PROMPT_CHARACTERS)))
+            body = {"model": DEMO_MODEL_NAME, "prompt": prompt, "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 1 + number % 2}
+            closed = hang_up_after(port, body, draw.uniform(0, LONGEST_WAIT_S))
+            while True:
+                asked = time.monotonic()
+                rests = _at_rest(http)
+                looks.append(time.monotonic() - asked)
+                if rests:
+                    break
+                if asked - closed > FREED_S:
+                    raise SystemExit(f"blocks are still held {FREED_S:g} s after the client has gone")
+            freed.append(time.monotonic() - closed)
+    return {"count": count, "freed_s": _percentiles(freed), "method_s": round(HEARTBEAT_S + max(looks), 4), "look_s": _percentiles(looks)}
+
+
+def _at_rest(http: httpx.Client) -> bool:
+    state = http.get("/debug/state").json()
+    idle = state["requests"] == {"queued": 0, "running": 0}
+    return idle and not any(worker["blocks"]["used"] or worker["held"] for worker in state["workers"])
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    return {"p50": round(cuts[49], 4), "p99": round(cuts[98], 4), "max": round(max(seconds), 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="requests")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    with cluster() as port:
+        found = measure(port, arguments.count, arguments.seed)
+    print(json.dumps(found, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**found, "environment": environment()}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
