@@ -135,7 +135,7 @@ class Heard:
 async def admission(model: Path, tenants: Path, key: str, count: int = 20_000) -> dict[str, Any]:
     """Microseconds from a complete call to its submission."""
     served = ServedModel.load(model, "bench")
-    meter = Meter(f"sqlite:///{tenants}-usage", tenants.parent, "admission-journal-")
+    meter = Meter(f"sqlite:///{tenants}-usage", tenants.parent, "admission-journal-", soon=asyncio.get_running_loop().call_soon)
     meter.start()
     limiter = SharedLimiter(tenants.with_name("admission-limits"))
     results = {}

@@ -62,7 +62,7 @@ class HttpExchange:
         self._begun = False
         self._num_open = 0  # choices that have not ended
         self._num_running = 0  # of these, with the dispatcher
-        self._num_prompt_tokens = 0  # of each prompt once, however many choices it has
+        self.num_prompt_tokens = 0  # of each prompt once, however many choices it has
         self._done = options.done
         self._closed = False
         self.more_headers: Headers = []
@@ -81,7 +81,7 @@ class HttpExchange:
         else:
             choice = ParsedChoice(self, options, index, prompt, request_id, options.parser_of(prompt))
         if not self.choices or self.choices[-1].prompt is not prompt:
-            self._num_prompt_tokens += len(prompt.token_ids)
+            self.num_prompt_tokens += len(prompt.token_ids)
         self.choices.append(choice)
         self._num_open += 1
         return choice
@@ -105,14 +105,14 @@ class HttpExchange:
             self._call.start(200, headers + self._id_header())
 
     def usage_so_far(self) -> Usage:
-        num_prompt, num_output = self._num_prompt_tokens, self._num_output_tokens()
+        num_prompt, num_output = self.num_prompt_tokens, self._num_output_tokens()
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
     def usage_begun(self) -> UsageRecord:
         """For billing: what is known when it begins."""
         account, options = self._call.account, self._options
         names = (account.tenant, account.key, self._metrics.model_name, options.endpoint, options.priority_class)
-        return UsageRecord(options.id, time(), *names, "", self._num_prompt_tokens)
+        return UsageRecord(options.id, time(), *names, "", self.num_prompt_tokens)
 
     def usage_record(self) -> UsageRecord:
         """For billing: as it stands now."""
@@ -141,7 +141,7 @@ class HttpExchange:
     def num_used_tokens(self) -> int:
         """Prompts and answers, for limits; 0 where the server gave nothing for the prompt."""
         num_output = self._num_output_tokens()
-        return self._num_prompt_tokens + num_output if num_output or self._status in ("200", "cancelled", "too_slow") else 0
+        return self.num_prompt_tokens + num_output if num_output or self._status in ("200", "cancelled", "too_slow") else 0
 
     def stop_met(self, choice: Choice) -> None:
         self._loop.call_soon(self._dispatcher.cancel, choice.request_id)  # not from within the dispatcher's own call
@@ -303,7 +303,7 @@ class HttpExchange:
             ledger=self._ledger,
             stages=self._ledger.stages(),
             first_token_at=min([c.first_token_at for c in self.choices if c.first_token_at], default=0.0),
-            num_prompt_tokens=self._num_prompt_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self._num_cached(),
             num_output_tokens=self._num_output_tokens(),
             num_dispatches=ended.num_dispatches,

@@ -126,8 +126,7 @@ class GenerationApi:
 
     def _submit(self, call: Call, request: GenerateRequest, inputs: _Inputs, arrival: float) -> None:
         requests, exchange = self._exchange(call, request, inputs, arrival)
-        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in inputs.prompts)
-        tokens = estimated_tokens(num_prompt_tokens, max(r.sampling.max_tokens for r in requests), len(requests))
+        tokens = estimated_tokens(exchange.num_prompt_tokens, max([r.sampling.max_tokens for r in requests]), len(requests))
         self._tenancy.limiter.admit(call.account, tokens, lambda answer: self._answered(call, exchange, requests, answer))
 
     def _answered(self, call: Call, exchange: HttpExchange, requests: list[GenerationRequest], answer: Admission | Shortage) -> None:

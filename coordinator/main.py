@@ -146,7 +146,7 @@ def meter_of(settings: CoordinatorSettings) -> Meter | None:
     if url is None:
         return None
     beside = settings.tenants_file or Path(url.removeprefix(SQLITE) if url.startswith(SQLITE) else "usage").absolute()
-    return Meter(url, beside.parent, f"{beside.name}-journal-")
+    return Meter(url, beside.parent, f"{beside.name}-journal-", soon=asyncio.get_running_loop().call_soon)
 
 
 def limiter_of(settings: CoordinatorSettings) -> Limiter:

@@ -30,8 +30,9 @@ class Prompt(NamedTuple):
 def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
     """Whether ``prompts_of`` is better called on a thread."""
     if isinstance(request, ChatCompletionRequest):
-        num_chars = sum(len(message.content or "") + CHARS_PER_MESSAGE for message in request.messages)
-        num_chars += CHARS_PER_TOOL * len(request.offered_tools)
+        num_chars = CHARS_PER_MESSAGE * len(request.messages) + CHARS_PER_TOOL * len(request.offered_tools)
+        for message in request.messages:
+            num_chars += len(message.content or "")
     else:
         num_chars = sum(len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR for prompt in request.prompt)
     return num_chars > INLINE_CHARS
@@ -40,7 +41,7 @@ def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
 def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> list[Prompt]:
     """One for a chat, one or several for a completion. Raises InvalidRequest."""
     if isinstance(request, ChatCompletionRequest):
-        tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
+        tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools] if request.tools else ()
         prompts = [chat_prompt(request.messages, model, extra=request.template_variables, tools=tools)]
         param = "messages"
     else:

@@ -95,7 +95,7 @@ class ChatCompletionRequest(SamplingFields):
             raise PydanticCustomError("invalid", "top_logprobs: only allowed with `logprobs` true")
         if self.max_tokens == 0:
             raise PydanticCustomError("invalid", "max_tokens: must be at least 1")
-        return self
+        return self if self.tool_choice in (None, "none", "auto") else self._tools_to_choose_from()
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -108,10 +108,7 @@ class ChatCompletionRequest(SamplingFields):
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}
 
-    @model_validator(mode="after")
     def _tools_to_choose_from(self) -> Self:
-        if self.tool_choice in (None, "none", "auto"):
-            return self
         if not self.tools:
             raise invalid("tool_choice: needs `tools` to choose from")
         if not self.forced_tools:

@@ -120,12 +120,9 @@ class SamplingFields(Body):
     def _options_need_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("invalid", "stream_options: only allowed with `stream` true")
-        return self
+        return self if self.output_format is None else self._one_format(self.output_format)
 
-    @model_validator(mode="after")
-    def _one_format(self) -> Self:
-        if (wanted := self.output_format) is None:
-            return self
+    def _one_format(self, wanted: OutputFormat) -> Self:
         if len(others := [found.param for found in self._formats()]) > 1:
             raise invalid(f"{others[1]}: not allowed together with `{others[0]}`")
         if self.ignore_eos or self.min_tokens:

@@ -93,26 +93,21 @@ def take(state: list[float], limits: Limits, tokens: int) -> None:
 def fill(holder: Holder, now: float) -> None:
     """Brings a holder's buckets and calendar up to ``now``. A clock that went back fills nothing."""
     state, limits, _ = holder
-    new, elapsed = state[FILLED_AT] == 0, now - state[FILLED_AT]
-    if elapsed > 0:
+    minutes, new = (now - state[FILLED_AT]) / 60, state[FILLED_AT] == 0
+    if minutes > 0:
         state[FILLED_AT] = now
     else:
-        elapsed = 0.0
-    state[REQUESTS] = _filled(state[REQUESTS], limits.requests_per_minute, elapsed, new)
-    state[TOKENS] = _filled(state[TOKENS], limits.tokens_per_minute, elapsed, new)
+        minutes = 0.0
+    per_minute = limits.requests_per_minute
+    state[REQUESTS] = FULL if per_minute is None else per_minute if new else min(per_minute, state[REQUESTS] + minutes * per_minute)
+    per_minute = limits.tokens_per_minute
+    state[TOKENS] = FULL if per_minute is None else per_minute if new else min(per_minute, state[TOKENS] + minutes * per_minute)
     day = now // DAY_S
     if day > state[DAY]:
         state[DAY], state[DAY_TOKENS] = day, 0.0
         month = month_of(now)
         if month > state[MONTH]:
             state[MONTH], state[MONTH_TOKENS] = month, 0.0
-
-
-def _filled(level: float, limit: int | None, elapsed: float, new: bool) -> float:
-    if limit is None:
-        return FULL
-    level += elapsed * limit / 60
-    return limit if new or level > limit else level
 
 
 def room(holders: Sequence[Holder]) -> Room:

@@ -1,8 +1,8 @@
 """Metering: each request's record into the journal at once, and from a thread into the database, within a second.
 
-The hot path writes two lines of a file (some microseconds each). The thread takes what has come together into the database in one
-transaction, and keeps at it while the database is away. What a killed process has left behind, the next one finds in its journal: requests
-that had ended are kept, requests that were running are kept as "lost", and the log names them.
+The hot path writes two lines of a file, at the end of the turn of the event loop. The thread takes what has come together into the database
+in one transaction, and keeps at it while the database is away. What a killed process has left behind, the next one finds in its journal:
+requests that had ended are kept, requests that were running are kept as "lost", and the log names them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from .usage_database import UsageDatabase, open_database
-from .usage_journal import UsageJournal, journal_path, left_behind
+from .usage_journal import Soon, UsageJournal, at_once, journal_path, left_behind
 from .usage_record import UsageRecord
 
 WRITE_EVERY_S = 0.5
@@ -27,8 +27,10 @@ _log = logging.getLogger(__name__)
 class Meter:
     """``began`` and ``ended`` are called on the event loop and do not block."""
 
-    def __init__(self, url: str, folder: Path, stem: str, write_every_s: float = WRITE_EVERY_S) -> None:
-        """``folder`` and ``stem``: where journals lie, and how their names begin. Raises TenantsFileError."""
+    def __init__(self, url: str, folder: Path, stem: str, write_every_s: float = WRITE_EVERY_S, soon: Soon = at_once) -> None:
+        """``folder`` and ``stem``: where journals lie, and how their names begin. ``soon``: how journal lines are put off to the
+        end of a turn of the loop. Raises TenantsFileError."""
+        self._soon = soon
         self._database: UsageDatabase = open_database(url)
         self._folder, self._stem, self._every_s = folder, stem, write_every_s
         self._running: dict[str, UsageRecord] = {}
@@ -57,6 +59,7 @@ class Meter:
         self._pending.append(record)
         self._num_ended += 1
         if self._journal.num_bytes > MAX_JOURNAL_BYTES:
+            self._journal.flush()  # its file may be closed before the turn ends
             self._full.append((self._journal, self._num_ended))
             self._journal = self._new_journal()
             for running in self._running.values():
@@ -76,7 +79,7 @@ class Meter:
 
     def _new_journal(self) -> UsageJournal:
         self._num_journals += 1
-        return UsageJournal(journal_path(self._folder, self._stem, self._num_journals))
+        return UsageJournal(journal_path(self._folder, self._stem, self._num_journals), self._soon)
 
     # --- on the thread ---------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ GROW_ROWS = 1024
 END_OF_COLUMNS = 0  # in row 0, which is nobody's: the first column that was never owned
 LOCK_TRIES = 50
 LOCK_WAIT_S = 1e-4
+NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
 LOCK = "hhqqi4x"  # struct flock
 COLUMN_LOCKS_AT = 1 << 40  # byte offsets far beyond the file's end: locks need no bytes
 
@@ -100,11 +101,12 @@ class SharedLimiter:
         """Copies: a list of floats is quicker to work on than shared memory."""
         holders: list[Holder] = []
         for row, limits in rows:
-            self._reach(row)
-            at = row * ROW_DOUBLES
-            end = at + int(self._view[END_OF_COLUMNS])
-            num_streams = round(sum(self._view[at + FIRST_COLUMN : end])) if limits.max_streams is not None else 0
-            state: list[float] = [*self._view[at : at + NUM_FIELDS]]
+            if row >= self._num_rows:
+                self._reach(row)
+            view, at, num_streams = self._view, row * ROW_DOUBLES, 0
+            if limits.max_streams is not None:
+                num_streams = round(sum(view[at + FIRST_COLUMN : at + int(view[END_OF_COLUMNS])]))
+            state: list[float] = [*view[at : at + NUM_FIELDS]]
             holders.append(Holder(state, limits, num_streams))
         return holders
 
@@ -161,11 +163,10 @@ class _Lock:
     def __enter__(self) -> None:
         for _ in range(LOCK_TRIES):
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._fd, NOW)
+                break
             except BlockingIOError:
                 time.sleep(LOCK_WAIT_S)
-            else:
-                return
 
     def __exit__(self, *_: object) -> None:
         fcntl.flock(self._fd, fcntl.LOCK_UN)

@@ -4,8 +4,9 @@
     {"ended": [...]}   it is over: its whole record
     {"at": seconds}    everything before this was on disk by then
 
-A line is one write, which the kernel keeps when the process is killed in the next instant. Only a host that goes down can lose lines:
-those after the last ``at``, which is at most a second old. Whoever owns a journal holds a lock on it, which ends with its process.
+Lines of one turn of the event loop are one write, which the kernel keeps when the process is killed in the next instant: who is killed
+within a turn loses what that turn has said. A host that goes down can lose lines: those after the last ``at``, which is at most a second
+old. Whoever owns a journal holds a lock on it, which ends with its process.
 """
 
 from __future__ import annotations
@@ -13,24 +14,36 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 import orjson
 
 from .usage_record import FIELDS, LOST, UsageRecord
 
+Soon: TypeAlias = Callable[[Callable[[], None]], object]
+"""Puts a call off to the end of the event loop's turn."""
+
+
+def at_once(write: Callable[[], None]) -> None:
+    """A ``Soon`` where there is no loop."""
+    write()
+
 
 class UsageJournal:
     """One file, from its first line until ``remove``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, soon: Soon = at_once) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._soon = soon
+        self._lines: list[bytes] = []  # to be written at the end of the turn
+        unlocked = path.with_name(f".{path.name}")  # under its own name it would be taken for one that was left behind
+        self._fd = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
+        unlocked.rename(path)
         self.num_bytes = 0
 
     def began(self, record: UsageRecord) -> None:
@@ -42,15 +55,24 @@ class UsageJournal:
     def sync(self, now: float) -> None:
         """Everything so far is on disk when this returns. May be called on another thread."""
         os.fsync(self._fd)
-        self._write(b'{"at":%b}\n' % orjson.dumps(now))
+        self.num_bytes += os.write(self._fd, b'{"at":%b}\n' % orjson.dumps(now))
 
     def remove(self) -> None:
         """The database has all of it."""
+        self._lines.clear()
         self.path.unlink()
         os.close(self._fd)
 
     def _write(self, line: bytes) -> None:
-        self.num_bytes += os.write(self._fd, line)
+        self._lines.append(line)
+        if len(self._lines) == 1:
+            self._soon(self.flush)
+
+    def flush(self) -> None:
+        """What was said in this turn is with the kernel when this returns."""
+        lines, self._lines = self._lines, []
+        if lines:
+            self.num_bytes += os.write(self._fd, b"".join(lines))
 
 
 @dataclass(slots=True)
