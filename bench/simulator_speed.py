@@ -1,9 +1,11 @@
 """How fast the simulator is: simulated requests a second of processor time on one core, and whether its memory stays flat.
 
-Workers with made-up times of about a 70B model's on an 8-GPU machine; Poisson arrivals at a rate that keeps the pools busy; lengths of
-the Azure conversation trace's medians and spreads.
+Workers with made-up times of about a 70B model's on an 8-GPU machine; arrivals at a rate that keeps the pools busy: Poisson, with
+lengths of the Azure conversation trace's medians and spreads, or a trace's own, compressed. Measured from the first arrival to the
+last end.
 
     python -m splitserve.bench.simulator_speed --json out.json
+    python -m splitserve.bench.simulator_speed --workers 100 --trace ../shared/data/azure/AzureLLMInferenceTrace_conv.csv --json out.json
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from typing import Any
 from ..engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
 from ..planner.simulator.cluster import Cluster, Pool
 from ..planner.simulator.simulation import Simulation
+from ..planner.trace.operators import cut, mean_rate, scaled
+from ..planner.trace.readers import open_trace
+from ..planner.trace.request import Trace
 from ..planner.workload.arrivals import Arrivals
 from ..planner.workload.lengths import MarginalLengths
 from ..planner.workload.workload import Workload
@@ -40,16 +45,25 @@ PER_WORKER = {"conversation": 4.0, "code": 4.5}
 SHARE_OF_PREFILL = {"conversation": 0.35, "code": 0.8}
 
 
-def measure(kind: str, num_workers: int, num_requests: int) -> dict[str, Any]:
+def synthetic(kind: str, num_workers: int, num_requests: int) -> Trace:
+    arrivals = Arrivals(rate=PER_WORKER[kind] * num_workers)
+    return Workload(arrivals=arrivals, lengths=LENGTHS[kind], sessions=None).trace(0, max_requests=num_requests)
+
+
+def compressed(path: Path, num_workers: int, num_requests: int) -> Trace:
+    """A trace's first requests, at the rate of the conversation load."""
+    trace = cut(open_trace(path), max_requests=num_requests)
+    return scaled(trace, PER_WORKER["conversation"] * num_workers / mean_rate(trace))
+
+
+def measure(kind: str, num_workers: int, trace: Trace, jumps: bool = True) -> dict[str, Any]:
     """One cluster under one load."""
     prefill = round(num_workers * SHARE_OF_PREFILL[kind])
     pools = (
         Pool(role="prefill", count=prefill, profile=PROFILE, max_batch_tokens=2048),
         Pool(role="decode", count=num_workers - prefill, profile=PROFILE, max_num_seqs=256),
     )
-    arrivals = Arrivals(rate=PER_WORKER[kind] * num_workers)
-    trace = Workload(arrivals=arrivals, lengths=LENGTHS[kind], sessions=None).trace(0, max_requests=num_requests)
-    simulation = Simulation(Cluster(pools=pools, max_queue=1 << 30))
+    simulation = Simulation(Cluster(pools=pools, max_queue=1 << 30), jumps=jumps)
     began = time.process_time()
     tallies = simulation.run(trace)
     took = time.process_time() - began
@@ -70,17 +84,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 100])
     parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--trace", type=Path, help="in place of the made-up loads")
+    parser.add_argument("--stepped", action="store_true", help="one event for each decode step, to compare with")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in LENGTHS}
-    for kind in LENGTHS:
+    kinds = ["conversation"] if arguments.trace else list(LENGTHS)
+    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    for kind in kinds:
         for num_workers in arguments.workers:
-            found = measure(kind, num_workers, arguments.requests)
+            counts = num_workers, arguments.requests
+            trace = compressed(arguments.trace, *counts) if arguments.trace else synthetic(kind, *counts)
+            found = measure(kind, num_workers, trace, not arguments.stepped)
             results[kind].append(found)
             rate, busy = found["requests_per_cpu_s"], ", ".join(f"{share:.0%}" for share in found["busy"])
             print(f"{kind}, {num_workers} workers: {rate:,.0f} requests/s of processor time (busy {busy})", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
+        said = {"environment": environment(), "command": sys.argv[1:]}
+        arguments.json.write_text(json.dumps({**said, "results": results}, indent=1) + "\n")
     return 0
 
 

@@ -127,7 +127,8 @@ class WorkerShell:
             self._tell(self.core.load())
             if (events := self.core.block_events()) is not None:
                 self._tell(events)
-        self.turn()
+        if self.core.stirs or self.core.may_leave or not self.device.busy:
+            self.turn()
 
     def _tell(self, message: Message) -> None:
         self.queue.after(self.pool.message_s, self.simulation.coordinator.hear, self.id, message)
