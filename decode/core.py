@@ -297,7 +297,7 @@ class DecodeCore:
 
     def room(self) -> tuple[int, int]:
         """For the receiver: (rows free, blocks to leave for the sequences that run)."""
-        running = self.scheduler.num_running
+        running = self.scheduler.num_running + self.receiver.num_joining
         return self.scheduler.row_limit - running - self.receiver.num_granted, running
 
     def _settle(self, now: float) -> None:

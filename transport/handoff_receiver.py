@@ -54,6 +54,8 @@ class HandoffReceiver:
         self._leases = LeaseTable(pool)
         self._past: OrderedDict[Key, int] = OrderedDict()  # joined: key -> lease
         self._actions: list[ReceiverAction] = []
+        self.num_joining = 0
+        """Handoffs that are complete and whose Join nobody has taken yet: each has its row already."""
         self.num_corrupt_blocks = 0
 
     def rename(self, worker: PeerId) -> None:
@@ -113,7 +115,7 @@ class HandoffReceiver:
 
     def take(self) -> list[ReceiverAction]:
         """What is to be done since the last call, in order."""
-        actions, self._actions = self._actions, []
+        actions, self._actions, self.num_joining = self._actions, [], 0
         return actions
 
     def receive(self, peer: PeerId, message: Message, now: float) -> None:
@@ -296,6 +298,7 @@ class HandoffReceiver:
         assert handoff is not None
         self._leases.take_back(incoming)
         remember(self._past, incoming.key, incoming.lease)
+        self.num_joining += 1
         parent: bytes | None = None
         for block, block_hash in zip(incoming.blocks, incoming.hashes, strict=False):
             self._pool.commit(block, block_hash, parent)

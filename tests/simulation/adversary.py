@@ -65,7 +65,7 @@ class Adversary:
 
     def partition(self) -> None:
         """Between any two processes, one way or both."""
-        one, other = self.random.sample([*sorted(self.world.workers), "coordinator"], 2)
+        one, other = self.random.sample([*sorted(self.world.workers), *self.world.coordinator_names], 2)
         seconds, holds = self._some_seconds(), self.random.random() < 0.5
         self.world.network.cut(one, other, seconds, holds)
         if self.random.random() < 0.5:
@@ -82,7 +82,7 @@ class Adversary:
             worker.told_to_leave = True
         else:
             self.counts["drains by the coordinator"] += 1
-            coordinator = self.world.coordinator
+            coordinator = self.world.some_coordinator()
             coordinator.run(coordinator.drain, worker.name, self.random.choice((None, 0.3)))
 
     def spill(self) -> None:
@@ -90,10 +90,10 @@ class Adversary:
         self.world.workers[self._some_worker()].blocks.spill()
 
     def restart_coordinator(self) -> None:
-        if self.world.coordinator.alive:
+        if (coordinator := self.world.some_coordinator()).alive:
             self.counts["coordinator restarts"] += 1
-            self.world.restart_coordinator(after=self._some_seconds() / 2)
+            self.world.restart_coordinator(coordinator, after=self._some_seconds() / 2)
 
     def freeze_coordinator(self) -> None:
         self.counts["coordinator freezes"] += 1
-        self.world.coordinator.freeze(self._some_seconds() / 2)
+        self.world.some_coordinator().freeze(self._some_seconds() / 2)

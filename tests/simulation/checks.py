@@ -39,7 +39,7 @@ class Checks:
             self.world.violated("the coordinator and the clients do not agree on who waits")
         for wait in waits:
             if not coordinator.now < wait.until < inf:
-                self.world.violated(f"coordinator: {wait.key} waits for {wait.what} until {wait.until}, and it is {coordinator.now}")
+                self.world.violated(f"{coordinator.name}: {wait.key} waits for {wait.what} until {wait.until}, and it is {coordinator.now}")
 
     def at_rest(self) -> bool:
         """Faults have stopped: is everybody done, and has everybody let go?"""
@@ -60,16 +60,20 @@ class Checks:
                 yield f"{worker.name}: {worker.blocks.num_used} blocks are in use"
             elif list(worker.core.waits()):
                 yield f"{worker.name}: waits for {next(iter(worker.core.waits()))}"
-        core = self.world.coordinator.core
-        if not self.world.coordinator.awake:
-            yield "the coordinator is dead or frozen"
+        for coordinator in self.world.coordinators.values():
+            yield from self._left_at(coordinator)
+
+    def _left_at(self, coordinator: CoordinatorProcess) -> Iterable[str]:
+        name, core = coordinator.name, coordinator.core
+        if not coordinator.awake:
+            yield f"{name} is dead or frozen"
         if core.num_flights or core.num_queued:
-            yield f"the coordinator holds {core.num_flights} requests"
+            yield f"{name} holds {core.num_flights} requests"
         if {w.id for w in self.world.workers.values()} != set(core.pools.workers):
-            yield f"the coordinator knows {sorted(core.pools.workers)}"
+            yield f"{name} knows {sorted(core.pools.workers)}"
         for known in core.pools.workers.values():
             if known.dispatches or known.pending or known.pending_blocks:
-                yield f"the coordinator counts work for {known.hello.worker_id}"
+                yield f"{name} counts work for {known.hello.worker_id}"
 
     def at_end(self) -> None:
         """At rest for a while: nothing is left over, and the coordinator knows what is really cached where."""
@@ -79,10 +83,24 @@ class Checks:
             self.world.violated(f"at the end: {what}")
         if self.world.scenario.faults == Faults() and (again := self._done_again()):
             self.world.violated(f"without any fault: {again}")
-        known = self.world.coordinator.core.pools.workers
         for worker in self.world.workers.values():
             worker.blocks.audit(worker.block_tables())
             if worker.blocks.num_free + worker.blocks.num_cached != worker.num_blocks:
                 self.world.violated(f"{worker.name}: {worker.blocks.num_used} blocks leaked")
-            if worker.id in known and known[worker.id].cached != set(worker.blocks.cached_hashes()):
-                self.world.violated(f"the coordinator does not know what {worker.name} has cached")
+            cached = set(worker.blocks.cached_hashes())
+            for coordinator in self.world.coordinators.values():
+                known = coordinator.core.pools.workers.get(worker.id)
+                if known is not None and known.cached != cached:
+                    self.world.violated(f"{coordinator.name} does not know what {worker.name} has cached")
+        self._check_others_work()
+
+    def _check_others_work(self) -> None:
+        """Where nothing happens but that coordinators die and clients leave, those that it does not happen to have nothing computed twice: one
+        coordinator's end, or its forgetting a worker, is none of the others' business."""
+        faults = self.world.scenario.faults
+        if faults != Faults(coordinator_restart_every=faults.coordinator_restart_every, cancel=faults.cancel):
+            return
+        for coordinator in self.world.coordinators.values():
+            lost = [why for why in coordinator.core.last_retries if "the workers hold nothing of it" in why]
+            if lost and coordinator.name not in self.world.restarted:
+                self.world.violated(f"{coordinator.name}, which nothing befell, had to dispatch again: {lost[0]}")

@@ -69,10 +69,11 @@ class Clients:
         num_choices = draw.choice((1,) * 9 + (3,))
         sampling, prompt_logprobs = self._sampling()
         timeout = draw.uniform(0.02, 2.0) if self.faults.short_deadline and draw.random() < self.faults.short_deadline else 90.0
+        coordinator = self.world.some_coordinator()
         for i in range(num_choices):
             request = GenerationRequest(f"r{number + i}", prompt, sampling, SINK, 0.0, timeout, priority, salt)
             request.prompt_logprobs, request.session = prompt_logprobs, draw.choice(("", "a", "b"))
-            self.world.coordinator.run(self._submit, request, self.world.coordinator)
+            coordinator.run(self._submit, request, coordinator)
         return num_choices
 
     def _sampling(self) -> tuple[Sampling, int | None]:

@@ -1,7 +1,8 @@
-"""The coordinator's process."""
+"""A coordinator's process; there may be several, none of which knows of the others' requests."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from simulation.process import Process
@@ -32,9 +33,10 @@ LIMITS = LifecycleLimits(
 class CoordinatorProcess(Process):
     """The real lifecycle; what it says to clients goes to ``world.clients``."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world, "coordinator")
-        self.core = Lifecycle(world.next_number(), world.scenario.cluster.policy, LIMITS)
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world, name)
+        siblings = tuple(other for other in world.coordinator_names if other != name)
+        self.core = Lifecycle(world.next_number(), world.scenario.cluster.policy, replace(LIMITS, siblings=siblings))
         self._num_ticks = 0
         self._tick()
 
@@ -74,4 +76,6 @@ class CoordinatorProcess(Process):
     def _send(self, send: Send) -> None:
         worker = self.world.workers.get(send.worker[0])
         if worker is not None:
-            self.world.network.send(self.name, worker.name, send.message, worker.run, worker.hear_coordinator, send.worker)
+            self.world.network.send(
+                self.name, worker.name, send.message, worker.run, worker.hear_coordinator, self.name, self.core.incarnation, send.worker
+            )

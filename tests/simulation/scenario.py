@@ -53,6 +53,7 @@ class Faults:
 class Cluster:
     num_prefill: int = 2
     num_decode: int = 2
+    num_coordinators: int = 1  # which do not know of each other's requests
     num_hosts: int = 1  # workers of one host hand blocks over by a one-sided mover, if they have it
     one_sided: float = 0.5  # share of prefill workers that have it
     prefill_blocks: int = 160
@@ -114,7 +115,8 @@ NAMED = {
     "drains": Scenario(Faults(drain_every=0.3), Cluster(num_prefill=3, num_decode=3)),
     "memory": Scenario(Faults(cancel=0.1, spill_every=0.5, step_no_memory=0.01), FEW_BLOCKS),
     "echoes": Scenario(Faults(drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1)),
-    "everything": Scenario(EVERYTHING),
+    "coordinators": Scenario(Faults(coordinator_restart_every=1.0, cancel=0.1), Cluster(num_coordinators=3)),
+    "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2)),
 }
 
 
@@ -135,5 +137,6 @@ def draw_scenario(seed: int) -> Scenario:
         max_num_seqs=random.choice([2, 8, 16]),
         max_batch_tokens=random.choice([16, 48, 96]),
         policy=random.choice(["hybrid", "hybrid", "round_robin", "least_loaded", "prefix", "sticky"]),
+        num_coordinators=random.choice([1, 1, 2, 3]),
     )
     return Scenario(Faults(**chosen), cluster, rate=random.choice([60.0, 120.0, 240.0]))

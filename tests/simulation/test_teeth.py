@@ -283,6 +283,28 @@ def keep_blocks_promised_to_what_is_over(patch: Patch) -> None:
     patch.setattr(FlightTable, "unpromise_blocks", lambda self, flight: None)
 
 
+# --- several coordinators --------------------------------------------------------------------------
+
+
+def drop_the_work_of_all_when_one_coordinator_is_gone(patch: Patch) -> None:
+    for core in (PrefillCore, DecodeCore):
+        patch.setattr(core, "drop_others", lambda self, *coordinators, drop=core.drop_others: drop(self, *coordinators[:1]))
+
+
+def cancel_whoever_has_that_dispatch_number(patch: Patch) -> None:
+    patch.setattr(DecodeCore, "_drop", _drop_by_number(DecodeCore._drop, lambda core: core._held()))
+    patch.setattr(PrefillCore, "_drop", _drop_by_number(PrefillCore._drop, lambda core: core.scheduler.held))
+
+
+def _drop_by_number(drop: Callable[[Any, Any], None], held: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    def broken(self: Any, key: Any) -> None:
+        for other in [key, *held(self)]:
+            if other[1] == key[1]:
+                drop(self, other)
+
+    return broken
+
+
 BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (reuse_blocks_that_a_stalled_writer_may_still_write, "movers"),
     (let_the_quarantine_end_with_time, "movers"),
@@ -314,6 +336,8 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (dispatch_again_without_the_tokens_the_client_has, "processes"),
     (never_compare_notes, "network"),
     (keep_blocks_promised_to_what_is_over, "calm"),
+    (drop_the_work_of_all_when_one_coordinator_is_gone, "coordinators"),
+    (cancel_whoever_has_that_dispatch_number, "coordinators"),
 ]
 
 

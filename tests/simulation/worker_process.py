@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from simulation.lines import Lines
 from simulation.memory import Memory
 from simulation.model import VOCABULARY
 from simulation.process import Process
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 160
 MODEL = ModelIdentity(fingerprint="simulated", dtype="int", block_size=BLOCK_SIZE, layout="simulated", block_bytes=8 * BLOCK_SIZE)
-TICK_S, HEARTBEAT_S, HELLO_S, ORPHANED_S = 0.08, 0.15, 0.4, 1.5
+TICK_S, HEARTBEAT_S = 0.08, 0.15
 TIMES = HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0)
 DRAIN_S = 1.5
 PeerId = tuple[str, int]
@@ -58,7 +59,8 @@ class WorkerProcess(Process):
         self.steps = Steps(self, self.role == "decode")
         self.told_to_leave = False  # it was told to end in good order
         self.hung_until = self.slow_until = 0.0
-        self._welcome, self._heard, self._said_hello, self._reported, self._num_ticks = False, 0.0, -1e9, -1e9, 0
+        self._reported, self._num_ticks = -1e9, 0
+        self.lines = Lines(self, world.coordinators_known_to_a_worker())
         self._movers = ("shm", "zmq") if world.random.random() < world.scenario.cluster.one_sided else ("zmq",)
         self.core: Any = self.make_core()
         self.after(TICK_S * world.random.random(), self._tick)
@@ -104,18 +106,17 @@ class WorkerProcess(Process):
     def id(self) -> PeerId:
         return (self.name, self.incarnation)
 
-    def hear_coordinator(self, addressee: PeerId, message: Message) -> None:
-        """The socket belongs to an incarnation: what was sent to an earlier one is not heard."""
-        if addressee != self.id:
+    def hear_coordinator(self, name: str, speaker: int, addressee: PeerId, message: Message) -> None:
+        """``speaker``: that coordinator's incarnation. The socket belongs to an incarnation of ours: what was sent to an earlier one is
+        not heard."""
+        if addressee != self.id or not self.lines.hears(name, speaker, self.now):
             return
-        self._heard = self.now
         if isinstance(message, Welcome):
-            self._welcome = True
-            self.core.drop_others(message.coordinator)
+            self.lines.welcomed(name, message.coordinator, message.others)
+            self.core.drop_others(*self.lines.coordinators)
             self._tell(self.core.block_events(everything=True))
         elif isinstance(message, Fenced):
-            self.take_new_incarnation()
-            self._welcome, self._said_hello = False, -1e9
+            self._fenced(name)
         elif isinstance(message, Alive):
             return
         else:
@@ -124,6 +125,16 @@ class WorkerProcess(Process):
         if isinstance(message, Cancel) and self.alive and not self.frozen:
             for key in self.still_held({(message.coordinator, dispatch) for dispatch in from_u32(message.dispatches)}):
                 self.world.violated(f"{self.name}: {key} was cancelled, and a turn later something of it is held")
+
+    def _fenced(self, name: str) -> None:
+        """By its only coordinator: it starts over. By one of several: the others' work is none of that one's business."""
+        alone = len(self.lines.lines) == 1
+        self.lines.lost(name)
+        if alone:
+            self.take_new_incarnation()
+        else:
+            self.world.counts["fenced by one of several"] += 1
+            self.core.drop_others(*self.lines.coordinators)
 
     def turn(self) -> None:
         """One turn of the loop."""
@@ -182,15 +193,12 @@ class WorkerProcess(Process):
         if self.told_to_leave:
             self.core.drain(now)
         self.core.tick(now)
-        if self._welcome and now - self._heard >= ORPHANED_S:
+        for name in self.lines.silent(now):
             self.world.counts["workers without a coordinator"] += 1
-            self._welcome, self._said_hello = False, -1e9
-            self.core.drop_others(-1)
-        if not self._welcome:
-            if now - self._said_hello >= HELLO_S:
-                self._said_hello = now
-                self._tell(self.hello())
-        elif now - self._reported >= HEARTBEAT_S:
+            self.lines.lost(name)
+            self.core.drop_others(*self.lines.coordinators)
+        self.lines.say_hello(now)
+        if self.lines.coordinators and now - self._reported >= HEARTBEAT_S:
             self._reported = now
             self.heartbeat()
         self.turn()
@@ -199,14 +207,14 @@ class WorkerProcess(Process):
             self.world.checks.look(self, thorough=self._num_ticks % 16 == 0)
 
     def heartbeat(self) -> None:
-        self._tell(self.core.load())
+        self.lines.report(self.id)
         self._tell(self.core.block_events())
 
     def _tell(self, message: Message | None, me: PeerId | None = None) -> None:
         if type(message) is RequestFailed:
             self.world.counts[f"given back: {message.kind}"] += 1
         if message is not None:
-            self.world.to_coordinator(me or self.id, message)
+            self.lines.tell(message, me or self.id)
 
     def meet(self) -> Meet:
         """How it introduces itself to those that it hands over to."""

@@ -6,7 +6,7 @@ Nothing of a core is written again here. To be read in this order:
     clock.py, process.py     events, and processes that die, freeze and have clocks of their own
     network.py, movers.py    what carries messages and KV blocks, badly
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
-    worker_process.py, prefill_process.py, decode_process.py, coordinator_process.py      shells, as thin as the live ones
+    worker_process.py, prefill_process.py, decode_process.py, coordinator_process.py, lines.py      shells, as thin as the live ones
     adversary.py             what befalls processes
     clients.py, watched_blocks.py, checks.py      what must be true
     campaign.py              many worlds, and what they found
@@ -48,8 +48,10 @@ class World:
         self.network = Network(self)
         self.checks = Checks(self)
         self.clients = Clients(self)
-        self.coordinator = CoordinatorProcess(self)
         cluster = scenario.cluster
+        self.coordinator_names = ("coordinator", "coordinator-1", "coordinator-2")[: cluster.num_coordinators]
+        self.restarted: set[str] = set()  # coordinators that died at some time
+        self.coordinators = {name: CoordinatorProcess(self, name) for name in self.coordinator_names}
         self.workers: dict[str, WorkerProcess] = {}
         for i in range(cluster.num_decode):
             name, host = f"decode-{i}", f"host-{i % cluster.num_hosts}"
@@ -74,11 +76,22 @@ class World:
             return True
         return False
 
-    def to_coordinator(self, worker: PeerId, message: Message) -> None:
-        self.network.send(worker[0], "coordinator", message, self._coordinator_hears, worker)
+    def some_coordinator(self) -> CoordinatorProcess:
+        """Any of them, dead or alive."""
+        names = self.coordinator_names
+        return self.coordinators[names[0] if len(names) == 1 else self.random.choice(names)]
 
-    def _coordinator_hears(self, worker: PeerId, message: Message) -> None:
-        self.coordinator.run(self.coordinator.hear, worker, message)
+    def coordinators_known_to_a_worker(self) -> list[str]:
+        """When it starts: all, or one, which names the others."""
+        names = list(self.coordinator_names)
+        return names if len(names) == 1 or self.random.random() < 0.5 else [self.random.choice(names)]
+
+    def to_coordinator(self, name: str, worker: PeerId, message: Message) -> None:
+        self.network.send(worker[0], name, message, self._coordinator_hears, name, worker)
+
+    def _coordinator_hears(self, name: str, worker: PeerId, message: Message) -> None:
+        coordinator = self.coordinators[name]
+        coordinator.run(coordinator.hear, worker, message)
 
     def kill(self, worker: WorkerProcess) -> None:
         """It is started again a little later."""
@@ -92,10 +105,11 @@ class World:
     def _start_again(self, dead: WorkerProcess) -> None:
         self.workers[dead.name] = type(dead)(self, dead.name, dead.host, dead.num_blocks)
 
-    def restart_coordinator(self, after: float) -> None:
-        self.coordinator.die()
-        self.clients.coordinator_died(self.coordinator)
-        self.queue.after(after, self._start_coordinator)
+    def restart_coordinator(self, coordinator: CoordinatorProcess, after: float) -> None:
+        coordinator.die()
+        self.restarted.add(coordinator.name)
+        self.clients.coordinator_died(coordinator)
+        self.queue.after(after, self._start_coordinator, coordinator.name)
 
-    def _start_coordinator(self) -> None:
-        self.coordinator = CoordinatorProcess(self)
+    def _start_coordinator(self, name: str) -> None:
+        self.coordinators[name] = CoordinatorProcess(self, name)

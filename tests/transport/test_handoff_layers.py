@@ -66,13 +66,15 @@ def test_a_block_found_corrupt_early_is_asked_for_with_the_handoff() -> None:
     mode=st.sampled_from(["auto", "layers", "blocks"]),
     rate=st.sampled_from([1e5, 1e6, 1e9]),
     chunks=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    layers=st.lists(st.lists(st.integers(1, NUM_LAYERS), max_size=6), min_size=4, max_size=4),
+    layers=st.lists(st.lists(st.integers(1, NUM_LAYERS), max_size=6), min_size=8, max_size=8),
+    lost=st.lists(st.integers(0, 9), min_size=4, max_size=4),
     granted_after=st.integers(0, 20),
     num_cached=st.integers(0, 5),
 )
 def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
-    mode: Any, rate: float, chunks: list[int], layers: list[list[int]], granted_after: int, num_cached: int
+    mode: Any, rate: float, chunks: list[int], layers: list[list[int]], lost: list[int], granted_after: int, num_cached: int
 ) -> None:
+    """``lost``: of so many tokens was each chunk when it ran out of memory, before it was made again (0: it did not)."""
     num_tokens = sum(chunks)
     pair = Pair(slicing=LayerSlicing(NUM_LAYERS, 64, mode), num_blocks=32)
     if num_cached:
@@ -101,13 +103,20 @@ def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
                 put[block] = end
         pair.slices.clear()
 
-    for chunk, seen in zip(chunks, layers, strict=False):
+    def stop_of(num_computed: int) -> int:
+        return len(blocks) if num_computed >= num_tokens else num_computed // BLOCK
+
+    for chunk, seen, num_lost, seen_of_lost in zip(chunks, layers, lost, layers[4:], strict=False):
+        lost_stop, lost_layers = stop_of(computed + num_lost), 0
+        for lost_layers in sorted(seen_of_lost) if num_lost else ():
+            pair.sender.layers_ready((7, 2), blocks, lost_stop, lost_layers)
+            moved_on(computed // BLOCK, lost_stop, lost_layers)
         before, computed = computed // BLOCK, computed + chunk
-        stop = len(blocks) if computed == num_tokens else computed // BLOCK
+        stop = stop_of(computed)
         assert 0 <= pair.sender.layer_stride((7, 2), stop) <= NUM_LAYERS
         for num_layers in sorted(seen):
             pair.sender.layers_ready((7, 2), blocks, stop, num_layers)
-            moved_on(before, stop, num_layers)
+            moved_on(before, max(stop, lost_stop), max(num_layers, lost_layers))  # what the lost chunk computed may leave late
         if computed < num_tokens:
             pair.sender.blocks_ready((7, 2), blocks, stop)
             moved_on(stop, stop, 0)
@@ -118,3 +127,20 @@ def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
     already = pair.joined[-1].num_cached_blocks
     assert already == min(num_cached, num_tokens // BLOCK)
     assert [put[block] for block in blocks] == [0] * already + [NUM_LAYERS] * (len(blocks) - already)
+
+
+def test_a_chunk_that_is_made_again_with_another_size_leaves_each_layer_once() -> None:
+    """Its first layers had left when it ran out of memory. A smaller one sent them again, which the receiver refuses; a larger one went on with
+    the later layers of blocks that had sent none, and the worker broke on their checksums."""
+    pair = Pair(slicing=LayerSlicing(NUM_LAYERS, 64, "layers"))
+    blocks = [0, 1, 2]
+    pair.offer(spec())
+    pair.deliver()
+    pair.sender.layers_ready((7, 1), blocks, 2, 1)
+    pair.sender.blocks_ready((7, 1), blocks, 1)  # smaller
+    pair.sender.layers_ready((7, 1), blocks, 3, NUM_LAYERS - 1)  # larger
+    pair.sender.finish((7, 1), blocks, 42, None, pair.now)
+    pair.deliver()
+    rest = (1, NUM_LAYERS)
+    assert pair.slices == [(0, 2, (0, 1)), (0, 1, rest), (1, 1, rest), (2, 1, None)]
+    assert len(pair.joined) == 1
