@@ -95,8 +95,8 @@ class Checks:
         self._check_others_work()
 
     def _check_others_work(self) -> None:
-        """Where nothing happens but that coordinators die and clients leave, those that it does not happen to have nothing computed twice: one
-        coordinator's end, or its forgetting a worker, is none of the others' business."""
+        """Where nothing happens but that coordinators die and clients leave, those that it does not happen to have nothing computed twice:
+        one coordinator's end, or its forgetting a worker, is none of the others' business."""
         faults = self.world.scenario.faults
         if faults != Faults(coordinator_restart_every=faults.coordinator_restart_every, cancel=faults.cancel):
             return

@@ -15,11 +15,13 @@ import pytest
 from simulation.campaign import Report, run, simulate_named
 from simulation.scenario import EVERYTHING, NAMED, draw_scenario
 
-from splitserve.transport.messages import BETWEEN_MOVERS, FROM_COORDINATOR, FROM_DECODE, FROM_PREFILL, FROM_WORKER
+from splitserve.transport.messages import BETWEEN_MOVERS, FROM_COORDINATOR, FROM_DECODE, FROM_PREFILL, FROM_WORKER, Flip
 
 FIRST_SEED = int(os.environ.get("SPLITSERVE_SIMULATION_SEED", secrets.randbelow(1 << 32)))
 PARTS, REQUESTS_A_PART = 4, 4_000
-REQUESTS_OF_A_KIND = 250
+REQUESTS_OF_A_KIND = 500
+SEEN = Report()
+"""What has happened in the tests of this file so far."""
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -27,6 +29,7 @@ def test_nothing_is_lost(part: int) -> None:
     first = FIRST_SEED + part * 1_000_000
     print(f"first seed {first}")
     report = run(first, REQUESTS_A_PART)
+    SEEN.merge(report)
     assert not report.failures, report.failures[0]
 
 
@@ -34,6 +37,7 @@ def test_nothing_is_lost(part: int) -> None:
 def test_nothing_is_lost_to_one_kind_of_fault(name: str) -> None:
     print(f"first seed {FIRST_SEED}")
     report = run(FIRST_SEED, REQUESTS_OF_A_KIND, name)
+    SEEN.merge(report)
     assert not report.failures, report.failures[0]
 
 
@@ -42,25 +46,27 @@ messages dropped|messages doubled|messages late|messages mangled|messages lost i
 puts corrupted|puts cut short|puts doubled|puts late|puts lost|parcels refused|corrupt blocks found|mover errors
 freezes in mid-put|deaths in mid-put|steps failed|steps out of memory|steps skipped|steps made ahead
 kills|freezes|hangs|slow workers|partitions|one-way partitions|spills
-coordinator restarts|coordinator freezes|drains by signal|drains by the coordinator|workers drained|layers put|cancellations
+coordinator restarts|coordinator freezes|fenced by one of several|drains by signal|drains by the coordinator|workers drained
+layers put|cancellations
 ended: stop|ended: length|ended: deadline|ended: cancelled|ended: overloaded
 given back: preempted|given back: handoff_failed|given back: peer_lost|given back: internal
 """
 
 
 def test_every_fault_happens_and_every_message_is_said() -> None:
-    """A fault that never strikes proves nothing."""
+    """A fault that never strikes proves nothing. (More worlds are looked at only where the tests above have not shown all.)"""
     assert all(vars(EVERYTHING).values())
     assert {name for seed in range(50) for name, value in vars(draw_scenario(seed).faults).items() if value} == set(vars(EVERYTHING))
     said = {type_.__name__ for types in (FROM_WORKER, FROM_COORDINATOR, FROM_PREFILL, FROM_DECODE) for type_ in types}
     said -= {type_.__name__ for type_ in BETWEEN_MOVERS}  # the movers here are the simulator's own
-    wanted, report = said | set(HAPPENS.strip().replace("|", "\n").split("\n")), Report()
-    for seed in range(1, 10):
-        for name in ("everything", "memory", "drains", "echoes"):
-            report.merge(run(seed, 1, name))
-        if not (missing := sorted(wanted - set(+report.counts) - set(report.messages))):
+    said.discard(Flip.__name__)  # nobody changes a worker's role here
+    wanted = said | set(HAPPENS.strip().replace("|", "\n").split("\n"))
+    for seed in range(1, 12):
+        if not (missing := sorted(wanted - set(+SEEN.counts) - set(SEEN.messages))):
             return
-    pytest.fail(f"not once in {report.num_requests} requests: {missing}")
+        for name in ("everything", "memory", "drains"):
+            SEEN.merge(run(seed, 1, name))
+    pytest.fail(f"not once in {SEEN.num_requests} requests: {missing}")
 
 
 def test_a_seed_replays_in_another_process() -> None:

@@ -48,7 +48,7 @@ def test_an_echo_of_the_handoff_is_no_word_of_blocks_that_are_put_again() -> Non
 
 
 def test_a_row_is_granted_once_where_several_coordinators_fill_a_worker() -> None:
-    """A handoff was complete, its Join not yet taken by the decode worker's scheduler, and its row free in the books of both: it was granted once
-    more, and the worker broke. One coordinator alone never sends a worker more than it has rows."""
+    """A handoff was complete, its Join not yet taken by the decode worker's scheduler, and its row free in the books of both: it was
+    granted once more, and the worker broke. One coordinator alone never sends a worker more than it has rows."""
     scenario = Scenario(Faults(coordinator_restart_every=1.0), Cluster(num_coordinators=3), rate=240.0)
     assert not any(simulate(seed, scenario, requests=300).violations for seed in range(2, 7))

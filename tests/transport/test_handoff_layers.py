@@ -130,8 +130,8 @@ def test_every_layer_of_every_block_leaves_once_in_order_when_it_is_final(
 
 
 def test_a_chunk_that_is_made_again_with_another_size_leaves_each_layer_once() -> None:
-    """Its first layers had left when it ran out of memory. A smaller one sent them again, which the receiver refuses; a larger one went on with
-    the later layers of blocks that had sent none, and the worker broke on their checksums."""
+    """Its first layers had left when it ran out of memory. A smaller one sent them again, which the receiver refuses; a larger one went on
+    with the later layers of blocks that had sent none, and the worker broke on their checksums."""
     pair = Pair(slicing=LayerSlicing(NUM_LAYERS, 64, "layers"))
     blocks = [0, 1, 2]
     pair.offer(spec())
