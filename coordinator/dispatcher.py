@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from ..transport.channels import RouterChannel
 from ..transport.coordinator_link import identity_of, worker_of
@@ -45,6 +46,8 @@ class SocketDispatcher:
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
         self.listeners: list[Callable[[GenerationRequest, Ended], None]] = []
         """Called for each sequence that is over."""
+        self.steering: Callable[[], dict[str, Any]] | None = None
+        """What the pool controller has to say, where there is one."""
 
     def start(self) -> None:
         """Begins to listen to the workers."""
@@ -116,6 +119,7 @@ class SocketDispatcher:
             "last_retries": list(self._core.last_retries),
             "last_recoveries": [asdict(recovery) for recovery in self._core.last_recoveries],
             "flips": self.flips(),
+            "steering": self.steering() if self.steering is not None else None,
             "channel": asdict(self._channel.counters),
             "workers": [
                 {**_describe(worker, now), "requests": self._core.request_ids(worker.dispatches)}
@@ -132,6 +136,7 @@ class SocketDispatcher:
             workers=[_measure(worker) for worker in self._core.pools.workers.values()],
             counters=self._core.counters(),
             stages=self._core.num_by_stage(),
+            steering=self.steering() if self.steering is not None else None,
         )
 
     # --- the workers -----------------------------------------------------------------------------

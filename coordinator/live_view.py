@@ -97,6 +97,7 @@ class LiveView:
             "waiting": system.num_waiting,
             "running": system.num_running,
             "stages": dict(system.stages),
+            "steering": system.steering,
             "workers": [_worker(worker) for worker in system.workers],
             "flows": [[prefill, decode, round(count / RATE_S, 2)] for (prefill, decode), count in sorted(flows.items())],
             "tenants": [{"tenant": tenant, **usage} for tenant, usage in sorted(self._tenants.items())],

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import uvloop
 
+from ..engine.latency_profile import Profile
 from ..transport.collector import settle_heap
 from ..transport.errors import KeyFileError
 from ..transport.keys import KeyFile
@@ -31,6 +32,9 @@ from .request_trace import end_trace
 from .served_model import ServedModel
 from .server import HttpServer, create_app
 from .settings import CoordinatorSettings, is_loopback
+from .steering.hooks import Hooks
+from .steering.shell import SteeringShell
+from .steering.steering import Steering
 from .tenants.admin_api import tenant_routes
 from .tenants.directory import KeyDirectory, directory_of
 from .tenants.limiter import Limiter, NoLimits
@@ -90,6 +94,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
         batches,
         settings.price_per_hour,
     )
+    steering = steering_of(settings, lifecycle, dispatcher)
     if settings.log_requests:
         app.metrics.listeners.append(log_request)
     trace_log = None if settings.trace_folder is None else TraceLog(settings.trace_folder, settings.request_timeout_s)
@@ -121,6 +126,8 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     tasks = [asyncio.create_task(prove(dispatcher, partial(_probe, lifecycle.incarnation)))]
     if keys is not None:
         tasks.append(asyncio.create_task(follow(keys, dispatcher)))
+    if steering is not None:
+        tasks.append(asyncio.create_task(steering.run()))
     if isinstance(directory, KeyDirectory):
         tasks.append(asyncio.create_task(directory.follow()))
     await stopping.wait()
@@ -138,6 +145,18 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     if meter is not None:
         await asyncio.to_thread(meter.stop)
     directory.close()
+
+
+def steering_of(settings: CoordinatorSettings, lifecycle: Lifecycle, dispatcher: SocketDispatcher) -> SteeringShell | None:
+    """As configured. Raises ProfileError."""
+    options = settings.steering
+    if options is None or settings.steer_profile is None:
+        return None
+    hooks = Hooks(options.mode, settings.steer_webhook, settings.steer_command)
+    shell = SteeringShell(Steering(options, Profile.read(settings.steer_profile)), lifecycle, dispatcher, hooks)
+    dispatcher.listeners.append(shell.note)
+    dispatcher.steering = shell.as_json
+    return shell
 
 
 def meter_of(settings: CoordinatorSettings) -> Meter | None:

@@ -8,6 +8,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .steering.options import SteeringOptions
+
 Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -77,6 +79,37 @@ class CoordinatorSettings(BaseModel):
         pattern=r"^$|^(premium|standard|free|batch)=\d+(\.\d+)?(,(premium|standard|free|batch)=\d+(\.\d+)?)*$",
         description="Seconds to the first token by priority class, such as premium=0.5,standard=2: a request that would take longer, by "
         "what prefill workers have been measured to compute, is refused at once with 429. Its deadline is held to in any case.",
+    )
+    steer: Literal["off", "advise", "act"] = Field(
+        default="off",
+        description="The pool controller. advise: say which workers should change their roles, and whether there should be more or fewer; "
+        "act: also do it. Needs --steer-slo and --steer-profile.",
+    )
+    steer_slo: str = Field(
+        default="",
+        pattern=r"^$|^ttft=\d*\.?\d+,tpot=\d*\.?\d+(@p\d\d)?$",
+        description="What requests may take, in seconds, and how many of a hundred: ttft=2,tpot=0.05@p90.",
+    )
+    steer_profile: Path | None = Field(
+        default=None, description="The workers' latency model, made by `splitserve profile`: by it the pool controller predicts."
+    )
+    steer_min_workers: int = Field(default=2, ge=2, le=65_536, description="The pool controller never has fewer workers than these.")
+    steer_max_workers: int = Field(
+        default=0, ge=0, le=65_536, description="Nor more. 0: it only changes roles, and leaves the number of workers alone."
+    )
+    steer_queue_depth: int = Field(
+        default=50,
+        ge=1,
+        le=1_000_000,
+        description="More requests than these waiting for 10 s: one more worker is wanted.",
+    )
+    steer_webhook: str | None = Field(
+        default=None, pattern=r"^https?://\S+$", description="Every decision of the pool controller is posted here, as JSON."
+    )
+    steer_command: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Starts and stops workers for --steer act: run with `up ROLE`, and with `down WORKER` once that has drained and ended.",
     )
     token_timeout_s: float = Field(
         default=120, gt=0, le=86_400, description="Longest time between two tokens, whatever fails and recovers meanwhile; then 504."
@@ -183,6 +216,23 @@ class CoordinatorSettings(BaseModel):
         return {name: float(seconds) for part in self.ttft_slo.split(",") if part for name, seconds in (part.split("="),)}
 
     @property
+    def steering(self) -> SteeringOptions | None:
+        """None: off."""
+        if self.steer == "off":
+            return None
+        bounds, _, percent = self.steer_slo.partition("@p")
+        ttft_s, tpot_s = (float(part.partition("=")[2]) for part in bounds.split(","))
+        return SteeringOptions(
+            ttft_s,
+            tpot_s,
+            int(percent or 90) / 100,
+            self.steer,
+            min_workers=self.steer_min_workers,
+            max_workers=self.steer_max_workers,
+            queue_depth=self.steer_queue_depth,
+        )
+
+    @property
     def listen_host(self) -> str:
         """Where the HTTP server listens: on loopback where neither keys nor --open-access allow more."""
         if self.tenants_file is not None or self.open_access or is_loopback(self.host):
@@ -195,4 +245,8 @@ class CoordinatorSettings(BaseModel):
             raise ValueError("give either key_file (make one with `splitserve keygen FILE`) or insecure, which uses no key")
         if self.dead_after_s < 3 * self.heartbeat_s:
             raise ValueError(f"dead_after_s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more")
+        if self.steer != "off" and not (self.steer_slo and self.steer_profile):
+            raise ValueError("steer needs to know what is good enough and how fast workers are: give steer_slo and steer_profile")
+        if self.steer == "act" and self.processes > 1:
+            raise ValueError("one of several coordinator processes sees a part of the load only: steer act needs processes 1")
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from .system_snapshot import SystemSnapshot, WorkerSnapshot
 
 LIFECYCLE_COUNTERS = {
+    "flips": "Changes of workers' roles that were ordered.",
     "redispatches": "Attempts at requests that failed or were preempted and were followed by another.",
     "refused_early": "Requests refused at once because their first token would have come too late.",
     "recoveries": "Times a request that was dispatched again had its next token.",
@@ -76,6 +78,8 @@ class SystemCollector:
         yield stages
         for name, value in system.counters.items():
             yield CounterMetricFamily(_safe(f"splitserve_{name}"), LIFECYCLE_COUNTERS.get(name, name), value=value)
+        if system.steering is not None:
+            yield from _steering(system.steering)
         yield self._blocks(system.workers)
         yield from self._loads(system.workers)
         yield from self._reported(system.workers)
@@ -109,6 +113,19 @@ class SystemCollector:
         """The workers' own counters and gauges; those that are not known here come from a newer worker."""
         yield from _families(CounterMetricFamily, WORKER_COUNTERS, [(worker, worker.counters) for worker in workers])
         yield from _families(GaugeMetricFamily, WORKER_GAUGES, [(worker, worker.gauges) for worker in workers])
+
+
+def _steering(steering: Mapping[str, Any]) -> Iterator[Metric]:
+    wanted = "Workers that the pool controller would have: as many as there are, or one more or fewer."
+    yield GaugeMetricFamily("splitserve_steering_wanted_workers", wanted, value=steering["wanted_workers"])
+    load = GaugeMetricFamily("splitserve_steering_load", "Predicted load of a role: 1 just meets the objectives.", labels=["role"])
+    for role, value in (steering["load"] or {}).items():
+        load.add_metric([role], value)
+    yield load
+    decisions = CounterMetricFamily("splitserve_steering_decisions", "What the pool controller has decided.", labels=["kind"])
+    for kind in ("flip", "scale_up", "scale_down"):
+        decisions.add_metric([kind], steering["counts"].get(kind, 0))
+    yield decisions
 
 
 def _families(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NOTHING: Mapping[str, float] = {}
 
@@ -41,3 +41,4 @@ class SystemSnapshot:
     workers: Sequence[WorkerSnapshot] = ()
     counters: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[str, int] = field(default_factory=dict)  # requests by the stage that they are in
+    steering: Mapping[str, Any] | None = None  # JSON-ready; None: there is no pool controller

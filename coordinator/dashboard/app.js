@@ -29,6 +29,7 @@ function show(state, history) {
   charts.show(history.points);
   gantt.show(history.requests);
   tenants(state.tenants);
+  steering(state.steering);
 }
 
 function trouble(kind, words) {
@@ -82,6 +83,22 @@ function tenants(rows) {
     ...[row.requests, row.prompt_tokens, row.cached_tokens, row.output_tokens].map((n) => el("td", {}, count(n)))));
   const head = ["Tenant", "Requests", "Prompt tokens", "Cached", "Output tokens"].map((name) => el("th", { scope: "col" }, name));
   $("tenants-body").replaceChildren(el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body)));
+}
+
+/** What the pool controller sees, and its decisions, newest first. */
+function steering(told) {
+  $("steering").hidden = !told;
+  if (!told) return;
+  const load = told.load ? `load ${percent(told.load.prefill)} prefill, ${percent(told.load.decode)} decode` : "no prediction";
+  $("steering-mode").textContent = `${told.mode}; ${load}; 100% just meets the objectives`;
+  $("steering-state").textContent = told.state;
+  const words = { flip: "change role", scale_up: "one more", scale_down: "one fewer" };
+  const body = told.decisions.slice(0, 20).map((one) => el("tr", {},
+    el("td", {}, `${age(one.ago_s)} ago`), el("td", {}, words[one.kind]), el("td", {}, one.worker), el("td", {}, one.role), el("td", {}, one.reason)));
+  const head = ["When", "What", "Worker", "Role", "Why"].map((name) => el("th", { scope: "col" }, name));
+  $("steering-body").replaceChildren(body.length
+    ? el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body))
+    : el("p", { class: "empty" }, "It has decided nothing yet."));
 }
 
 function age(s) {

@@ -87,19 +87,18 @@ class PoolController:
         self.picture: LoadPicture | None = None
         self.decisions: deque[Decision] = deque(maxlen=100)
         self.wanted_workers = 0
+        """As many as there are, or one more or fewer as long as that is wanted."""
 
     def decide(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision]:
         """What is to be done now; already written down."""
-        self.picture, self.wanted_workers = picture, fleet.num_workers
+        self.picture = picture
         if self._profile is not None:
             self._capacity = Capacity(self._profile, self._options, fleet.max_batch_tokens, fleet.max_num_seqs)
         found = self._flips(picture, fleet, now)
         if not found and not fleet.changing:
             scaled = self._scaling.decide(picture, self._capacity, fleet.prefill, fleet.decode, now)
-            if scaled is not None:
-                kind, role, reason = scaled
-                self.wanted_workers += 1 if kind == "scale_up" else -1
-                found = [Decision(now, kind, "", role, reason)]
+            found = [] if scaled is None else [Decision(now, scaled[0], "", scaled[1], scaled[2])]
+        self.wanted_workers = fleet.num_workers + self._scaling.change
         self.decisions += found
         return found
 

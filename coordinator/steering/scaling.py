@@ -27,6 +27,8 @@ class Scaling:
         self._short_since: float | None = None
         self._idle_since: float | None = None
         self._quiet_until = -math.inf
+        self.change = 0
+        """How many workers more there should be, as long as that is so."""
 
     def decide(
         self, picture: LoadPicture, capacity: Capacity | None, prefill: int, decode: int, now: float
@@ -39,19 +41,18 @@ class Scaling:
         spare = "" if short else self._spare(picture, prefill, decode)
         self._short_since = (self._short_since if self._short_since is not None else now) if short else None
         self._idle_since = (self._idle_since if self._idle_since is not None else now) if spare else None
-        if now < self._quiet_until:
-            return None
-        count = prefill + decode
+        count, self.change = prefill + decode, 0
         if self._short_since is not None and now - self._short_since >= options.scale_up_after_s and count < options.max_workers:
-            return self._said("scale_up", self._role(picture, prefill, decode, 1), f"{short} for {options.scale_up_after_s:g} s", now)
+            self.change = 1
         if self._idle_since is not None and now - self._idle_since >= options.scale_down_after_s and count > max(2, options.min_workers):
-            return self._said("scale_down", self._role(picture, prefill, decode, -1), f"{spare} for {options.scale_down_after_s:g} s", now)
-        return None
-
-    def _said(self, kind: Kind, role: Role, reason: str, now: float) -> tuple[Kind, Role, str]:
-        self._quiet_until = now + self._options.scale_cooldown_s
-        self._short_since = self._idle_since = None
-        return kind, role, reason
+            self.change = -1
+        if not self.change or now < self._quiet_until:
+            return None
+        self._quiet_until = now + options.scale_cooldown_s
+        role = self._role(picture, prefill, decode, self.change)
+        if self.change > 0:
+            return "scale_up", role, f"{short} for {options.scale_up_after_s:g} s"
+        return "scale_down", role, f"{spare} for {options.scale_down_after_s:g} s"
 
     def _shortage(self, picture: LoadPicture, prefill: int, decode: int) -> str:
         """Of workers, as a sentence; empty where there is none."""

@@ -65,6 +65,12 @@ def fleet_of(lifecycle: Lifecycle) -> Fleet:
     )
 
 
+def least_busy(lifecycle: Lifecycle, role: Role) -> str | None:
+    """The worker of this role that could go most easily; None: it is the last one."""
+    workers = lifecycle.pools.open_of_role(role)
+    return min(workers, key=lambda w: (len(w.dispatches), w.id)).hello.worker_id if len(workers) > 1 else None
+
+
 def _flexible(workers: list[Worker], changing: Mapping[str, FlipRecord]) -> list[str]:
     able = [w for w in workers if w.hello.process and w.hello.process not in changing]
     return [w.hello.process for w in sorted(able, key=lambda w: (len(w.dispatches), w.id))]

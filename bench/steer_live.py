@@ -1,0 +1,208 @@
+"""The pool controller live: real processes with paced workers, and a load that shifts in mid-run.
+
+    python -m splitserve.bench.steer_live [--workers 8] [--phase-s 90] [--json bench/results/steer_live.json]
+
+`splitserve up --flexible --steer act` with workers that take the time of bench/steer_workload.py and compute nothing; sockets, cores and
+coordinator are real. First code-like requests, then conversation-like ones. Every stream must end by its length with every token; the
+objectives count as recovered from the moment on after which every window of 5 s of arrivals has at least 90% good requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+
+from ..deploy.settings import DEMO_MODEL
+from ..deploy.up import free_port
+from ..planner.trace.request import TraceRequest
+from .environment import environment
+from .steer_workload import CHAT, CODE, TPOT_S, TTFT_S, load, worker
+
+WINDOW_S, SHARE = 5.0, 0.9
+START_S, STREAM_S = 120.0, 300.0
+
+
+@dataclass(slots=True)
+class Streamed:
+    """One stream as its client saw it; times in seconds, ``sent_s`` since the beginning of the load."""
+
+    sent_s: float
+    asked: int
+    tokens: int = 0
+    ttft_s: float = float("inf")
+    tpot_s: float = 0.0
+    finish: str = ""
+
+    @property
+    def whole(self) -> bool:
+        return self.finish == "length" and self.tokens == self.asked
+
+    @property
+    def good(self) -> bool:
+        return self.whole and self.ttft_s <= TTFT_S and self.tpot_s <= TPOT_S
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--prefill", type=int, default=None, help="of these, at the beginning; default: three of four")
+    parser.add_argument("--phase-s", type=float, default=90.0, help="seconds of each of the two kinds of load")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    told = environment()
+    prefill = options.prefill or max(1, options.workers * 3 // 4)
+    found = asyncio.run(measure(options.workers, prefill, options.phase_s, options.seed))
+    print(json.dumps({name: value for name, value in found.items() if name != "decisions"}, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"environment": told, **found}, indent=1) + "\n")
+
+
+async def measure(num_workers: int, prefill: int, phase_s: float, seed: int) -> dict[str, Any]:
+    """Starts the cluster, sends the load, stops it."""
+    folder = Path(tempfile.mkdtemp(prefix="splitserve-steer-"))
+    url, process = start(folder, num_workers, prefill)
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=STREAM_S, limits=httpx.Limits(max_connections=None), trust_env=False) as http:
+            await _until_ready(http, process)
+            streams = await send(http, list(load([CODE, CHAT], phase_s, seed, num_workers)))
+            state = (await http.get("/debug/state")).json()
+        return summary(streams, phase_s, state)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+        shutil.rmtree(folder)
+
+
+def start(folder: Path, num_workers: int, prefill: int) -> tuple[str, subprocess.Popen[bytes]]:
+    """A cluster of paced workers that the pool controller steers: (its address, its process)."""
+    profile, model = folder / "profile.json", folder / "model"
+    worker().write(profile)
+    model.mkdir()
+    for file in DEMO_MODEL.glob("*.json"):
+        shutil.copy(file, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": worker().memory.max_model_len}))
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--model", str(model), "--port", str(port), "--flexible"]
+    command += ["--prefill", str(prefill), "--decode", str(num_workers - prefill), "--runner", f"paced:{profile}"]
+    command += ["--prefill-max-batch-tokens", "2048", "--decode-max-num-seqs", "128"]
+    command += ["--steer", "act", "--steer-slo", f"ttft={TTFT_S:g},tpot={TPOT_S:g}@p90", "--steer-profile", str(profile)]
+    with (folder / "log").open("wb") as log:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return f"http://127.0.0.1:{port}", subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+
+
+async def _until_ready(http: httpx.AsyncClient, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit(f"the cluster ended with status {process.returncode} before it was ready")
+        try:
+            if (await http.get("/ready")).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(0.1)
+    raise SystemExit(f"the cluster was not ready within {START_S:g} s")
+
+
+async def send(http: httpx.AsyncClient, requests: list[TraceRequest]) -> list[Streamed]:
+    """Each request at its time, whatever became of those before."""
+    began = time.monotonic()
+    tasks = []
+    for number, request in enumerate(requests):
+        await asyncio.sleep(max(0.0, began + request.arrival_s - time.monotonic()))
+        streamed = Streamed(request.arrival_s, request.num_output_tokens)
+        tasks.append(asyncio.create_task(_stream(http, number, request, streamed)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def _stream(http: httpx.AsyncClient, number: int, request: TraceRequest, streamed: Streamed) -> Streamed:
+    prompt = [number % 200 + 1] + [(number * 31 + i) % 200 + 1 for i in range(request.num_prompt_tokens - 1)]
+    body = {
+        "prompt": prompt,
+        "max_tokens": request.num_output_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "seed": number,
+        "stream_options": {"include_usage": True},
+    }
+    began = time.monotonic()
+    first = last = 0.0
+    try:
+        async with http.stream("POST", "/v1/completions", content=orjson.dumps(body)) as answer:
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                last = time.monotonic()
+                first = first or last
+                chunk = orjson.loads(line[6:])
+                for choice in chunk.get("choices", ()):
+                    streamed.finish = choice["finish_reason"] or streamed.finish
+                if chunk.get("usage"):
+                    streamed.tokens = chunk["usage"]["completion_tokens"]
+    except httpx.HTTPError as error:
+        streamed.finish = repr(error)
+        return streamed
+    streamed.ttft_s = first - began if first else float("inf")
+    streamed.tpot_s = (last - first) / max(1, streamed.tokens - 1)
+    return streamed
+
+
+def summary(streams: list[Streamed], phase_s: float, state: dict[str, Any]) -> dict[str, Any]:
+    """What came of it; the shift was at ``phase_s``."""
+    late = [s.sent_s for s in streams if s.sent_s >= phase_s]
+    recovered = recovery(streams, phase_s, max(late, default=phase_s))
+    lost = [asdict(s) for s in streams if not s.whole]
+    return {
+        "num_streams": len(streams),
+        "num_lost": len(lost),
+        "lost": lost[:5],
+        "good_before": _share([s for s in streams if s.sent_s < phase_s]),
+        "good_after": _share([s for s in streams if s.sent_s >= phase_s]),
+        "recovery_s": recovered,
+        "good_by_window": [
+            round(_share([s for s in streams if at <= s.sent_s < at + WINDOW_S]), 3)
+            for at in (i * WINDOW_S for i in range(int(2 * phase_s / WINDOW_S)))
+        ],
+        "flips": state["flips"],
+        "decisions": state["steering"]["decisions"],
+        "redispatches": state["counters"]["redispatches"],
+        "sequences_moved": state["counters"]["sequences_moved"],
+        "workers_lost": state["counters"]["workers_lost"],
+    }
+
+
+def recovery(streams: list[Streamed], shift_s: float, end_s: float) -> float | None:
+    """Seconds after the shift from which on every window is good enough; None: not within the run."""
+    after = [s for s in streams if s.sent_s >= shift_s]
+    bad = [at for at in (s.sent_s for s in after) if _share([s for s in after if at <= s.sent_s < at + WINDOW_S]) < SHARE]
+    since = max((s.sent_s for s in after if bad and s.sent_s <= bad[-1] and not s.good), default=shift_s) - shift_s
+    return round(since, 2) if since < end_s - shift_s - WINDOW_S else None
+
+
+def _share(streams: list[Streamed]) -> float:
+    return sum(s.good for s in streams) / len(streams) if streams else 1.0
+
+
+if __name__ == "__main__":
+    main()

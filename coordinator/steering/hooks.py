@@ -1,0 +1,81 @@
+"""Tells the world what the pool controller has decided: a webhook, and a command that starts and stops workers.
+
+COMMAND up ROLE        start one more worker that begins in that role
+COMMAND down WORKER    this one has drained and ended; let go of what it ran on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+from collections.abc import Coroutine
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+
+from .controller import Decision
+from .options import Mode
+
+WEBHOOK_S = 5.0
+COMMAND_S = 300.0
+_log = logging.getLogger(__name__)
+
+
+class Hooks:
+    """What fails is logged, and not tried again: the next decision says how things are then."""
+
+    def __init__(self, mode: Mode, webhook: str | None, command: str | None) -> None:
+        """Raises ValueError where the command cannot be read as one."""
+        self._mode, self._webhook = mode, webhook
+        self._command = shlex.split(command) if command else []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def decided(self, decision: Decision, wanted_workers: int) -> None:
+        """To the webhook, whatever the mode."""
+        if self._webhook:
+            body = {name: value for name, value in asdict(decision).items() if name != "at"}
+            self._begin(self._post(self._webhook, {**body, "mode": self._mode, "wanted_workers": wanted_workers}))
+
+    def start_worker(self, role: str) -> None:
+        self._run("up", role)
+
+    def worker_gone(self, worker: str) -> None:
+        """It has been told to leave, and has left."""
+        self._run("down", worker)
+
+    async def close(self) -> None:
+        """Commands that run are left to themselves; what has not been posted is not."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _run(self, *arguments: str) -> None:
+        if self._command:
+            self._begin(self._execute([*self._command, *arguments]))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _post(self, url: str, body: dict[str, object]) -> None:
+        try:
+            async with httpx.AsyncClient(timeout=WEBHOOK_S, trust_env=False) as client:
+                (await client.post(url, json=body)).raise_for_status()
+        except httpx.HTTPError as error:
+            _log.error("steering: the webhook %s did not take a decision: %s", url, error)
+
+    async def _execute(self, argv: list[str]) -> None:
+        try:
+            process = await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            _log.error("steering: cannot run %s: %s", shlex.join(argv), error)
+            return
+        try:
+            status = await asyncio.wait_for(process.wait(), COMMAND_S)
+        except TimeoutError:
+            _log.error("steering: %s has not ended after %g s; it goes on by itself", shlex.join(argv), COMMAND_S)
+            return
+        _log.log(logging.ERROR if status else logging.INFO, "steering: %s ended with status %d", shlex.join(argv), status)

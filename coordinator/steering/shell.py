@@ -1,0 +1,86 @@
+"""The pool controller in a running coordinator: its clock, and what becomes of its decisions.
+
+look      at the load and at the workers, once a second     -> core
+say       each decision with its reason: log, webhook
+act       flip; drain a worker; have one started
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from typing import Any, Protocol
+
+from ...transport.messages import Role
+from ..lifecycle import Lifecycle
+from ..request import Ended, GenerationRequest
+from .controller import Decision
+from .hooks import Hooks
+from .steering import Steering, least_busy
+
+_log = logging.getLogger(__name__)
+
+
+class Workers(Protocol):
+    """What is done to workers: see ``SocketDispatcher``."""
+
+    def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None: ...
+    def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None: ...
+
+
+class SteeringShell:
+    """``run`` until cancelled; ``note`` hears of every sequence that ends."""
+
+    def __init__(self, steering: Steering, lifecycle: Lifecycle, workers: Workers, hooks: Hooks) -> None:
+        self._core, self._lifecycle, self._workers, self._hooks = steering, lifecycle, workers, hooks
+        self._leaving: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        """Decisions by kind."""
+
+    def note(self, request: GenerationRequest, ended: Ended) -> None:
+        self._core.note(request, ended, time.monotonic())
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self._core.options.every_s)
+                self._turn()
+        finally:
+            await self._hooks.close()
+
+    def as_json(self) -> dict[str, Any]:
+        """For /debug/state, /metrics and the dashboard."""
+        return {**self._core.as_json(time.monotonic()), "counts": dict(self.counts)}
+
+    def _turn(self) -> None:
+        decisions = self._core.look(self._lifecycle, time.monotonic())
+        for decision in decisions:
+            self.counts[decision.kind] += 1
+            self._say(decision)
+            self._hooks.decided(decision, self._core.controller.wanted_workers)
+            if self._core.options.mode == "act":
+                self._act(decision)
+        self._look_after_leaving()
+
+    def _say(self, decision: Decision) -> None:
+        verb = {"flip": f"{decision.worker} should become a {decision.role} worker", "scale_up": f"one more {decision.role} worker"}
+        what = verb.get(decision.kind, f"one {decision.role} worker fewer")
+        _log.info("steering (%s): %s: %s", self._core.options.mode, what, decision.reason)
+
+    def _act(self, decision: Decision) -> None:
+        if decision.kind == "flip":
+            done = self._workers.flip(decision.worker, decision.role, None)
+            if not isinstance(done, dict):
+                _log.warning("steering: %s stays as it is: %s", decision.worker, done or "it is not here any more")
+        elif decision.kind == "scale_up":
+            self._hooks.start_worker(decision.role)
+        elif (name := least_busy(self._lifecycle, decision.role)) is not None and self._workers.drain(name, None) is not None:
+            self._leaving.add(name)
+
+    def _look_after_leaving(self) -> None:
+        here = {w.hello.worker_id for w in self._lifecycle.pools.workers.values()}
+        for name in sorted(self._leaving - here):
+            self._leaving.discard(name)
+            self._hooks.worker_gone(name)
