@@ -45,6 +45,11 @@ class Hooks:
         """It has been told to leave, and has left."""
         self._run("down", worker)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a command runs, or something is being posted."""
+        return bool(self._tasks)
+
     async def close(self) -> None:
         """Commands that run are left to themselves; what has not been posted is not."""
         for task in list(self._tasks):

@@ -85,6 +85,9 @@ async def carry_out(mode: Any, tmp_path: Path) -> tuple[Workers, list[dict[str, 
         async with asyncio.timeout(PATIENCE_S):
             while not told.exists() or told.read_text().count("\n") < 2:
                 await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        while hooks.busy:
+            await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     server.close()
