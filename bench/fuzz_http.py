@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="default: the number of requests in the record")
     parser.add_argument("--json", type=Path, help="add this run to the record here")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the coordinator ends, too
     record: dict[str, Any] = {"requests": 0, "failures": 0, "runs": []}
     if options.json and options.json.exists():
         record = json.loads(options.json.read_text())

@@ -13,6 +13,7 @@ import pytest
 from e2e.cluster import MODEL_NAME, Cluster, running, wait_for
 from transformers import PreTrainedModel
 
+from splitserve.bench.mixed import Place, mix
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.usage_database import open_database
 from splitserve.deploy.up import free_ports
@@ -54,6 +55,7 @@ def front(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathF
     store.close()
     admin = free_ports("127.0.0.1", PROCESSES)
     arguments = ["--processes", str(PROCESSES), "--tenants-file", str(folder / "tenants"), "--admin-port", str(admin)]
+    arguments += ["--batch-file", str(folder / "batches")]
     with running(tiny[0], folder, *arguments, "--kv-cache-gib", "0.05") as cluster:
         front = Front(cluster, keys, admin, folder)
         wait_for("every process knows both workers", lambda: front.workers_seen() == [2] * PROCESSES, 30)
@@ -81,6 +83,14 @@ def test_limits_hold_across_processes(front: Front) -> None:
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert int(refused.headers["retry-after"]) <= 10
     assert httpx.get(f"{front.cluster.url}/v1/models").status_code == 401
+
+
+async def test_what_clients_of_all_kinds_saw_is_what_is_metered_and_counted(front: Front) -> None:
+    """(10,000 of them: ``python -m splitserve.bench.mixed``.)"""
+    place = Place(front.cluster.url, front.admin, front.keys, MODEL_NAME, f"sqlite:///{front.folder}/tenants-usage")
+    result = await mix(place, 150, seed=2)
+    assert result["failures"] == []
+    assert result["compared_one_by_one"] > 100
 
 
 def test_a_process_that_is_killed_takes_only_its_own_connections_along(front: Front) -> None:
