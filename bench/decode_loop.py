@@ -30,12 +30,14 @@ def decode_scheduler(batch: int) -> DecodeScheduler:
 def run_steps(
     steps: StepThread[DecodeStep], woken: threading.Event, scheduler: DecodeScheduler, enough: Callable[[int], bool], ahead: bool = True
 ) -> int:
-    """Until ``enough`` of the number of steps that are over, which is returned; the thread is stopped. ``woken`` is set by the thread.
-    ``ahead``: each step is made while the one before runs. Raises RuntimeError where a step fails."""
+    """Until ``enough`` of the number of steps that are over, which is returned, or until all sequences have ended; the thread is stopped.
+    ``woken`` is set by the thread. ``ahead``: each step is made while the one before runs. Raises RuntimeError where a step fails."""
     num_steps = 0
     while not enough(num_steps):
         while (steps.wants_next if ahead else not steps.busy) and (step := scheduler.schedule()) is not None:
             steps.submit(step)
+        if not steps.busy:
+            break
         woken.wait(1.0)
         woken.clear()
         while (finished := steps.collect()) is not None:

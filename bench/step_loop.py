@@ -3,7 +3,8 @@
     python -m splitserve.bench.step_loop [--model 125m] [--batch 8] [--seconds 4] [--rounds 5] [--json FILE]
 
 The scheduler and the step thread of a decode worker around a random model, and around a runner that takes no time. Both ways by turns, so
-that what else the machine does hits both; the ratio is that of the medians.
+that what else the machine does hits both; the ratio is that of the medians. The processor time of a step that takes no time, all threads
+together, is what Python spends on one beside the model.
 """
 
 from __future__ import annotations
@@ -44,35 +45,42 @@ class Watched:
         return output
 
 
-def run(runner: Runner, batch: int, ahead_at_layer: int, ahead: bool, seconds: float) -> tuple[float, float]:
-    """(steps a second, median microseconds between two steps)."""
+def run(runner: Runner, batch: int, ahead_at_layer: int, ahead: bool, seconds: float) -> tuple[float, float, float]:
+    """(steps a second, median microseconds between two steps, microseconds of processor time a step)."""
     scheduler = decode_scheduler(batch)
     watched, woken = Watched(runner), threading.Event()
     steps: StepThread[DecodeStep] = StepThread(watched, woken.set, ahead_at_layer=ahead_at_layer if ahead else 0)
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     num_steps = run_steps(steps, woken, scheduler, lambda _: time.perf_counter() - started >= seconds, ahead)
-    return num_steps / (time.perf_counter() - started), statistics.median(watched.gaps) * 1e6
+    cpu_us = (time.process_time() - cpu_started) * 1e6 / num_steps
+    return num_steps / (time.perf_counter() - started), statistics.median(watched.gaps) * 1e6, cpu_us
 
 
 def compare(name: str, runner: Runner, batch: int, ahead_at_layer: int, seconds: float, rounds: int) -> dict[str, object]:
     rates: dict[bool, list[float]] = {False: [], True: []}
     gaps: dict[bool, list[float]] = {False: [], True: []}
+    costs: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
         for ahead in (False, True):
-            steps_per_s, gap_us = run(runner, batch, ahead_at_layer, ahead, seconds)
+            steps_per_s, gap_us, cpu_us = run(runner, batch, ahead_at_layer, ahead, seconds)
             rates[ahead].append(steps_per_s)
             gaps[ahead].append(gap_us)
+            costs[ahead].append(cpu_us)
     rate = {ahead: statistics.median(values) for ahead, values in rates.items()}
     gap = {ahead: statistics.median(values) for ahead, values in gaps.items()}
+    cost = {ahead: statistics.median(values) for ahead, values in costs.items()}
     print(
         f"{name}, batch {batch}: {rate[False]:.1f} steps/s in turn, {rate[True]:.1f} ahead ({rate[True] / rate[False]:.3f} times); ", end=""
     )
-    print(f"{gap[False]:.0f} us between two steps in turn, {gap[True]:.0f} ahead")
+    print(
+        f"{gap[False]:.0f} us between two steps in turn, {gap[True]:.0f} ahead; {cost[False]:.0f} and {cost[True]:.0f} us of processor time"
+    )
     return {
         "model": name,
         "batch": batch,
         "steps_per_s": {"in_turn": rate[False], "ahead": rate[True], "ratio": rate[True] / rate[False]},
         "gap_us": {"in_turn": gap[False], "ahead": gap[True]},
+        "cpu_us": {"in_turn": cost[False], "ahead": cost[True]},
     }
 
 

@@ -114,6 +114,15 @@ class Batch:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Every sequence runs one token and samples, and nobody asks for a prompt's logprobs."""
+        return (
+            len(self.token_ids) == len(self.seq_lens)
+            and None not in self.sampling
+            and (not self.prompt_logprobs or all(count is None for count in self.prompt_logprobs))
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:

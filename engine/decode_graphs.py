@@ -115,12 +115,8 @@ class DecodeGraphs:
             _log.info("decode graph %d of %d: %d sequences, %.1f s", done, len(self._buckets), size, time.monotonic() - start)
 
     def serves(self, batch: Batch) -> bool:
-        """Every sequence runs one token and samples, and none more than there is a graph for."""
-        return (
-            batch.num_tokens == batch.num_seqs <= self._buckets[-1]
-            and None not in batch.sampling
-            and not any(count is not None for count in batch.prompt_logprobs)
-        )
+        """It only decodes, and no more sequences than there is a graph for."""
+        return batch.num_seqs <= self._buckets[-1] and batch.only_decodes
 
     def logits(self, batch: Batch, sampled_last: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """float32 [num_seqs, vocab_size], which the caller may write to, and the input tokens int32 [num_seqs]. Both are valid until the

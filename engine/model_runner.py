@@ -132,14 +132,18 @@ class ModelRunner:
 
     def _run_layers(self, batch: Batch, on_layer: OnLayer | None) -> tuple[list[int], Tensor, Tensor, dict[int, list[Logprobs]]]:
         """The rows that sample, their logits and their last input tokens; and the logprobs of prompts."""
+        token_ids, metadata = self._token_ids(batch), AttentionMetadata.from_batch(batch, self.device)
+        if batch.only_decodes:
+            logits = self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None, on_layer))
+            return list(range(batch.num_seqs)), logits, token_ids, NO_LOGPROBS
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
         rows = [int(batch.query_start_loc[i + 1]) - 1 for i in sampled]
         for i in reported:
             first = int(batch.query_start_loc[i])
             rows += range(first, first + len(batch.next_prompt_ids[i]))
-        token_ids = self._token_ids(batch)
-        hidden = self._hidden_states(batch, token_ids, rows, on_layer)
+        every_row = rows == list(range(batch.num_tokens))
+        hidden = self._model.forward(token_ids, metadata, self.kv_cache.pool, None if every_row else self._index(rows), on_layer)
         logits = self._model.logits(hidden[: len(sampled)]) if sampled else hidden[:0]
         newest = token_ids[self._index(rows[: len(sampled)])]
         return sampled, logits, newest, self._prompt_logprobs(batch, reported, hidden[len(sampled) :])
@@ -186,11 +190,6 @@ class ModelRunner:
             return token_ids
         return feed(token_ids, send(torch.from_numpy(batch.fed_from), self.device), self._sampled_last.token_ids)
 
-    def _hidden_states(self, batch: Batch, token_ids: Tensor, rows: list[int], on_layer: OnLayer | None = None) -> Tensor:
-        metadata = AttentionMetadata.from_batch(batch, self.device)
-        every_row = rows == list(range(batch.num_tokens))
-        return self._model.forward(token_ids, metadata, self.kv_cache.pool, None if every_row else self._index(rows), on_layer)
-
     def _index(self, rows: Sequence[int]) -> Tensor:
         return send(torch.tensor(rows, dtype=torch.int64), self.device)
 
@@ -202,7 +201,8 @@ class ModelRunner:
         states = [state for state in batch.sampling if state is not None]
         if not states:
             return _no_tokens(batch.num_seqs, passed(self.device))
-        rows = SampledRows(states, batch.seq_lens[sampled], newest)
+        positions = batch.seq_lens if len(states) == batch.num_seqs else batch.seq_lens[sampled]
+        rows = SampledRows(states, positions, newest)
         if isinstance(self._sampler, Sampler):
             chosen, logprobs = self._sampler.sample(logits, rows)
             drawn = torch.from_numpy(chosen).to(self.device)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.batches import HandSequence, make_batch
+from support.batches import HandSequence, hidden_states, make_batch
 from support.models import VOCAB_SIZE, make_checkpoint
 
 from splitserve.engine.model_runner import EngineConfig, ModelRunner
@@ -37,7 +37,7 @@ def test_the_same_bits_and_cache(tmp_path: Path, family: str, dtype: str) -> Non
     def hidden() -> torch.Tensor:
         runner.kv_cache.pool.copy_(pool)
         with torch.inference_mode():
-            return runner._hidden_states(batch, torch.from_numpy(batch.token_ids), [0, 1, 2], layers.append)
+            return hidden_states(runner, batch, layers.append)
 
     for fused in (runner._model._fused, None):
         runner._model._fused = fused

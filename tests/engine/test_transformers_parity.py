@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.batches import HandSequence, make_batch
+from support.batches import HandSequence, hidden_states, make_batch
 from support.models import FAMILIES, VOCAB_SIZE, make_checkpoint
 from transformers import PreTrainedModel
 
@@ -64,7 +64,7 @@ def all_logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
     sequence = HandSequence(prompt, scattered_blocks(len(prompt), seed=1))
     with torch.inference_mode():
         batch = make_batch([(sequence, len(prompt))], BLOCK_SIZE)
-        hidden = runner._hidden_states(batch, torch.from_numpy(batch.token_ids), list(range(len(prompt))))
+        hidden = hidden_states(runner, batch)
         return runner._model.logits(hidden)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
+from splitserve.engine.attention_metadata import AttentionMetadata
 from splitserve.engine.batch import Batch, SamplingParams, SamplingState
+from splitserve.engine.model_runner import ModelRunner
 
 
 @dataclass
@@ -47,3 +51,9 @@ def make_batch(steps: Seq[tuple[HandSequence, int]], block_size: int, prompt_log
         prompt_logprobs=[prompt_logprobs] * len(steps) if prompt_logprobs is not None else (),
         next_prompt_ids=next_ids if prompt_logprobs is not None else (),
     )
+
+
+def hidden_states(runner: ModelRunner, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    """Of all the batch's tokens [num_tokens, hidden_size], after the last layer."""
+    token_ids, metadata = torch.from_numpy(batch.token_ids), AttentionMetadata.from_batch(batch, runner.device)
+    return runner._model.forward(token_ids, metadata, runner.kv_cache.pool, None, on_layer)
