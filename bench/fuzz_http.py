@@ -36,7 +36,7 @@ from .hostile_requests import HostileRequests
 from .streaming import Server, model_folder, workers_of
 
 CONTEXT = 256  # tokens: what a request gets that sets no bound
-RECEIVE_TIMEOUT_S = 5.0
+RECEIVE_TIMEOUT_S = 20.0
 STEP_EVERY_S = 0.002
 SAMPLE_EVERY_S = 0.5
 MAX_GROWTH_MB = 64.0  # from the first quarter to the end

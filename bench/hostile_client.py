@@ -86,7 +86,7 @@ class _Connection:
 class HostileClient:
     """``turn`` until ``done``."""
 
-    def __init__(self, port: int, source: HostileRequests, num_requests: int, num_connections: int = 64, deadline_s: float = 60.0) -> None:
+    def __init__(self, port: int, source: HostileRequests, num_requests: int, num_connections: int = 64, deadline_s: float = 90.0) -> None:
         self.tally = Tally()
         self._port, self._source, self._num_requests, self._deadline_s = port, source, num_requests, deadline_s
         self._epoll = select.epoll()

@@ -219,7 +219,7 @@ def cluster(folder: Path) -> Iterator[tuple[Place, list[psutil.Process], Path]]:
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not _ready(url):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the cluster did not start: {log.read_text()[-2000:]}")

@@ -46,6 +46,7 @@ from .tenants.usage_database import SQLITE
 from .trace_log import TraceLog
 
 PROBE_TOKENS = 4
+DAY_S = 86_400.0
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +83,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     routes = [*tenant_routes(settings.tenants_file, admin.operators), *usage_routes(settings.metered_to, admin.operators)]
     more_admin = None if settings.admin_port is None else routes
     limiter, meter = limiter_of(settings), meter_of(settings)
-    batches = None if settings.batch_file is None else BatchOptions(settings.batch_file, settings.batch_max_running)
+    batches = batches_of(settings)
     app = create_app(
         dispatcher,
         model,
@@ -165,7 +166,15 @@ def meter_of(settings: CoordinatorSettings) -> Meter | None:
     if url is None:
         return None
     beside = settings.tenants_file or Path(url.removeprefix(SQLITE) if url.startswith(SQLITE) else "usage").absolute()
-    return Meter(url, beside.parent, f"{beside.name}-journal-", soon=asyncio.get_running_loop().call_soon)
+    keep_s = None if settings.usage_retention_days is None else settings.usage_retention_days * DAY_S
+    return Meter(url, beside.parent, f"{beside.name}-journal-", soon=asyncio.get_running_loop().call_soon, keep_s=keep_s)
+
+
+def batches_of(settings: CoordinatorSettings) -> BatchOptions | None:
+    """As configured."""
+    if settings.batch_file is None:
+        return None
+    return BatchOptions(settings.batch_file, settings.batch_max_running, settings.batch_retention_days * DAY_S)
 
 
 def limiter_of(settings: CoordinatorSettings) -> Limiter:

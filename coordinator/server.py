@@ -58,7 +58,7 @@ class HttpApp:
         self.metrics.listeners.append(self.dashboard.view.note)
         self.sampler = Sampler(system, [self.dashboard.view.sample, self.metrics.efficiency.sample])
         self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy)
-        self.batches = None if batches is None else BatchRunner(batches.path, self.generation, batches.max_running)
+        self.batches = None if batches is None else BatchRunner(batches, self.generation)
         clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]
         if self.batches is not None:
             clients += BatchRoutes(self.batches).routes()

@@ -151,6 +151,9 @@ class CoordinatorSettings(BaseModel):
         description="Database for one record of each request: sqlite:///PATH or postgresql://USER@HOST/DATABASE (needs `pip install "
         "splitserve[postgres]`). Default: a SQLite file beside the tenants file, where there is one; else nothing is metered.",
     )
+    usage_retention_days: float | None = Field(
+        default=None, gt=0, le=36_500, description="Days after which usage records are deleted. Default: they are kept for good."
+    )
     processes: int = Field(
         default=1,
         ge=1,
@@ -172,6 +175,9 @@ class CoordinatorSettings(BaseModel):
     )
     batch_max_running: int = Field(
         default=16, ge=1, le=4096, description="Requests of batches that run at a time, behind everybody else's."
+    )
+    batch_retention_days: float = Field(
+        default=30, gt=0, le=36_500, description="Days after which files, and batches that are over, are deleted from --batch-file."
     )
     max_body_mib: float = Field(default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413.")
     price_per_hour: float | None = Field(

@@ -22,6 +22,7 @@ from .store import BatchStore, Status, StoredBatch
 
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0  # for what other processes have put there
+PRUNE_EVERY_S = 3600.0
 WAIT_S = 1.0  # before a request that found no room is tried again, where the answer says nothing
 MAX_TIMEOUTS = 10  # of one request
 AGAIN = (429, 503, 504)
@@ -39,15 +40,19 @@ class BatchOptions(NamedTuple):
 
     path: Path
     max_running: int = 16
+    keep_s: float = 30 * 86_400.0
+    """Age at which files, and batches that are over, are deleted."""
 
 
 class BatchRunner:
     """``start`` and ``stop`` in the loop that serves. Of several processes with one file, the first runs the batches."""
 
-    def __init__(self, path: Path, generation: CallHandler, max_running: int) -> None:
+    def __init__(self, options: BatchOptions, generation: CallHandler) -> None:
         """Raises sqlite3.Error where the file cannot be used."""
-        self._path, self._generation, self._max_running = path, generation, max_running
-        self._store = BatchStore(path)
+        self._path, self._max_running, self._keep_s = options
+        self._generation = generation
+        self._store = BatchStore(self._path)
+        self._prune_at = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._changed = asyncio.Event()
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -101,7 +106,15 @@ class BatchRunner:
             self._lock = lock
         return True
 
+    async def _prune(self, now: float) -> None:
+        """What is older than it is to be kept, once an hour."""
+        if now >= self._prune_at:
+            self._prune_at = now + PRUNE_EVERY_S
+            if number := await self.call(lambda store: store.prune(now - self._keep_s)):
+                _log.info("%d files and batches were older than they are to be kept, and are deleted", number)
+
     async def _advance(self) -> None:
+        await self._prune(time.time())
         for batch in await self.call(BatchStore.open_batches):
             if batch.status == "validating":
                 await self.call(partial(_validate, batch=batch))

@@ -124,6 +124,20 @@ class BatchStore:
         finally:
             self._db.execute("COMMIT")
 
+    def prune(self, before: float) -> int:
+        """Deletes batches that are over and were made before, and files as old, but for those of batches that are not over. How many."""
+        marks = ", ".join("?" * len(OPEN))
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            over = f"SELECT id FROM batches WHERE created < ? AND status NOT IN ({marks})"
+            self._db.execute(f"DELETE FROM lines WHERE batch IN ({over})", (before, *OPEN))
+            batches = self._db.execute(f"DELETE FROM batches WHERE id IN ({over})", (before, *OPEN)).rowcount
+            used = [batch.details["input_file_id"] for batch in self.open_batches()]
+            unused = f"created < ? AND id NOT IN ({', '.join('?' * len(used))})"
+            return batches + self._db.execute(f"DELETE FROM files WHERE {unused}", (before, *used)).rowcount
+        finally:
+            self._db.execute("COMMIT")
+
     # --- their requests --------------------------------------------------------------------------
 
     def add_lines(self, batch: str, lines: Sequence[Line]) -> None:

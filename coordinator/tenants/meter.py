@@ -19,6 +19,7 @@ from .usage_journal import Soon, UsageJournal, at_once, journal_path, left_behin
 from .usage_record import UsageRecord
 
 WRITE_EVERY_S = 0.5
+PRUNE_EVERY_S = 3600.0
 MAX_JOURNAL_BYTES = 32 << 20
 NAMED_IDS = 20
 _log = logging.getLogger(__name__)
@@ -27,9 +28,18 @@ _log = logging.getLogger(__name__)
 class Meter:
     """``began`` and ``ended`` are called on the event loop and do not block."""
 
-    def __init__(self, url: str, folder: Path, stem: str, write_every_s: float = WRITE_EVERY_S, soon: Soon = at_once) -> None:
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        stem: str,
+        write_every_s: float = WRITE_EVERY_S,
+        soon: Soon = at_once,
+        keep_s: float | None = None,
+    ) -> None:
         """``folder`` and ``stem``: where journals lie, and how their names begin. ``soon``: how journal lines are put off to the
-        end of a turn of the loop. Raises TenantsFileError."""
+        end of a turn of the loop. ``keep_s``: age at which records are deleted; None: never. Raises TenantsFileError."""
+        self._keep_s, self._prune_at = keep_s, 0.0
         self._soon = soon
         self._database: UsageDatabase = open_database(url)
         self._folder, self._stem, self._every_s = folder, stem, write_every_s
@@ -93,6 +103,7 @@ class Meter:
                     self._recover()
                     recovered = True
                 self._write()
+                self._prune(time.time())
                 complained = False
             except Exception as error:  # whatever a driver raises: the journal has it all
                 if not complained or stopping:
@@ -115,6 +126,14 @@ class Meter:
         self._num_kept += len(batch)
         while self._full and self._full[0][1] <= self._num_kept:
             self._full.popleft()[0].remove()
+
+    def _prune(self, now: float) -> None:
+        """What is older than it is to be kept, once an hour."""
+        if self._keep_s is None or now < self._prune_at:
+            return
+        self._prune_at = now + PRUNE_EVERY_S
+        if number := self._database.prune(now - self._keep_s):
+            _log.info("%d usage records were older than they are to be kept, and are deleted", number)
 
     def _recover(self) -> None:
         with left_behind(self._folder, self._stem) as left:

@@ -6,16 +6,16 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from support.http_fakes import ANSWER, FakeDispatcher
 
-from splitserve.coordinator.batch.lines import read_lines
+from splitserve.coordinator.batch.lines import Line, read_lines
 from splitserve.coordinator.batch.runner import BatchOptions, pack_account, unpack_account
 from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.limits import HttpLimits
@@ -172,6 +172,44 @@ async def test_a_file_that_is_none_fails_the_batch(client: AsyncOpenAI, content:
     assert batch.status == "failed"
     assert reason in batch.errors.data[0].message
     assert read_lines(content, CHAT)[1]
+
+
+async def test_of_two_processes_one_runs_the_batches_and_the_other_goes_on(
+    dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
+) -> None:
+    path, num_lines = tmp_path / "batches.db", 12
+    async with AsyncExitStack() as first:
+        client = await first.enter_async_context(serving(dispatcher, model, path))
+        async with serving(dispatcher, model, path) as other:
+            batch = await submit(other, jsonl(*(line(i) for i in range(num_lines))))  # at either of them
+            await until(lambda: client.batches.retrieve(batch.id), lambda b: b.request_counts.completed >= 1)
+            dispatcher.hold = True
+            await until(lambda: client.batches.retrieve(batch.id), lambda b: len(dispatcher.running) > 0)
+            assert len(dispatcher.running) <= 4  # one process's worth
+            await first.aclose()
+            dispatcher.hold = False
+            batch = await ended(other, batch.id)
+            assert batch.request_counts.completed == num_lines
+            assert len(await answers(other, batch.output_file_id)) == num_lines
+
+
+def test_what_is_old_is_deleted_unless_it_is_in_use(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "batches.db")
+    batches = {}
+    for now, status in ((100.0, "completed"), (100.0, "in_progress"), (900.0, "completed")):
+        file = store.add_file("t", "in", "batch", b"x", now)
+        batch = store.add_batch("t", b"", {"input_file_id": file.id}, now)
+        store.add_lines(batch.id, [Line(0, "a", b"{}")])
+        store.change(batch.id, cast(Any, status), {})
+        batches[now, status] = (batch.id, file.id)
+    store.add_file("t", "forgotten", "batch", b"x", 100.0)
+    assert store.prune(500.0) == 3  # a batch, its file, and the one that nobody used
+    left = [ids for key, ids in batches.items() if key != (100.0, "completed")]
+    assert {batch.id for batch in store.batches("t", None, 10)} == {batch for batch, _ in left}
+    assert {file.id for file in store.files("t", None, None, 10, newest_first=True)} == {file for _, file in left}
+    assert [store.counts(id).total for id, _ in batches.values()] == [0, 1, 1]
+    assert store.prune(500.0) == 0
+    store.close()
 
 
 def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:

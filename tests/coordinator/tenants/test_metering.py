@@ -52,6 +52,16 @@ def statuses(folder: Path) -> dict[str, int]:
     return {row["status"]: row["requests"] for row in open_database(f"sqlite:///{folder}/usage").totals(["status"], 0, 1e12)}
 
 
+def test_records_are_deleted_when_they_are_old_enough(tmp_path: Path) -> None:
+    database = open_database(f"sqlite:///{tmp_path}/usage")
+    now = time.time()
+    database.insert([record("old")._replace(started=now - 100), record("new")._replace(started=now - 10)])
+    meter = make(tmp_path, write_every_s=0.01, keep_s=50)
+    until(lambda: [kept.id for kept in database.records(0, 1e12)] == ["new"])
+    meter.stop()
+    database.close()
+
+
 @pytest.fixture(params=["sqlite", "postgres"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[UsageDatabase]:
     if request.param == "sqlite":
