@@ -5,7 +5,7 @@
     admission   key, validation, template, tokens, limits, journal: from a complete call to its submission, in this process
     streams     10,000 open streams on one coordinator process, and some tokens to each of them
     sustained   1,700 requests a second (100,000 a minute) over several processes on one port, against fake workers that answer at once
-    streamed    tokens a second with keys, limits and metering on, and without, in turn
+    streamed    tokens a second with keys, limits, metering and tracing on, and without, in turn
 
 The server runs on the first core (several processes: on all cores), this process with clients and fake workers on the last one.
 """
@@ -38,6 +38,7 @@ from ..coordinator.inner_call import InnerCall
 from ..coordinator.limits import HttpLimits
 from ..coordinator.metrics import Metrics
 from ..coordinator.request import Ended, GenerationRequest
+from ..coordinator.request_trace import end_trace
 from ..coordinator.served_model import ServedModel
 from ..coordinator.system_snapshot import SystemSnapshot
 from ..coordinator.tenants.directory import KeyDirectory
@@ -46,10 +47,12 @@ from ..coordinator.tenants.shared_limiter import SharedLimiter
 from ..coordinator.tenants.store import TenantStore
 from ..coordinator.tenants.tenancy import Tenancy
 from ..deploy.up import free_port, free_ports
+from ..transport.otel import Tracing
 from .environment import environment
 from .fake_workers import FakeWorkers
 from .raw_client import RawClient, request_bytes
 from .streaming import CHAT, Server, coordinator, model_folder, pinned, streamed_tokens, workers_of
+from .trace_sink import trace_sink
 
 NUM_CONNECTIONS = 256
 WARM_UP = 500
@@ -62,6 +65,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the sustained load")
     parser.add_argument("--rate", type=float, default=1700.0, help="its requests a second")
     parser.add_argument("--processes", type=int, default=2, help="coordinator processes under it")
+    parser.add_argument("--rounds", type=int, default=3, help="how often streamed cost is measured with and without")
     parser.add_argument("--streams", type=int, default=10_000, help="streams open at a time")
     parser.add_argument("--only", choices=["admission", "streams", "sustained", "streamed"], help="measure this alone")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -76,7 +80,7 @@ def main() -> None:
             "admission": lambda: asyncio.run(admission(model, tenants, key)),
             "streams": lambda: streams(model, tenants, key, cores, options.streams),
             "sustained": lambda: sustained(model, tenants, key, cores, options.processes, options.rate, options.seconds),
-            "streamed": lambda: streamed(model, tenants, key, cores),
+            "streamed": lambda: streamed(model, tenants, key, cores, options.rounds),
         }
         results = {"environment": environment()} | {name: part() for name, part in parts.items() if options.only in (None, name)}
     print(json.dumps(results, indent=1))
@@ -138,17 +142,26 @@ async def admission(model: Path, tenants: Path, key: str, count: int = 20_000) -
     meter = Meter(f"sqlite:///{tenants}-usage", tenants.parent, "admission-journal-", soon=asyncio.get_running_loop().call_soon)
     meter.start()
     limiter = SharedLimiter(tenants.with_name("admission-limits"))
-    results = {}
-    for name, tenancy in (("without_tenants", Tenancy()), ("with_keys_limits_metering", Tenancy(KeyDirectory(tenants), limiter, meter))):
-        results[name] = await _admission(served, tenancy, f"Bearer {key}".encode(), count)
+    header, tenancy = f"Bearer {key}".encode(), Tenancy(KeyDirectory(tenants), limiter, meter)
+    results = {
+        "without_tenants": await _admission(served, Tenancy(), header, count),
+        "with_keys_limits_metering": await _admission(served, tenancy, header, count),
+    }
+    with trace_sink() as endpoint:
+        tracing = Tracing.open(endpoint, "coordinator", "bench")
+        results["with_keys_limits_metering_tracing"] = await _admission(served, tenancy, header, count, tracing)
+        await asyncio.to_thread(tracing.close)
     await limiter.stop()
     await asyncio.to_thread(meter.stop)
     return results
 
 
-async def _admission(served: ServedModel, tenancy: Tenancy, header: bytes, count: int) -> dict[str, float]:
+async def _admission(served: ServedModel, tenancy: Tenancy, header: bytes, count: int, tracing: Tracing | None = None) -> dict[str, float]:
     dispatcher, heard, no_headers = Noting(), Heard(), dict[bytes, bytes]()
-    api = GenerationApi(dispatcher, served, HttpLimits(), Metrics("bench", SystemSnapshot), tenancy)
+    metrics = Metrics("bench", SystemSnapshot)
+    metrics.listeners.append(end_trace)
+    api = GenerationApi(dispatcher, served, HttpLimits(), metrics, tenancy)
+    api.tracing = tracing
     body = json.dumps({**CHAT, "max_tokens": 16}).encode()
     times = []
     for number in range(count + WARM_UP):
@@ -266,9 +279,9 @@ def sustained(model: Path, tenants: Path, key: str, cores: list[int], processes:
         load = OpenLoop(server.port, request_bytes(PATH, {**CHAT, "max_tokens": 1}, key), NUM_CONNECTIONS)
         _send_at(load, workers, rate, min(2.0, seconds))  # warm up
         load.seconds.clear()
-        cpu, begin = _cpu_s(server), time.monotonic()
+        cpu, own, begin = _cpu_s(server), time.process_time(), time.monotonic()
         late_s = _send_at(load, workers, rate, seconds)
-        took, used = time.monotonic() - begin, _cpu_s(server) - cpu
+        took, used, own = time.monotonic() - begin, _cpu_s(server) - cpu, time.process_time() - own
         load.close()
     quantiles = [1e3 * q for q in statistics.quantiles(load.seconds, n=1000)]
     return {
@@ -281,6 +294,7 @@ def sustained(model: Path, tenants: Path, key: str, cores: list[int], processes:
         "latency_ms": {"median": round(quantiles[499], 2), "p99": round(quantiles[989], 2), "p99.9": round(quantiles[998], 2)},
         "cpu_us_per_request": round(1e6 * used / len(load.seconds), 1),
         "cores": round(used / took, 2),
+        "clients_and_workers_cpu_us_per_request": round(1e6 * own / len(load.seconds), 1),
     }
 
 
@@ -346,11 +360,17 @@ def _cpu_s(server: Server) -> float:
 
 def streamed(model: Path, tenants: Path, key: str, cores: list[int], rounds: int = 3, seconds: float = 3.0) -> dict[str, Any]:
     """Per second of the server's processor time, with and without, in turn; what a round's ratio is, and their median."""
+    with trace_sink() as endpoint:
+        everything = ("--tenants-file", str(tenants), "--otlp-endpoint", endpoint)
+        return _streamed(model, key, cores, everything, rounds, seconds)
+
+
+def _streamed(model: Path, key: str, cores: list[int], everything: tuple[str, ...], rounds: int, seconds: float) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for num_streams, ahead in ((64, 2), (512, 32)):
         rates: dict[str, list[float]] = {"without": [], "with": []}
         for _ in range(rounds):
-            for name, more, used in (("without", (), ""), ("with", ("--tenants-file", str(tenants)), key)):
+            for name, more, used in (("without", (), ""), ("with", everything, key)):
                 with coordinator(model, cores, *more) as server, workers_of(server, model) as workers:
                     rates[name].append(streamed_tokens(server, workers, num_streams, ahead, seconds, used)["tokens_per_cpu_s"])
         ratios = [w / wo for w, wo in zip(rates["with"], rates["without"], strict=True)]

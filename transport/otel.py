@@ -53,7 +53,7 @@ class Tracing:
         """The span of a client's request; its parent is in the client's headers. None where it is not sampled."""
         from opentelemetry.trace import SpanKind
 
-        context = self._propagator.extract(headers)
+        context = self._propagator.extract(headers) if headers else None
         span = self._tracer.start_span(name, context, kind=SpanKind.SERVER, start_time=_wall_ns(begin))
         return RequestTrace(span) if span.is_recording() else None
 
