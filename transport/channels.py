@@ -254,6 +254,10 @@ class DealerChannel(_Channel):
         """When the connection was first found missing; None where it is there."""
         return self._watch.gone_since(now)
 
+    @property
+    def ever_connected(self) -> bool:
+        return self._watch.ever_there
+
     def close(self, linger_s: float = 0.0) -> None:
         self._watch.close()
         super().close(linger_s)

@@ -15,11 +15,13 @@ class ConnectionWatch:
         self._watched = socket
         self._events = socket.get_monitor_socket(_EVENTS)
         self._gone_since: float | None = now
+        self.ever_there = False
 
     def gone_since(self, now: float) -> float | None:
         """When the connection was first found missing (at first: when it was asked for); None where it is there."""
         while self._events.poll(0):
             there = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.ever_there = self.ever_there or there
             self._gone_since = None if there else now
         return self._gone_since
 

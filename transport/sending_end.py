@@ -29,6 +29,7 @@ from .transfer_clock import TransferClock
 RECEIVE_LIMIT = 256
 LOOK_S = 0.05
 BEYOND_REACH_S = 1.0  # ZeroMQ connects again within a tenth where it can
+FIRST_CONTACT_S = 5.0  # the first connection, whose handshake waits for both ends' threads
 _log = logging.getLogger(__name__)
 
 
@@ -105,7 +106,8 @@ class SendingEnd:
         """Handoffs to who cannot be reached are given back; what was leased to us there comes free when the connection is back."""
         for peer, channel in self._channels.items():
             gone_since = channel.gone_since(now)
-            if gone_since is not None and now - max(gone_since, self._wanted_at[peer]) > BEYOND_REACH_S:
+            patience_s = BEYOND_REACH_S if channel.ever_connected else FIRST_CONTACT_S
+            if gone_since is not None and now - max(gone_since, self._wanted_at[peer]) > patience_s:
                 self._close_mover(peer)
                 self._sender.peer_lost(peer, f"decode worker {peer[0]} cannot be reached from here")
 

@@ -22,6 +22,7 @@ def until_gone(channel: DealerChannel, gone: bool) -> None:
 def test_it_comes_goes_and_comes_again() -> None:
     router = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_PREFILL)
     with DealerChannel.connect(router.address, b"p", None, FROM_DECODE) as dealer:
+        assert not dealer.ever_connected
         until_gone(dealer, False)
         before = time.monotonic()
         router.close()
@@ -29,6 +30,7 @@ def test_it_comes_goes_and_comes_again() -> None:
         since = dealer.gone_since(time.monotonic() + 100)
         assert since is not None
         assert before <= since <= time.monotonic()
+        assert dealer.ever_connected
         with RouterChannel.bind(router.address, None, FROM_PREFILL):
             until_gone(dealer, False)
 
