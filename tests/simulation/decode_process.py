@@ -34,7 +34,7 @@ class DecodeProcess(WorkerProcess):
 
     def __init__(self, world: World, name: str, host: str, num_blocks: int) -> None:
         super().__init__(world, name, host, num_blocks)
-        self._target = ParcelTarget()
+        self._target = ParcelTarget(self.memory)
         self._checks: deque[act.Verify] = deque()
         self._peers: dict[PeerId, Channel] = {}  # who can be answered
         self._watched: dict[PeerId, WorkerProcess] = {}  # writers of this host, whose end is seen
@@ -43,8 +43,8 @@ class DecodeProcess(WorkerProcess):
         self._doing: dict[type, Callable[[Any], None]] = {
             act.ToPeer: self._to_peer,
             act.Verify: self._verify,
-            act.OpenLease: lambda action: self._target.open(action.lease, action.secret, action.targets),
-            act.ExpectAgain: lambda action: self._target.expect_again(action.lease, action.positions),
+            act.OpenLease: lambda action: self._target.book.open(action.lease, action.secret, action.targets),
+            act.ExpectAgain: lambda action: self._target.book.expect_again(action.lease, action.positions),
             act.CloseLease: self._close_lease,
             act.Join: lambda action: None,  # the core has seen to it
             act.Supersede: lambda action: None,
@@ -103,7 +103,7 @@ class DecodeProcess(WorkerProcess):
         self._doing.get(type(action), self.sending.carry_out)(action)
 
     def _close_lease(self, action: act.CloseLease) -> None:
-        self._target.close(action.lease)
+        self._target.book.close(action.lease)
         if self._checks:
             self._checks = deque(check for check in self._checks if check.lease != action.lease)
 
@@ -143,10 +143,12 @@ class DecodeProcess(WorkerProcess):
 
     def on_parcel(self, parcel: Parcel) -> None:
         """The two-sided mover: whole slices at places that are expected, or nothing."""
-        complete = self._target.take_in(parcel, self.memory)
+        complete = self._target.take_in(parcel)
         if complete is None:
             self.world.counts["parcels refused"] += 1
             return
+        if not self.core.receiver.blocks_open_to(parcel.lease):
+            self.world.violated(f"{self.name}: a parcel of lease {parcel.lease}, which had ended, was written")
         for position in complete:
             self.core.receiver.arrived(parcel.lease, position)
         self.turn()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from simulation.worker_process import WorkerProcess
 
 from splitserve.transport.messages import Met
+from splitserve.transport.movers.lease_book import LeaseBook
+from splitserve.transport.movers.parcel import ParcelHeader
 
 Item = tuple[int, int, int]
 """(position in the lease, own block, the peer's block)"""
-ALL_LAYERS = (1 << NUM_LAYERS) - 1
 PARCEL = 4
 """Blocks a parcel, at most."""
 
@@ -155,34 +156,26 @@ class Parcel:
 
 
 class ParcelTarget:
-    """The receiving side: this process itself writes, what it expects and nothing else."""
+    """The receiving side: this process itself writes, what the real movers' lease book expects and nothing else. (A value counts as a
+    byte.)"""
 
-    def __init__(self) -> None:
-        self._leases: dict[int, tuple[bytes, Mapping[int, int], dict[int, int]]] = {}  # the last: a bit for each missing layer
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.book = LeaseBook(NUM_LAYERS, memory.block_size)
 
-    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
-        self._leases[lease] = (secret, targets, dict.fromkeys(targets, ALL_LAYERS))
-
-    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
-        if lease in self._leases:
-            self._leases[lease][2].update(dict.fromkeys(positions, ALL_LAYERS))
-
-    def close(self, lease: int) -> None:
-        self._leases.pop(lease, None)
-
-    def take_in(self, parcel: Parcel, memory: Memory) -> list[int] | None:
-        """Writes the parcel and returns the positions that are complete now; None where it is not expected (any more)."""
-        known = self._leases.get(parcel.lease)
-        if known is None or known[0] != parcel.secret:
+    def take_in(self, parcel: Parcel) -> list[int] | None:
+        """Writes the parcel and returns the positions that are complete now; None where it is not expected (any more), or is cut short."""
+        size, start = (parcel.end - parcel.first) * self._memory.block_size, parcel.first * self._memory.block_size
+        positions = tuple(position for position, _ in parcel.slices)
+        claim = self.book.claim(ParcelHeader(parcel.lease, parcel.secret, start, size, positions))
+        if isinstance(claim, str):
             return None
-        _, targets, missing = known
-        bits, size = (1 << parcel.end) - (1 << parcel.first), (parcel.end - parcel.first) * memory.block_size
-        if any(bits & ~missing.get(position, 0) or len(values) != size for position, values in parcel.slices):
+        if any(len(values) != size for _, values in parcel.slices):
+            self.book.give_back(claim)
             return None
-        for position, values in parcel.slices:
-            memory.write(targets[position], parcel.first * memory.block_size, values)
-            missing[position] &= ~bits
-        return [position for position, _ in parcel.slices if not missing[position]]
+        for block, (_, values) in zip(claim.blocks, parcel.slices, strict=True):
+            self._memory.write(block, start, values)
+        return [position for _, position in self.book.complete(claim)]
 
 
 def open_source(writer: WorkerProcess, peer: str, met: Met) -> Source:

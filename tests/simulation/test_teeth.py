@@ -26,6 +26,7 @@ from splitserve.prefill.core import PrefillCore
 from splitserve.transport.handoff_receiver import HandoffReceiver
 from splitserve.transport.handoff_sender import HandoffSender
 from splitserve.transport.messages import u32
+from splitserve.transport.movers.lease_book import LeaseBook
 
 BUDGET = 6_000
 """Requests within which each must be found; the everyday run makes 20,000."""
@@ -141,6 +142,10 @@ def send_blocks_before_they_are_full(patch: Patch) -> None:
     patch.setattr(
         HandoffSender, "blocks_ready", lambda self, key, blocks, n, *more: blocks_ready(self, key, blocks, min(n + 1, len(blocks)), *more)
     )
+
+
+def write_parcels_of_leases_that_have_ended(patch: Patch) -> None:
+    patch.setattr(LeaseBook, "close", lambda self, lease: None)
 
 
 def send_layers_before_they_are_computed(patch: Patch) -> None:
@@ -319,6 +324,7 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (never_repeat_what_was_not_answered, "network"),
     (free_the_prompt_before_the_ack, "memory"),
     (send_blocks_before_they_are_full, "calm"),
+    (write_parcels_of_leases_that_have_ended, "network"),
     (send_layers_before_they_are_computed, "calm"),
     (forget_which_layers_have_left, "calm"),
     (never_free_a_cancelled_prompt, "network"),
