@@ -31,7 +31,7 @@ import numpy as np
 from ..deploy.settings import DEMO_MODEL
 from ..deploy.up import free_port
 from ..engine.latency_profile import Memory, Piece, Profile, StepModel
-from ..planner.profile.handoff import measure_handoff
+from ..planner.profile.handoff import measure_movers
 from ..planner.simulator.cluster import Cluster, Pool
 from ..planner.simulator.records import RequestRecord
 from ..planner.simulator.simulation import Simulation
@@ -191,7 +191,7 @@ async def replayed(url: str, path: Path) -> list[Sample]:
 def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder: Path) -> tuple[Profile, float]:
     """The profile and ``coordinator_s`` that meet the medians of requests that were alone."""
     block_bytes = profile.memory.block_bytes if arguments.runner == "model" else (1 << 26) // profile.memory.num_blocks
-    handoff = measure_handoff(block_bytes, profile.memory.num_layers)
+    handoff = measure_movers(block_bytes, profile.memory.num_layers)["shm"]
     handoff = handoff.model_copy(update={"bytes_per_s": handoff.bytes_per_s * profile.memory.block_bytes / block_bytes})
     profile = profile.model_copy(update={"handoff": handoff, "prefill_loop_s": 0.0, "decode_loop_s": 0.0})
     live, modelled = [], []

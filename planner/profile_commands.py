@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..engine.latency_profile import Memory, Profile, Residuals, StepModel
+from ..engine.latency_profile import Memory, Power, Profile, Residuals, StepModel
 from ..engine.settings import WorkerSettings
 from .profile.design import Bounds, experiments
 from .profile.published import import_published
 from .settings import ProfileSettings
+
+if TYPE_CHECKING:
+    from ..engine.worker_model import WorkerModel
+    from .profile.measure import Repeats
 
 SHARED = ("device", "dtype", "block_size", "num_blocks", "kv_cache_gib", "max_model_len", "exact", "threads", "runner")
 
@@ -48,10 +54,9 @@ def show(profile: Profile, console: Console) -> None:
             outside = " (extrapolated)" if model.outside(size, reads, 1) else ""
             table.add_row(label.format(size), f"{1e3 * seconds:.2f} ms{outside}", *(_errors(model.residuals) if i == 0 else ()))
     console.print(table)
-    handoff = profile.handoff
-    console.print(
-        f"handoff: {handoff.bytes_per_s / 1e9:.2f} GB/s, {1e3 * handoff.put_s:.3f} ms a put, {1e3 * handoff.message_s:.3f} ms a message"
-    )
+    for name, handoff in (profile.movers or {"": profile.handoff}).items():
+        rate, put, message = handoff.bytes_per_s / 1e9, 1e3 * handoff.put_s, 1e3 * handoff.message_s
+        console.print(f"handoff{f' by {name}' if name else ''}: {rate:.2f} GB/s, {put:.3f} ms a put, {message:.3f} ms a message")
 
 
 def _errors(residuals: Residuals | None) -> tuple[str, ...]:
@@ -62,7 +67,7 @@ def _errors(residuals: Residuals | None) -> tuple[str, ...]:
 
 def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Profile:
     from ..engine.worker_model import WorkerModel
-    from .profile.handoff import measure_handoff
+    from .profile.handoff import measure_movers
     from .profile.measure import decode_loop_s, fitted, measure, noise_cv
 
     shared = {name: getattr(settings, name) for name in SHARED}
@@ -85,6 +90,8 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
         if residuals is not None:
             console.print(f"{role} steps that were not fitted to: off by {residuals.mean:.1%} on average, {residuals.worst:.1%} at worst")
     loop_s = decode_loop_s(min(16, settings.max_num_seqs))
+    movers = measure_movers(block_bytes, model.num_layers)
+    power = _power(model, found, block_size)
     made = Profile(
         name=settings.name or f"{folder.resolve().name} on {model.device}",
         hardware=settings.hardware,
@@ -100,15 +107,36 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
         decode=_named(decode, decode_held_out),
         prefill_loop_s=loop_s,
         decode_loop_s=loop_s,
-        handoff=measure_handoff(block_bytes, model.num_layers),
+        handoff=movers["shm"],
+        movers=movers,
         start_s=start_s,
         noise_cv=noise_cv(found),
+        power=power,
     )
     if settings.plot_file is not None:
         from .profile.plot import draw_fit
 
         draw_fit(settings.plot_file, made, found)
     return made
+
+
+def _power(model: WorkerModel, found: Sequence[Repeats], block_size: int) -> Power | None:
+    """In the largest steps of each role; None without a GPU whose driver tells."""
+    from ..engine.gpu_telemetry import telemetry_of
+    from .profile.measure import batch_of
+    from .profile.power import measure_power
+
+    telemetry = telemetry_of(model.device)
+    if telemetry is None:
+        return None
+    largest = {
+        role: max((r.experiment for r in found if r.experiment.role == role), key=lambda e: e.units) for role in ("prefill", "decode")
+    }
+    prefill, decode = (batch_of(largest[role], block_size) for role in ("prefill", "decode"))
+    try:
+        return measure_power(telemetry, lambda: model.runner.execute(prefill), lambda: model.runner.execute(decode))
+    finally:
+        telemetry.stop()
 
 
 def _named(model: StepModel, held_out: Residuals | None) -> StepModel:

@@ -1,58 +1,111 @@
-"""Measures what moves KV blocks on this machine: the mover with its checksums, and a message from one process to another."""
+"""Measures what moves KV blocks on this machine: each mover with its checksums, and a message from one process to another."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from itertools import count as count_up
 
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from ...engine.latency_profile import HandoffModel
 from ...transport.channels import DealerChannel, RouterChannel
-from ...transport.messages import Alive
+from ...transport.messages import SECRET_BYTES, Alive
 from ...transport.movers.checksum import RunningChecksums, block_checksum
 from ...transport.movers.shm import SharedPool, ShmSource, ShmTarget
+from ...transport.movers.tcp_source import TcpSource
+from ...transport.movers.tcp_target import TcpTarget
+from ..errors import ProfilingError
 from .fit import StepPoint, fit_steps
 
 POOL_BYTES = 64 << 20
 REPEATS = 9
+ARRIVED_S = 30.0
+Blocks = NDArray[np.uint8]  # [num_blocks, num_layers, bytes]
 
 
-def measure_handoff(block_bytes: int, num_layers: int) -> HandoffModel:
-    """The ``shm`` mover between two pools of blocks like these. What a put costs is told from its size by puts of one and of many
-    blocks."""
+def measure_movers(block_bytes: int, num_layers: int) -> dict[str, HandoffModel]:
+    """The movers that any two workers of this machine share, between two pools of blocks like these."""
     num_blocks = max(2, POOL_BYTES // block_bytes)
     shape = (num_blocks, num_layers, -(-block_bytes // num_layers))
-    num_bytes = int(np.prod(shape))
-    own = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8).reshape(shape)
-    shared = SharedPool.create(num_bytes)
+    own = np.random.default_rng(0).integers(0, 256, int(np.prod(shape)), np.uint8).reshape(shape)
+    message_s = measure_message()
+    return {"shm": _shm(own, message_s), "zmq": _zmq(own, message_s)}
+
+
+def _shm(own: Blocks, message_s: float) -> HandoffModel:
+    """One copy, and the sum of what was copied; then the receiver's check."""
+    shared = SharedPool.create(own.nbytes)
     target = ShmTarget(shared)
-    theirs = np.frombuffer(shared.buffer, np.uint8, num_bytes).reshape(shape)
-    source, sums = ShmSource(target.shm_name, num_blocks, own), RunningChecksums(own)
+    theirs = np.frombuffer(shared.buffer, np.uint8, own.nbytes).reshape(own.shape)
+    source, sums = ShmSource(target.shm_name, len(own), own), RunningChecksums(own)
+
+    def put(count: int) -> None:
+        source.put(1, b"", [(i, i, i) for i in range(count)])
+        sums.add(list(range(count)))
+
+    found = _model(own, put, theirs, message_s)
+    source.close()
+    return found
+
+
+def _zmq(own: Blocks, message_s: float) -> HandoffModel:
+    """Over loopback, enciphered, from the put until all of it has arrived. Both ends are in this process and share its cores."""
+    theirs = np.zeros_like(own)
+    target = TcpTarget("tcp://127.0.0.1:*", theirs)
+    source, sums = TcpSource(target.data_address("127.0.0.1"), own), RunningChecksums(own)
+    poller = zmq.Poller()
+    poller.register(target.fd, zmq.POLLIN)
+    leases = count_up(1)
+
+    def put(count: int) -> None:
+        lease, secret = next(leases), bytes(SECRET_BYTES)
+        target.open(lease, secret, {i: i for i in range(count)})
+        source.put(lease, secret, [(i, i, i) for i in range(count)])
+        sums.add(list(range(count)))
+        left, end = count, time.monotonic() + ARRIVED_S
+        while left:
+            if time.monotonic() > end:
+                raise ProfilingError(
+                    f"{left} of {count} blocks did not arrive over loopback within {ARRIVED_S:g} s; profile on an idle machine"
+                )
+            source.poll()
+            poller.poll(100)
+            left -= len(target.poll(left))
+        target.close(lease)
+
+    put(1)  # it connects
+    try:
+        return _model(own, put, theirs, message_s)
+    finally:
+        source.close()
+        target.close_all()
+
+
+def _model(own: Blocks, put: Callable[[int], None], theirs: Blocks, message_s: float) -> HandoffModel:
+    """What a put costs at all is told from its size by puts of one and of many blocks."""
     points, checks = [], []
-    for count in sorted({1, num_blocks // 8 or 1, num_blocks}):
-        blocks = list(range(count))
-        items = [(i, i, i) for i in blocks]
+    for count in sorted({1, len(own) // 8 or 1, len(own)}):
         puts = []
         for _ in range(REPEATS):
             began = time.perf_counter()
-            source.put(1, b"", items)
-            sums.add(blocks)
+            put(count)
             puts.append(time.perf_counter() - began)
             began = time.perf_counter()
-            for block in blocks:
+            for block in range(count):
                 block_checksum(theirs[block])
             checks.append(count * own[0].nbytes / (time.perf_counter() - began))
         points.append(StepPoint(count * own[0].nbytes, 0, 1, statistics.median(puts)))
-    source.close()
     model = fit_steps(points, [points[0].units, points[-1].units], ())
     (x0, y0), (x1, y1) = model.pieces[0].curve
     rate = (x1 - x0) / max(y1 - y0, 1e-9)
     return HandoffModel(
         put_s=max(0.0, y0 - x0 / rate),
         bytes_per_s=rate,
-        message_s=measure_message(),
+        message_s=message_s,
         check_bytes_per_s=statistics.median(checks),
         residuals=model.residuals,
     )

@@ -10,8 +10,9 @@ import pytest
 from splitserve.engine.batch import Batch, StepOutput
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepClock, StepModel
 from splitserve.planner.profile.design import Bounds, experiments
-from splitserve.planner.profile.handoff import measure_handoff
+from splitserve.planner.profile.handoff import measure_movers
 from splitserve.planner.profile.measure import MIN_REPEATS, batch_of, decode_loop_s, fitted, measure, noise_cv
+from splitserve.planner.profile.power import measure_power
 
 BOUNDS = Bounds(max_batch_tokens=256, max_num_seqs=32, max_model_len=1024, num_blocks=512, block_size=16)
 TRUTH = Profile(
@@ -67,7 +68,36 @@ def test_the_time_allowed_ends_the_measuring_but_not_before_each_step_ran_a_few_
 
 
 def test_the_handoff_and_the_loop_of_this_machine_can_be_measured() -> None:
-    handoff = measure_handoff(block_bytes=1 << 20, num_layers=4)
-    assert 1e7 < handoff.bytes_per_s < 1e12
-    assert 0 < handoff.message_s < 1
+    movers = measure_movers(block_bytes=1 << 20, num_layers=4)
+    assert set(movers) == {"shm", "zmq"}
+    for handoff in movers.values():
+        assert 1e7 < handoff.bytes_per_s < 1e12
+        assert 0 < handoff.message_s < 1
     assert 0 < decode_loop_s(4, num_steps=20) < 1
+
+
+class Driver:
+    """Tells the watts of what was last done, on a clock of its own."""
+
+    def __init__(self, tells: bool = True) -> None:
+        self.now, self.drawn, self._tells = 0.0, 70.0, tells
+        self.gauges: dict[str, float] = {}
+
+    def sample(self) -> None:
+        self.gauges = {"gpu_power_watts": self.drawn} if self._tells else {}
+
+    def step(self, watts: float) -> None:
+        self.now, self.drawn = self.now + 0.04, watts
+
+    def clock(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+def test_power_is_told_apart_by_what_the_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    driver, silent = Driver(), Driver(tells=False)
+    power = measure_power(driver, lambda: driver.step(600.0), lambda: driver.step(350.0), driver.clock)
+    assert power is not None
+    assert (power.idle_w, power.prefill_w, power.decode_w) == pytest.approx((70, 600, 350))
+    assert measure_power(silent, lambda: None, lambda: None, silent.clock) is None
