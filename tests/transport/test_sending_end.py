@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -9,11 +10,12 @@ import zmq
 from support.kv_pools import filled_pool
 from support.messages import SPEC
 
-from splitserve.transport.actions import CancelPuts, Put, SendHandoff, SendPlaced, ToPeer
+from splitserve.transport.actions import CancelPuts, Put, SendHandoff, SendPlaced, ToPeer, Undelivered
+from splitserve.transport.channels import RouterChannel
 from splitserve.transport.handoff_sender import HandoffSender
-from splitserve.transport.messages import Handoff, Meet, Message, ModelIdentity, Placed, Release, Renew, u64
+from splitserve.transport.messages import FROM_PREFILL, Handoff, Meet, Message, ModelIdentity, Peer, Placed, Release, Renew, u64
 from splitserve.transport.movers.interface import Arrival, Item, Pool
-from splitserve.transport.sending_end import SendingEnd
+from splitserve.transport.sending_end import BEYOND_REACH_S, SendingEnd
 
 PEER = ("d0", 1)
 MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=1)
@@ -105,3 +107,43 @@ def test_of_a_lease_that_nobody_writes_it_speaks_at_once(end: SendingEnd) -> Non
     end.carry_out(Put(PEER, 1, b"s" * 16, [(0, 1, 1)]))
     end.carry_out(ToPeer(PEER, Release(lease=7, coordinator=1, dispatch=2)))
     assert said(end) == [Release]
+
+
+class Reached:
+    """A decode worker's listening end, met once, and the sending end that offers it a prompt."""
+
+    def __init__(self) -> None:
+        self.router = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_PREFILL)
+        peer = Peer(worker_id=PEER[0], incarnation=PEER[1], address=self.router.address)
+        self.sender = HandoffSender(Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("zmq",)))
+        self.end = SendingEnd(self.sender, "p", 1, None, Blocks(), zmq.Poller(), True)
+        self.sender.offer(peer, SPEC, 1, [], time.monotonic())
+        self.act()
+        assert self.router.socket.poll(10_000), "it says Meet"
+
+    def act(self) -> list[object]:
+        """Does what the sender wants done; returns what it wants of others."""
+        actions = self.sender.take()
+        for action in actions:
+            if not isinstance(action, Undelivered):
+                self.end.carry_out(action)
+        return [action for action in actions if isinstance(action, Undelivered)]
+
+    def until_gone(self) -> None:
+        channel, deadline = self.end._channels[PEER], time.monotonic() + 10
+        while channel.gone_since(time.monotonic()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+
+def test_handoffs_to_who_has_gone_beyond_reach_are_given_back() -> None:
+    reached = Reached()
+    reached.end.receive(set(), time.monotonic() + 60)
+    assert reached.act() == []  # it is there, and may take its time
+    reached.router.close()
+    reached.until_gone()
+    reached.end.receive(set(), time.monotonic() + BEYOND_REACH_S + 61)
+    ((key, kind, message),) = reached.act()
+    assert (key, kind) == ((SPEC.coordinator, SPEC.dispatch), "peer_lost")
+    assert message == "decode worker d0 cannot be reached from here"
+    reached.end.close()
