@@ -115,7 +115,7 @@ NAMED = {
     "drains": Scenario(Faults(drain_every=0.3), Cluster(num_prefill=3, num_decode=3)),
     "memory": Scenario(Faults(cancel=0.1, spill_every=0.5, step_no_memory=0.01), FEW_BLOCKS),
     "echoes": Scenario(Faults(drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1)),
-    "coordinators": Scenario(Faults(coordinator_restart_every=1.0, cancel=0.1), Cluster(num_coordinators=3)),
+    "coordinators": Scenario(Faults(coordinator_restart_every=2.5, cancel=0.1), Cluster(num_coordinators=3)),
     "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2)),
 }
 

@@ -18,7 +18,7 @@ from simulation.scenario import EVERYTHING, NAMED, draw_scenario
 from splitserve.transport.messages import BETWEEN_MOVERS, FROM_COORDINATOR, FROM_DECODE, FROM_PREFILL, FROM_WORKER, Flip
 
 FIRST_SEED = int(os.environ.get("SPLITSERVE_SIMULATION_SEED", secrets.randbelow(1 << 32)))
-PARTS, REQUESTS_A_PART = 4, 4_000
+PARTS, REQUESTS_A_PART = 4, 3_750
 REQUESTS_OF_A_KIND = 500
 SEEN = Report()
 """What has happened in the tests of this file so far."""
