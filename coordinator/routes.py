@@ -151,7 +151,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         return _error(MethodNotAllowed(f"{request.url.path} takes {allow}, not {request.method}.", allow))
-    return _error(NotFound(f"There is no {request.method} {request.url.path}.", code="unknown_url"))
+    why = " on this server: it was started without --batch-file" if request.url.path.startswith(("/v1/files", "/v1/batches")) else ""
+    return _error(NotFound(f"There is no {request.method} {request.url.path}{why}.", code="unknown_url"))
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

@@ -67,6 +67,7 @@ def _name(section: str) -> str:
 
 
 def run_coordinator(settings: Any) -> None:
+    from ..coordinator.admin import admin_key
     from ..coordinator.main import run
     from . import coordinator_child
     from .checks import require_model, require_port
@@ -74,7 +75,14 @@ def run_coordinator(settings: Any) -> None:
     log_to_stderr(settings.log_level, settings.log_format, "coordinator")
     require_model(settings.model, weights=False)
     require_port(settings.listen_host, settings.port)
-    run(settings, coordinator_child.run)
+    try:
+        admin_key(settings.admin_key_file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--admin-key-file: {error}") from error
+    try:
+        run(settings, coordinator_child.run)
+    except OSError as error:  # an address that is not to be had, a file that cannot be written
+        raise ConfigError(str(error)) from error
 
 
 def run_prefill(settings: Any) -> None:

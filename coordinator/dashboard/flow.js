@@ -61,7 +61,7 @@ export class Flow {
     if (this.state.workers.length <= MAX_LABELLED) this.svg.append(...labels.filter(Boolean));
   }
 
-  /** Returns the rate as a label, `at` this share of the way. */
+  /** Returns the rate as a label above the line, `at` this share of the way. */
   link(source, target, rate, most, kind, at) {
     const base = this.root.getBoundingClientRect(), a = source.getBoundingClientRect(), b = target.getBoundingClientRect();
     const [x1, y1, x2, y2] = [a.right - base.left + 3, (a.top + a.bottom) / 2 - base.top, b.left - base.left - 3, (b.top + b.bottom) / 2 - base.top];
@@ -71,7 +71,7 @@ export class Flow {
     this.svg.append(path);
     if (!rate) return null;
     const there = path.getPointAtLength(at * path.getTotalLength());
-    const label = shape("text", { x: there.x, y: there.y + 4 });
+    const label = shape("text", { x: there.x, y: there.y - 8 });
     label.textContent = `${count(rate)}/s`;
     return label;
   }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import anyio.to_thread
@@ -20,7 +21,8 @@ from starlette.routing import Route
 
 from ..admin import AdminCheck
 from ..errors import InvalidRequest
-from .usage_database import By, open_database
+from .errors import TenantsFileError
+from .usage_database import SQLITE, By, open_database
 
 
 def usage_routes(url: str | None, operators: AdminCheck) -> list[Route]:
@@ -40,7 +42,10 @@ def usage_routes(url: str | None, operators: AdminCheck) -> list[Route]:
 
 
 def totals(url: str, by: Sequence[By], since: float, until: float) -> list[dict[str, Any]]:
-    """Opens the database for this once."""
+    """Opens the database for this once. Raises TenantsFileError."""
+    path = url.removeprefix(SQLITE)
+    if url.startswith(SQLITE) and not Path(path).exists():
+        raise TenantsFileError(f"there is no usage database {path}; a coordinator with --tenants-file or --usage-url makes it")
     database = open_database(url)
     try:
         return database.totals(by, since, until)

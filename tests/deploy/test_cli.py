@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from splitserve.coordinator.tenants.errors import TenantsFileError
 from splitserve.deploy.cli import cli
 from splitserve.deploy.config import SECTIONS
 from splitserve.deploy.options import flag_of
+from splitserve.deploy.settings import DEMO_MODEL
 from splitserve.transport.errors import TransportError
 
 COMMANDS = [
@@ -81,6 +83,21 @@ def test_a_model_that_is_not_there_is_one_line_and_status_2(tmp_path: Path) -> N
     assert result.returncode == 2
     assert result.stderr.startswith("splitserve: --model: there is no folder")
     assert result.stderr.count("\n") == 1
+
+
+def test_an_admin_key_that_is_not_there_is_one_line_and_status_2(tmp_path: Path) -> None:
+    key = str(tmp_path / "admin.key")
+    result = splitserve("coordinator", "--insecure", "--model", str(DEMO_MODEL), "--port", "0", "--admin-key-file", key)
+    assert result.returncode == 2
+    assert result.stderr.startswith("splitserve: --admin-key-file: [Errno 2] No such file or directory")
+    assert result.stderr.count("\n") == 1
+
+
+def test_usage_of_a_database_that_is_not_there_makes_none(tmp_path: Path) -> None:
+    error = CliRunner().invoke(cli, ["usage", "--tenants-file", str(tmp_path / "none")]).exception
+    assert isinstance(error, TenantsFileError)
+    assert "there is no usage database" in str(error)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_loads_neither_torch_nor_the_server() -> None:
