@@ -78,7 +78,7 @@ async def measure(num_workers: int, prefill: int, phase_s: float, seed: int) -> 
     url, process = start(folder, num_workers, prefill)
     try:
         async with httpx.AsyncClient(base_url=url, timeout=STREAM_S, limits=httpx.Limits(max_connections=None), trust_env=False) as http:
-            await _until_ready(http, process)
+            await _until_ready(http, process, num_workers)
             streams = await send(http, list(load([CODE, CHAT], phase_s, seed, num_workers)))
             state = (await http.get("/debug/state")).json()
         return summary(streams, phase_s, state)
@@ -111,13 +111,14 @@ def start(folder: Path, num_workers: int, prefill: int) -> tuple[str, subprocess
         return f"http://127.0.0.1:{port}", subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
 
 
-async def _until_ready(http: httpx.AsyncClient, process: subprocess.Popen[bytes]) -> None:
+async def _until_ready(http: httpx.AsyncClient, process: subprocess.Popen[bytes], num_workers: int) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise SystemExit(f"the cluster ended with status {process.returncode} before it was ready")
         try:
-            if (await http.get("/ready")).status_code == 200:
+            state = (await http.get("/debug/state")).json()
+            if state["coordinator"]["ready"] and len(state["workers"]) == num_workers:
                 return
         except httpx.TransportError:
             pass

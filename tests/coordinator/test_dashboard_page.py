@@ -14,12 +14,22 @@ from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.system_snapshot import SystemSnapshot, WorkerSnapshot
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
+STEERING = {
+    "mode": "advise",
+    "state": "7P:1D is the best ratio",
+    "load": {"prefill": 1.25, "decode": 0.5},
+    "decisions": [{"ago_s": 4.0, "kind": "flip", "worker": "worker-3", "role": "prefill", "reason": HOSTILE}],
+    "wanted_workers": 8,
+    "counts": {"flip": 1},
+}
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
 
 def system() -> SystemSnapshot:
     prefill = WorkerSnapshot("prefill-0", "prefill", 100, 90, 10, 0, 0, 0, 0, 0, 5)
-    return SystemSnapshot(ready=True, workers=[prefill, WorkerSnapshot(HOSTILE, "decode", 100, 50, 20, 30, 0, 2, 0, 0, 5)])
+    return SystemSnapshot(
+        ready=True, steering=STEERING, workers=[prefill, WorkerSnapshot(HOSTILE, "decode", 100, 50, 20, 30, 0, 2, 0, 0, 5)]
+    )
 
 
 async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
@@ -32,6 +42,8 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
         assert await page.text("#model") == "tiny"
         assert "curl" in await page.text("#gantt")  # an empty list says what to do
         assert HOSTILE in await page.text("#flow")  # what a worker calls itself is text
+        told = await page.text("#steering")
+        assert all(words in told for words in ("advise", "125%", "7P:1D is the best ratio", "worker-3", HOSTILE))
 
         await page.press("Tab")
         assert await page.value("document.activeElement.className") == "skip"
