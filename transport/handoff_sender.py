@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer, Undelivered
 from .handoff import FALLBACK_MOVER, HandoffTimes, Key, PeerId, Wait
@@ -27,42 +26,7 @@ from .messages import (
     from_u32,
     u64,
 )
-
-
-@dataclass(slots=True)
-class _Contact:
-    peer: Peer
-    met: Met | None = None
-    said: float = -1e9  # when Meet was last said
-    born: float = 0.0  # when it was first said
-    renewed: float = -1e9
-    rate: float | None = None  # of its mover, bytes a second
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """One prompt on its way out."""
-
-    key: Key
-    peer: PeerId
-    spec: RequestSpec
-    num_blocks: int
-    hashes: list[bytes]
-    deadline: float
-    said: float = -1e9  # when Offer or Handoff was last said
-    grant: Grant | None = None
-    targets: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)  # own blocks, in order
-    num_ready: int = 0  # leading own blocks that are final
-    num_put: int = 0  # leading own blocks that have left whole
-    num_placed: int = 0  # of which the receiver was told
-    filling: int = 0  # blocks [num_ready, filling) are final down to layer ``layers_ready``
-    layers_ready: int = 0
-    layers_put: int = 0  # of blocks [num_put, filling), these layers have left
-    first: tuple[int, TokenLogprobs | None] | None = None  # the first token: the prompt is complete
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    sent: bool = False
-    sent_again: bool = False
+from .outgoing import Contact, Outgoing
 
 
 class HandoffSender:
@@ -71,7 +35,7 @@ class HandoffSender:
     def __init__(self, meet: Meet, times: HandoffTimes | None = None, slicing: LayerSlicing = WHOLE_BLOCKS) -> None:
         self._meet, self._slicing = meet, slicing
         self._times = times or HandoffTimes()
-        self._contacts: dict[PeerId, _Contact] = {}
+        self._contacts: dict[PeerId, Contact] = {}
         self._outgoing: dict[Key, Outgoing] = {}
         self._failed_movers: dict[PeerId, set[str]] = {}
         self.num_fallbacks = 0
@@ -230,7 +194,7 @@ class HandoffSender:
     def _contact(self, peer: Peer) -> None:
         peer_id = (peer.worker_id, peer.incarnation)
         if peer_id not in self._contacts:
-            self._contacts[peer_id] = _Contact(peer)
+            self._contacts[peer_id] = Contact(peer)
             self._actions.append(Connect(peer))
 
     def _greet(self, now: float) -> None:
