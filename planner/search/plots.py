@@ -46,7 +46,7 @@ def _attainment_over_rate(axes: Axes, plan: Plan) -> None:
         line = axes.plot([g.rate for g in seen], [g.attainment for g in seen], "-", label=plan.question.hardware.words(candidate))[0]
         for one in plan.answers:
             if one.candidate == candidate:
-                passed = [(rate, share) for rate, share in one.tried if share >= plan.question.level.attainment]
+                passed = [(rate, share) for rate, share in one.tried if share >= plan.question.level.attainment and rate <= seen[-1].rate]
                 axes.plot([rate for rate, _ in passed], [share for _, share in passed], "o", markersize=4, color=line.get_color())
     axes.axhline(plan.question.level.attainment, color="grey", linewidth=0.8)
     axes.set(xlabel="requests/s", ylabel="good requests", ylim=(0, 1.02), title="Attainment over the rate")
