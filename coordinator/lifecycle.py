@@ -58,6 +58,7 @@ class Lifecycle:
         self._ticked: float | None = None
         self._charged = float("-inf")
         self._patience = shortest_timeout(self.limits)
+        self._look_at = float("inf")  # the first deadline of any request; or earlier
         self.num_refused_early = 0
 
     # --- for people ------------------------------------------------------------------------------
@@ -165,6 +166,7 @@ class Lifecycle:
             return [End(request, refused)]
         flight = Flight(request, now, owes_prompt_logprobs=request.prompt_logprobs is not None)
         self._state.table.flights[request.request_id] = flight
+        self._look_at = min(self._look_at, self._worth_a_look(flight))
         if not self._placement.serve_at_once(flight, now):
             self._placement.join_line(flight, now)
         return self._state.take()
@@ -276,16 +278,32 @@ class Lifecycle:
         self._members.look(now)
         self._serve_or_give_up(now)
         self._state.suspicion.credit_all()
-        for flight in list(self._state.table.flights.values()):
-            worth_a_look = now >= flight.request.deadline or now - flight.mark > self._patience
-            if (worth_a_look or (flight.tokens and now - flight.token_at > self._patience)) and self._attempts.expire_if_late(flight, now):
-                continue
-            if flight.dispatch >= 0 and self._is_lost(flight, now):
-                self._attempts.retry(flight, "the workers hold nothing of it", now)
+        if now >= self._look_at:
+            self._expire(now)
+        for flight in self._lost(now):
+            self._attempts.retry(flight, "the workers hold nothing of it", now)
         self._charge(now)
         self._members.evacuate(now)
         self._placement.serve_line(now)
         return self._state.take()
+
+    def _expire(self, now: float) -> None:
+        """Ends what has passed a deadline, and finds out when it is worth while to look again."""
+        for flight in list(self._state.table.flights.values()):
+            self._attempts.expire_if_late(flight, now)
+        self._look_at = min((self._worth_a_look(flight) for flight in self._state.table.flights.values()), default=float("inf"))
+
+    def _worth_a_look(self, flight: Flight) -> float:
+        """Before this time it passes no deadline: stages begin and tokens come later than the last ones."""
+        patient_until = (min(flight.mark, flight.token_at) if flight.tokens else flight.mark) + self._patience
+        return min(flight.request.deadline, patient_until)
+
+    def _lost(self, now: float) -> list[Flight]:
+        """Those that no worker holds. Each is assigned to a decode worker, which has not reported it."""
+        by_dispatch = self._state.table.by_dispatch
+        unheard = (d for worker in self.pools.of_role("decode") for d in worker.dispatches - worker.held)
+        flights = dict.fromkeys(by_dispatch[dispatch] for dispatch in sorted(unheard))  # one that moves has two dispatches
+        return [flight for flight in flights if flight.dispatch >= 0 and self._is_lost(flight, now)]
 
     def _forgive_own_stall(self, now: float) -> None:
         """A worker was not silent while nobody listened."""

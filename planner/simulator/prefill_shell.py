@@ -66,4 +66,5 @@ class PrefillShell(WorkerShell):
     def _layers_done(self, step: PrefillStep, num_layers: int) -> None:
         if self.alive and self._running is step:
             self.core.layers_done(step, num_layers)
-            self.carry_out_all()
+            if self.core.stirs:
+                self.carry_out_all()
