@@ -15,10 +15,8 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
-from collections import deque
 
 import zmq
 
@@ -29,20 +27,15 @@ from ..engine.grammar_thread import GrammarThread
 from ..engine.role_host import RoleHost
 from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
-from ..transport.actions import CloseLease, ExpectAgain, Join, OpenLease, Supersede, TellTokens, ToCoordinator, ToPeer, Verify
-from ..transport.channels import RouterChannel
+from ..transport.actions import Join, Supersede, TellTokens, ToCoordinator, ToPeer
 from ..transport.collector import settle_heap
-from ..transport.coordinator_link import opened_to, worker_of
 from ..transport.coordinator_links import CoordinatorLinks
-from ..transport.handoff import HandoffTimes, PeerId
+from ..transport.handoff import HandoffTimes
 from ..transport.handoff_receiver import HandoffReceiver
-from ..transport.host import advertised_address, host_identity
+from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
-from ..transport.liveness import ProcessIdentity
 from ..transport.messages import (
-    BETWEEN_MOVERS,
     FROM_DECODE,
-    FROM_PREFILL,
     SECRET_BYTES,
     Flip,
     Goodbye,
@@ -50,28 +43,23 @@ from ..transport.messages import (
     Load,
     Meet,
     Message,
-    Met,
     ModelIdentity,
 )
-from ..transport.movers.checksum import checksums
-from ..transport.movers.opening import ON_DEVICE, offered
 from ..transport.movers.shm import SharedPool
-from ..transport.movers.targets import MoverTargets
 from ..transport.otel import Tracing
 from ..transport.reports import with_telemetry
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
 from ..transport.worker_trace import WorkerTrace
 from .core import DecodeAction, DecodeCore
+from .receiving_end import RECEIVING, ReceivingEnd
 from .rows import DecodeStep
 from .scheduler import DecodeScheduler
 from .settings import DecodeSettings
 
 TICK_S = 0.05
 SWITCH_S = 1e-4  # the step thread and the loop take turns: the default of 5 ms would show in every token
-RECEIVE_LIMIT = 256
 LINGER_S = 0.5  # for the last words
-CHECK_BYTES = 8 << 20  # verified in one turn of the loop: about a millisecond
 _log = logging.getLogger(__name__)
 
 
@@ -88,7 +76,7 @@ class DecodeWorker:
     ) -> None:
         """``shared``: the pool's memory, where other processes of this host may map it; ``host``: its process, where that can change its
         role."""
-        self._settings, self._model, self._shared = settings, model, shared
+        self._settings, self._model = settings, model
         self._identity = ModelIdentity.model_validate(model.identity)
         self._telemetry = telemetry_of(model.device)
         self._tracing = Tracing.open(settings.otlp_endpoint, "decode", settings.worker_id) if settings.otlp_endpoint else None
@@ -98,11 +86,7 @@ class DecodeWorker:
         self._rests_since: float | None = None
         self._host = host
         self._ticked = self._reported = 0.0
-        self._identities: dict[PeerId, bytes] = {}
-        self._processes: dict[PeerId, ProcessIdentity | None] = {}
-        self._peers = RouterChannel.bind(settings.listen, key, FROM_PREFILL)
-        self._checks: deque[Verify] = deque()
-        self._movers = self._open_movers()
+        self._receiving = ReceivingEnd(settings, model, key, shared)
         self._poller = self._make_poller()
         self._links = CoordinatorLinks(
             settings.coordinators, key, settings.worker_id, self, time.time_ns, self._poller, settings.orphaned_after_s
@@ -115,12 +99,12 @@ class DecodeWorker:
             worker,
             self._identity,
             blocks,
-            self._movers.endpoints,
+            self._receiving.endpoints,
             lambda: self._core.room(),
             lambda: secrets.token_bytes(SECRET_BYTES),
             HandoffTimes(lease=settings.lease_s),
         )
-        meet = self._meet(self._movers.endpoints.movers)
+        meet = self._meet(self._receiving.endpoints.movers)
         self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint, meet, settings.drain_timeout_s)
         self._steps: StepThread[DecodeStep] = StepThread(
             model.runner, self._wakeup.set, ahead_at_layer=model.ahead_at_layer, launch=model.launch
@@ -158,8 +142,8 @@ class DecodeWorker:
         self._collect(now)
         self._launch(now)
         self._carry_out(now)
-        if self._checks:
-            self._check(now)
+        if self._receiving.has_checks:
+            self._receiving.check(self._core, now)
             self._carry_out(now)
         self._launch(now)  # what was just verified joins at once
         self._report(now)
@@ -169,8 +153,8 @@ class DecodeWorker:
 
     def _wait(self, patience_s: float) -> set[object]:
         """Returns the sockets with something to read."""
-        if self._checks or self._sending.pending:
-            patience_s = 0.0 if self._checks else min(patience_s, 0.001)
+        if self._receiving.has_checks or self._sending.pending:
+            patience_s = 0.0 if self._receiving.has_checks else min(patience_s, 0.001)
         ready = {socket for socket, _ in self._poller.poll(int(patience_s * 1000))}
         if self._wakeup.fd in ready:
             self._wakeup.clear()
@@ -183,12 +167,7 @@ class DecodeWorker:
                 self._flip(message, now)
             else:
                 self._core.from_coordinator(message)
-        if self._peers.socket in ready:
-            self._hear_peers(now)
-        for lease, position in self._movers.poll(ready, RECEIVE_LIMIT):
-            self._core.receiver.arrived(lease, position)
-        for peer, word in self._movers.words():
-            self._tell_peer(peer, word)
+        self._receiving.receive(ready, self._core, now, self._hear)
         self._sending.receive(ready, now)
         self._grammars.report(self._core)
         if self._leaving:
@@ -198,30 +177,9 @@ class DecodeWorker:
             self._core.tick(now)
             self._links.tick(now)
 
-    def _hear_peers(self, now: float) -> None:
-        for identity, message in self._peers.receive(RECEIVE_LIMIT):
-            peer = worker_of(identity)
-            if peer is not None:
-                if opened_to(identity) >= opened_to(self._identities.get(peer, b"")):  # what an older channel still brings is no way back
-                    self._identities[peer] = identity
-                if isinstance(message, Meet):
-                    self._note_writer(peer, message)
-                if isinstance(message, BETWEEN_MOVERS):
-                    self._movers.hear(peer, message)
-                else:
-                    self._hear(message, now)
-                    self._core.from_peer(peer, message, now)
-
     def _hear(self, message: Message, now: float) -> None:
         if self._trace is not None:
             self._trace.heard(message, now)
-
-    def _note_writer(self, peer: PeerId, meet: Meet) -> None:
-        if meet.host == host_identity():
-            self._processes[peer] = ProcessIdentity.of(meet.pid)
-        else:
-            for earlier in self._movers.earlier(peer):  # it has been started anew: what it wrote before need not be waited for
-                self._shut_out(earlier)
 
     def _collect(self, now: float) -> None:
         while (finished := self._steps.collect()) is not None:
@@ -254,7 +212,7 @@ class DecodeWorker:
         if now - self._reported < self._links.heartbeat_s:
             return
         self._reported = now
-        self._bury_dead_writers(now)
+        self._receiving.bury_dead_writers(self._core, now)
         if not self._links.coordinators:
             return
         self._links.report(self._load)
@@ -304,72 +262,12 @@ class DecodeWorker:
             self._tell_coordinators(action.message)
         elif isinstance(action, CompileGrammar):
             self._grammars.submit(action)
-        elif isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE):
-            self._tell_peer(action.peer, action.message)
-        elif isinstance(action, Verify):
-            self._checks.append(action)
-        elif isinstance(action, OpenLease):
-            self._movers.open(action.lease, action.secret, action.targets)
-        elif isinstance(action, ExpectAgain):
-            self._movers.expect_again(action.lease, action.positions)
-        elif isinstance(action, CloseLease):
-            self._movers.close(action.lease)
-            self._checks = deque(check for check in self._checks if check.lease != action.lease)
+        elif isinstance(action, RECEIVING) or (isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE)):
+            self._receiving.carry_out(action)
         elif not isinstance(action, Join | Supersede | TellTokens):  # the core's own; and live steps are never foretold
             self._sending.carry_out(action)
 
-    def _tell_peer(self, peer: PeerId, message: Message) -> None:
-        said = self._movers.complete(message, peer) if isinstance(message, Met) else message
-        if said is not None and peer in self._identities:
-            self._peers.send(self._identities[peer], said)
-
-    def _check(self, now: float) -> None:
-        """Verifies some of what has arrived: a little in each turn, so that a long prompt's blocks hold up nobody's tokens."""
-        room = max(1, CHECK_BYTES // self._identity.block_bytes)
-        while self._checks and room > 0:
-            check = self._checks.popleft()
-            if len(check.positions) > room:
-                check, rest = check.split(room)
-                self._checks.appendleft(rest)
-            room -= len(check.positions)
-            self._verify(check, now)
-
-    def _verify(self, check: Verify, now: float) -> None:
-        on_device = self._model.device_blocks if self._core.receiver.mover_of(check.lease) in ON_DEVICE else None
-        found = checksums(self._model.pool, check.blocks) if on_device is None else on_device.checksums(check.blocks)
-        rows = zip(check.positions, found, check.checksums, strict=True)
-        wrong = {position for position, checksum, said in rows if checksum != said}
-        if wrong:
-            _log.warning("%d of %d KV blocks arrived corrupt", len(wrong), len(check.blocks))
-        if on_device is None:
-            self._model.store([block for position, block in zip(check.positions, check.blocks, strict=True) if position not in wrong])
-        self._core.receiver.verified(check.lease, check.positions, sorted(wrong), now)
-
-    def _bury_dead_writers(self, now: float) -> None:
-        """A prefill process of this host that has ended writes no more: what it had leased is free. One of another host that has gone
-        silent is shut out first, where its mover can."""
-        for peer, process in list(self._processes.items()):
-            if process is None or not process.alive():
-                del self._processes[peer]
-                self._identities.pop(peer, None)
-                self._core.receiver.writer_gone(peer)
-                self._movers.shut_out(peer)
-        for peer in self._core.receiver.silent_writers(now) | self._movers.leaving:
-            if peer not in self._processes:  # those of this host end with their process
-                self._shut_out(peer)
-
-    def _shut_out(self, peer: PeerId) -> None:
-        if self._movers.shut_out(peer):
-            _log.warning("%s can write no more KV blocks here: it has not answered, or has been started anew", peer[0])
-            self._core.receiver.writer_shut_out(peer)
-
-    # --- movers, incarnations --------------------------------------------------------------------
-
-    def _open_movers(self) -> MoverTargets:
-        settings, plaintext = self._settings, self._settings.plaintext_kv or self._settings.insecure
-        model, host = self._model, advertised_host(settings)
-        movers = offered(settings.mover, plaintext, model.device.type == "cuda")
-        return MoverTargets(movers, model.pool, self._shared, settings.data_listen, host, plaintext, model.device_blocks)
+    # --- incarnations --------------------------------------------------------------------
 
     def _meet(self, movers: tuple[str, ...]) -> Meet:
         """How this worker introduces itself to other decode workers, as one that hands over."""
@@ -381,9 +279,7 @@ class DecodeWorker:
     def _make_poller(self) -> zmq.Poller:
         poller = zmq.Poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
-        poller.register(self._peers.socket, zmq.POLLIN)
-        for fd in self._movers.fds:
-            poller.register(fd, zmq.POLLIN)
+        self._receiving.watch_by(poller)
         return poller
 
     def hello(self, incarnation: int) -> Hello:
@@ -403,7 +299,7 @@ class DecodeWorker:
             max_batch_tokens=settings.max_num_seqs,
             device=self._telemetry.uuid if self._telemetry else "",
             process=self._host.process if self._host else "",
-            peer_address=advertised_address(self._peers.address, advertised_host(settings)),
+            peer_address=self._receiving.address,
         )
 
     def welcomed(self, coordinator: int) -> None:
@@ -433,17 +329,10 @@ class DecodeWorker:
             self._telemetry.stop()
         if self._tracing is not None:
             self._tracing.close()
-        self._movers.close_all()
+        self._receiving.close()
         self._sending.close()
-        self._peers.close()
         self._links.close(LINGER_S)
         self._wakeup.close()
-
-
-def advertised_host(settings: DecodeSettings) -> str:
-    """The host that prefill workers connect to."""
-    listened = settings.listen.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return settings.advertise_host or (socket.gethostname() if listened in ("0.0.0.0", "*", "::") else listened)
 
 
 def run(settings: DecodeSettings) -> None:
