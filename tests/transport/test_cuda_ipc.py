@@ -150,7 +150,7 @@ def test_putting_into_a_dead_process_is_an_error(pair: Pair) -> None:
         source.close()
 
 
-@pytest.mark.parametrize("address", [b"", b"x" * 10, cuda_ipc._ADDRESS.pack(b"other", 0, os.getpid())])
+@pytest.mark.parametrize("address", [b"", b"x" * 10, cuda_ipc._ADDRESS.pack(b"other", 0, os.getpid())], ids=["empty", "short", "other"])
 def test_an_address_that_is_none_is_an_error(pair: Pair, address: bytes) -> None:
     with pytest.raises(MoverError):
         pair.meet(address)
