@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..decode.rows import DecodeStep
+from ..engine.load_model import load_model
 from ..engine.model_runner import EngineConfig, ModelRunner
 from ..engine.settings import WorkerSettings
 from ..engine.step_thread import StepThread
-from ..engine.worker_model import WorkerModel
 from .decode_loop import MAX_LEN, decode_scheduler, run_steps
 from .engine import CONTEXT, make_batch
 from .engine_figures import device_us
@@ -67,7 +67,7 @@ def load(path: Path, device: str, batch: int) -> str:
     """Seconds, then those of each phase."""
     started = time.perf_counter()
     settings = WorkerSettings(model=path, device=device, dtype="bfloat16", num_blocks=batch * MAX_LEN // 16, block_size=16, insecure=True)
-    model = WorkerModel.load(settings, max_decode_seqs=batch)
+    model = load_model(settings, max_decode_seqs=batch)
     assert isinstance(model.runner, ModelRunner)
     return f"{time.perf_counter() - started:.3f} {model.runner.phases}"
 

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from .environment import environment
-from .load import Sample, generate_load
+from .load import generate_load
 from .load_report import summarize
+from .load_sample import Sample
 from .settings import LoadSettings
 from .workload import FIRST_ID, LoadRequest
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -18,6 +17,7 @@ from rich.progress import Progress
 
 from ..deploy.checks import read_key
 from .load_report import Report, draw_plot, print_report, summarize, write_json
+from .load_sample import Sample
 from .settings import LoadSettings
 from .workload import LoadRequest, draw_requests, planned_requests
 
@@ -26,19 +26,6 @@ WARMUP_SEED = 0x5EED  # warm-up prompts differ from the measured ones
 
 class LoadError(Exception):
     """The load could not be generated at all. The message says why."""
-
-
-@dataclass(slots=True)
-class Sample:
-    """What the client saw of one request. Times are seconds since the start of the run; ``arrivals`` has one a streamed event."""
-
-    start: float
-    end: float = 0.0
-    arrivals: list[float] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    error: str = ""
 
 
 def main(settings: LoadSettings) -> int:

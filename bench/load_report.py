@@ -14,16 +14,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from .load_sample import Sample
 from .settings import LoadSettings
-
-if TYPE_CHECKING:
-    from .load import Sample
 
 PERCENTILES = (50, 90, 95, 99)
 

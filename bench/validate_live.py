@@ -44,8 +44,9 @@ from ..planner.workload.arrivals import Arrivals
 from ..planner.workload.lengths import MarginalLengths
 from ..planner.workload.workload import Workload
 from .environment import environment
-from .load import Sample, generate_load
+from .load import generate_load
 from .load_report import times_of
+from .load_sample import Sample
 from .settings import LoadSettings
 
 WORKLOADS = {  # prompt, output; shares of the longest sequence

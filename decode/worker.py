@@ -24,6 +24,7 @@ from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar
 from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
+from ..engine.load_model import load_model
 from ..engine.role_host import RoleHost
 from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
@@ -344,7 +345,7 @@ def run(settings: DecodeSettings) -> None:
         shared.append(SharedPool.create(num_bytes))
         return shared[0].buffer
 
-    model = WorkerModel.load(settings, allocate if settings.mover in ("auto", "shm") else None, settings.max_num_seqs)
+    model = load_model(settings, allocate if settings.mover in ("auto", "shm") else None, settings.max_num_seqs)
     worker = DecodeWorker(settings, model, key, shared[0] if shared else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from ..decode.worker import SWITCH_S, DecodeWorker
 from ..engine.block_manager import BlockManager
+from ..engine.load_model import load_model
 from ..engine.role_host import RoleHost
 from ..engine.runner_in_turns import RunnerInTurns
 from ..engine.worker_model import WorkerModel
@@ -89,7 +90,7 @@ def run(settings: FlexibleSettings) -> None:
         return shared[0].buffer
 
     settings = settings.model_copy(update={"name": settings.worker_id})
-    model = WorkerModel.load(settings, allocate if settings.mover in ("auto", "shm") else None, settings.max_num_seqs)
+    model = load_model(settings, allocate if settings.mover in ("auto", "shm") else None, settings.max_num_seqs)
     worker = FlexibleWorker(settings, model, key, shared[0] if shared else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())

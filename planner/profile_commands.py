@@ -66,12 +66,12 @@ def _errors(residuals: Residuals | None) -> tuple[str, ...]:
 
 
 def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Profile:
-    from ..engine.worker_model import WorkerModel
+    from ..engine.load_model import load_model
     from .profile.handoff import measure_movers
     from .profile.measure import decode_loop_s, fitted, measure, noise_cv
 
     shared = {name: getattr(settings, name) for name in SHARED}
-    model = WorkerModel.load(WorkerSettings(model=folder, insecure=True, **shared), max_decode_seqs=settings.max_num_seqs)
+    model = load_model(WorkerSettings(model=folder, insecure=True, **shared), max_decode_seqs=settings.max_num_seqs)
     start_s = time.time() - psutil.Process().create_time()
     block_size, block_bytes = int(model.identity["block_size"]), int(model.identity["block_bytes"])
     bounds = Bounds(settings.max_batch_tokens, settings.max_num_seqs, model.max_model_len, len(model.pool), block_size)

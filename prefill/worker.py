@@ -24,6 +24,7 @@ from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar
 from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
+from ..engine.load_model import load_model
 from ..engine.role_host import RoleHost
 from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
@@ -314,7 +315,7 @@ class PrefillWorker:
 def run(settings: PrefillSettings) -> None:
     """The process: until SIGTERM or Ctrl-C."""
     key = None if settings.insecure or settings.key_file is None else load_key(settings.key_file)
-    model = WorkerModel.load(settings)
+    model = load_model(settings)
     worker = PrefillWorker(settings, model, key)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
 from ...coordinator.flight import Action, End, Push, Send
 from ...coordinator.lifecycle import Lifecycle
@@ -12,18 +13,43 @@ from ...coordinator.steering.steering import Steering
 from ...transport.actions import TellTokens
 from ...transport.handoff import PeerId
 from ...transport.messages import Alive, Message
+from .cluster import Cluster
+from .decode_shell import DecodeShell
+from .events import EventQueue
 from .records import RequestRecord
-
-if TYPE_CHECKING:
-    from .simulation import Simulation
+from .worker_shell import WorkerShell
 
 TICK_S = 0.1
+
+
+class Surroundings(Protocol):
+    """What the coordinator sees of the simulation."""
+
+    cluster: Cluster
+    queue: EventQueue
+
+    @property
+    def workers(self) -> Mapping[str, WorkerShell]:
+        """Those that are alive, by name."""
+
+    @property
+    def decode_workers(self) -> Mapping[str, DecodeShell]:
+        """Of these, the decode workers."""
+
+    def next_number(self) -> int:
+        """For an incarnation."""
+
+    def look_closely(self, closely: bool) -> None:
+        """From now on the coordinator hears of each decode step at once, or does not need to."""
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request is over."""
 
 
 class CoordinatorShell:
     """Carries out what the lifecycle wants, and sees when each request gets its tokens."""
 
-    def __init__(self, simulation: Simulation, steering: Steering | None = None) -> None:
+    def __init__(self, simulation: Surroundings, steering: Steering | None = None) -> None:
         cluster = simulation.cluster
         limits = LifecycleLimits(max_queue=cluster.max_queue)
         self.core = Lifecycle(simulation.next_number(), cluster.routing, limits)

@@ -46,6 +46,10 @@ class DecodeShell(WorkerShell):
         assert self.core.moving is not None, "it has said how it meets others"
         return self.core.moving.sender
 
+    @property
+    def closely(self) -> bool:
+        return self.simulation.closely
+
     def _room(self) -> tuple[int, int]:
         return self.core.room()
 

@@ -13,10 +13,11 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
+from ...decode.core import DecodeCore
 from ...decode.foretold import Foretold
 from ...decode.rows import DecodeStep
 from ...engine.batch import StepOutput
@@ -25,12 +26,43 @@ from ...prefill.scheduler import PrefillStep
 from .events import EventQueue
 from .tallies import Distribution
 
-if TYPE_CHECKING:
-    from .decode_shell import DecodeShell
-    from .prefill_shell import PrefillShell
-
 FIRST_JUMP, LONGEST_JUMP = 4, 256
 """Steps whose ends are worked out at once: most runs are cut short."""
+
+
+class PrefillSide(Protocol):
+    """The prefill worker on a device, as the device sees it."""
+
+    def schedule(self, now: float) -> PrefillStep | None:
+        """Its next step."""
+
+    def begin(self, step: PrefillStep, loop_s: float, seconds: float) -> None:
+        """The step runs from ``loop_s`` from now on, for ``seconds``."""
+
+    def complete(self, step: PrefillStep, output: StepOutput) -> None:
+        """It is over."""
+
+    def turn(self) -> None:
+        """One turn of the worker's loop."""
+
+
+class DecodeSide(Protocol):
+    """The decode worker on a device, as the device sees it."""
+
+    core: DecodeCore
+
+    @property
+    def closely(self) -> bool:
+        """The coordinator is to hear of each step at once."""
+
+    def schedule(self, now: float) -> DecodeStep | None:
+        """Its next step."""
+
+    def complete(self, step: DecodeStep, output: StepOutput) -> None:
+        """It is over."""
+
+    def turn(self) -> None:
+        """One turn of the worker's loop."""
 
 
 @dataclass(slots=True)
@@ -77,8 +109,8 @@ class Device:
         self._decoded_at, self._num_decoded = 0.0, 0  # the last decode step's end, and how many sequences may be in the next one
         self._run: _Run | None = None
         self._jump = FIRST_JUMP
-        self.prefill: PrefillShell | None = None
-        self.decode: DecodeShell | None = None
+        self.prefill: PrefillSide | None = None
+        self.decode: DecodeSide | None = None
         self.busy = False
         self.busy_s = 0.0
         self.prefill_s = self.decode_s = 0.0  # of that, in steps with prompts, and in steps without
@@ -95,7 +127,7 @@ class Device:
         now = self._queue.now
         prompts = self.prefill.schedule(now) if self.prefill is not None else None
         if prompts is None and self.decode is not None and self._jumps:
-            foretold = self.decode.core.foretell(now, 1 if self.decode.simulation.closely else self._jump)
+            foretold = self.decode.core.foretell(now, 1 if self.decode.closely else self._jump)
             if foretold is not None:
                 self._begin_run(foretold, now)
                 return
@@ -114,7 +146,7 @@ class Device:
         passed = bisect_right(run.ends, now, run.num_passed, run.num_steps)
         self._book_gaps(run, passed)
         self.decode.core.pass_by(passed - run.num_passed, now)
-        if self.decode.simulation.closely:
+        if self.decode.closely:
             self.decode.core.tell_tokens()
         run.num_passed = passed
         if passed == run.num_steps:
@@ -131,6 +163,13 @@ class Device:
     def stop(self) -> None:
         """Its machine has failed."""
         self._run, self.prefill, self.decode = None, None, None
+
+    def let_go(self, worker: object) -> None:
+        """It runs no steps here any more."""
+        if self.prefill is worker:
+            self.prefill = None
+        if self.decode is worker:
+            self.decode = None
 
     def _begin(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> None:
         self.busy = True

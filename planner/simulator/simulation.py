@@ -48,10 +48,7 @@ class _Machine:
     def let_go(self, shell: WorkerShell) -> None:
         """It is of this worker's role no more."""
         self.shells.remove(shell)
-        if self.device.prefill is shell:
-            self.device.prefill = None
-        if self.device.decode is shell:
-            self.device.decode = None
+        self.device.let_go(shell)
 
 
 class Simulation:

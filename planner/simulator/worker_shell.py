@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from ...transport import actions as act
 from ...transport.handoff import HandoffTimes, PeerId
@@ -10,15 +12,66 @@ from ...transport.handoff_sender import HandoffSender
 from ...transport.messages import Fenced, Flip, Goodbye, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
 from .cluster import Pool
 from .device import Device
-
-if TYPE_CHECKING:
-    from .decode_shell import DecodeShell
-    from .simulation import Simulation
+from .events import EventQueue
 
 TICK_S = 0.125  # half a heartbeat; the live ones tick every 0.05 s, which matters to deadlines alone
 LEASE = HandoffTimes(lease=10.0)
 MOVERS, HOST = ("shm",), "simulated"
 """A one-sided mover: the receiver hears of blocks (Placed, Handoff) when they are there."""
+
+
+class CoordinatorLine(Protocol):
+    """The coordinator, as workers reach it."""
+
+    def hear(self, worker: PeerId, message: Message) -> None:
+        """Any message."""
+
+    def hear_tokens(self, worker: PeerId, told: act.TellTokens) -> None:
+        """Of a decode worker: what many steps have brought."""
+
+
+class Receiver(Protocol):
+    """A decode worker, as those that hand over to it reach it."""
+
+    device: Device
+    pool: Pool
+    in_free_at: float
+
+    @property
+    def id(self) -> PeerId:
+        """Name and incarnation."""
+
+    def hear_peer(self, addressee: PeerId, peer: WorkerShell, peer_id: PeerId, message: Message) -> None:
+        """What a worker says that hands over to it."""
+
+
+class Surroundings(Protocol):
+    """What workers see of the simulation."""
+
+    queue: EventQueue
+    draw: random.Random
+    heartbeat_s: float
+    closely: bool
+
+    @property
+    def coordinator(self) -> CoordinatorLine:
+        """There is one."""
+
+    @property
+    def decode_workers(self) -> Mapping[str, Receiver]:
+        """Those that are alive, by name."""
+
+    def next_number(self) -> int:
+        """For an incarnation."""
+
+    def flip(self, shell: WorkerShell, role: Role) -> None:
+        """The process of this worker is also one of the other role from now on."""
+
+    def restart(self, shell: WorkerShell, down_s: float) -> None:
+        """Its machine's processes end now and start again after ``down_s``."""
+
+    def left(self, shell: WorkerShell) -> None:
+        """It has drained, and ended in good order."""
 
 
 class WorkerShell:
@@ -28,7 +81,7 @@ class WorkerShell:
     core: Any
     process = ""  # that it is the worker of for now, where that can change its role
 
-    def __init__(self, simulation: Simulation, name: str, pool: Pool, num_blocks: int, model: ModelIdentity, device: Device) -> None:
+    def __init__(self, simulation: Surroundings, name: str, pool: Pool, num_blocks: int, model: ModelIdentity, device: Device) -> None:
         self.simulation, self.queue = simulation, simulation.queue
         self.name, self.pool, self.num_blocks, self.model, self.device = name, pool, num_blocks, model, device
         self.incarnation = simulation.next_number()
@@ -185,7 +238,7 @@ class WorkerShell:
         self._puts_done[put.peer] = done
         self.queue.at(done, self._put_done, put.peer, num_bytes, done - now)
 
-    def _over_the_link(self, target: DecodeShell, num_bytes: int) -> float:
+    def _over_the_link(self, target: Receiver, num_bytes: int) -> float:
         begin = max(self.queue.now, self.out_free_at, target.in_free_at)
         done = begin + self.pool.profile.handoff.put_s + num_bytes / min(self.pool.bytes_per_s, target.pool.bytes_per_s)
         self.out_free_at = target.in_free_at = done

@@ -10,7 +10,8 @@ import pytest
 from support.fake_openai import fake_openai
 
 from splitserve.bench import itl_mix
-from splitserve.bench.load import Sample, generate_load
+from splitserve.bench.load import generate_load
+from splitserve.bench.load_sample import Sample
 from splitserve.bench.settings import LoadSettings
 
 PNG = b"\x89PNG"

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 from support.fake_openai import fake_openai
 
-from splitserve.bench.load import LoadError, Sample, generate_load
+from splitserve.bench.load import LoadError, generate_load
 from splitserve.bench.load_report import draw_plot, print_report, summarize, times_of, write_json
+from splitserve.bench.load_sample import Sample
 from splitserve.bench.settings import LoadSettings
 from splitserve.bench.workload import draw_lengths, draw_requests
 

@@ -12,6 +12,7 @@ import pytest
 from splitserve.deploy.settings import DEMO_MODEL
 from splitserve.engine.batch import Batch, SamplingParams, SamplingState
 from splitserve.engine.latency_profile import Memory, Piece, Profile, ProfileError, StepModel
+from splitserve.engine.load_model import load_model
 from splitserve.engine.paced_runner import PacedRunner
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.worker_model import WorkerModel
@@ -74,7 +75,7 @@ def test_noise_keeps_the_mean() -> None:
 def worker_model(folder: Path, **options: object) -> WorkerModel:
     path = folder / "profile.json"
     profile(0.01).write(path)
-    return WorkerModel.load(WorkerSettings.model_validate({"model": DEMO_MODEL, "insecure": True, "runner": f"paced:{path}", **options}))
+    return load_model(WorkerSettings.model_validate({"model": DEMO_MODEL, "insecure": True, "runner": f"paced:{path}", **options}))
 
 
 def test_a_worker_has_the_profiles_blocks_cut_down_to_fit(tmp_path: Path) -> None:

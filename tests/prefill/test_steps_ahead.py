@@ -22,6 +22,7 @@ from splitserve.engine.batch import StepOutput
 from splitserve.engine.block_manager import BlockManager
 from splitserve.engine.host_copies import passed
 from splitserve.engine.host_mirror import HostMirror
+from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.worker_model import WorkerModel
 from splitserve.prefill.core import PrefillCore
@@ -229,7 +230,7 @@ def test_a_launched_model_computes_chunk_after_chunk(tmp_path: Path) -> None:
     settings = WorkerSettings(
         model=tmp_path, insecure=True, device="cpu", dtype="float32", num_blocks=64, block_size=BLOCK, max_model_len=128
     )
-    model = WorkerModel.load(settings)
+    model = load_model(settings)
 
     def tokens(at_once: int) -> list[int]:
         core, told, waiting = make_core(), [], deque[tuple[PrefillStep, Callable[[], StepOutput]]]()
