@@ -10,8 +10,6 @@ import torch
 
 from ..engine.device_blocks import DeviceBlocks
 from ..engine.host_mirror import HostMirror
-from ..transport.movers.cuda_ipc import CudaIpcSource, CudaIpcTarget
-from ..transport.movers.cuda_runtime import LoadedCudart
 
 SHAPE = (64, 8, 65536)  # blocks, layers, bytes: 32 MiB
 DEADLINE_S = 30.0
@@ -35,6 +33,9 @@ def host_mirror(device: str) -> float:
 
 def cuda_ipc(device: str) -> float:
     """0 if the blocks and layers put reach their places in another process's pool, by the checksums that both compute on the GPU."""
+    from ..transport.movers.cuda_ipc import CudaIpcSource  # needs pydantic, which only this check and the worker's figures do
+    from ..transport.movers.cuda_runtime import LoadedCudart
+
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_owner, args=(theirs, device))
@@ -65,6 +66,9 @@ def cuda_ipc(device: str) -> float:
 
 def _owner(connection: Connection, device: str) -> None:
     """The decode worker's part: a pool that the other process writes."""
+    from ..transport.movers.cuda_ipc import CudaIpcTarget
+    from ..transport.movers.cuda_runtime import LoadedCudart
+
     pool = torch.zeros(SHAPE, dtype=torch.uint8, device=device)
     connection.send(CudaIpcTarget(pool.data_ptr(), LoadedCudart(pool.device.index or 0)).address(WRITER))
     connection.recv()

@@ -6,7 +6,6 @@ that all of it runs.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -58,9 +57,6 @@ def engine_figures(name: str, exact: bool) -> Callable[[str, Ceilings, bool], It
 
 
 def model_figures(name: str, shape: dict[str, Any], device: str, ceilings: Ceilings, big: bool, exact: bool) -> Iterator[Figure]:
-    gc.collect()  # the engine before
-    if big:
-        torch.cuda.empty_cache()
     started = time.perf_counter()
     graphs: tuple[int, Recorder] = (256, CudaRecorder()) if big else (2, run_again)
     engine = RandomEngine(shape, torch.device(device), exact, max(PREFILLS) if big else 64, graphs)

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,8 @@ def _cpu() -> str:
 
 def _commit() -> str:
     folder = Path(__file__).resolve().parent
+    if shutil.which("git") is None:
+        return "unknown"
     done = subprocess.run(["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 

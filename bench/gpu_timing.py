@@ -46,6 +46,7 @@ def microseconds(calls: Sequence[Call], replays: int = 10) -> float:
         calls[0]()
         return (time.perf_counter() - started) * 1e6
     cuda: Any = torch.cuda
+    torch.cuda.synchronize()  # the inputs are there: another stream would not wait for them
     with cuda.stream(cuda.Stream()):
         for call in calls:  # compiles, and lets libraries choose
             call()
