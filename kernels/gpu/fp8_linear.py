@@ -3,8 +3,9 @@
     y = (x / a) (W / b)^T * a b + bias        a, b such that the largest value is 448
 
 ``per_channel``: a scale for each row of x and of W; otherwise one for each of them as a whole. The weights' scales are taken once, those
-of x in each call, on the device. Bytes: out_features in_features; FLOPs: 2 num_tokens out_features in_features. The products need a
-GPU with float8 instructions (Ada, Hopper or later).
+of x in each call, on the device. y is rounded to bfloat16, the one type that torch gives with a scale a row on all GPUs. Bytes:
+out_features in_features; FLOPs: 2 num_tokens out_features in_features. The products need a GPU with float8 instructions (Ada, Hopper or
+later).
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class Fp8Linear:
         largest = weight.float().abs().amax(dim=1 if per_channel else (0, 1), keepdim=True)
         self._scales = (largest / E4M3_LARGEST).clamp(min=SMALLEST_SCALE)  # [out_features or 1, 1]
         self._weight = (weight.float() / self._scales).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
-        self._bias = bias
+        self._bias = None if bias is None else bias.bfloat16()
         self._per_channel = per_channel
 
     def __call__(self, x: Tensor) -> Tensor:
         quantized, scales = quantize_rows(x) if self._per_channel else quantize_whole(x)
         weight_scales = self._scales.t() if self._per_channel else self._scales.view(())
-        y: Tensor = torch._scaled_mm(quantized, self._weight.t(), scales, weight_scales, bias=self._bias, out_dtype=x.dtype)
-        return y
+        y = torch._scaled_mm(quantized, self._weight.t(), scales, weight_scales, bias=self._bias, out_dtype=torch.bfloat16)
+        return y.to(x.dtype)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
