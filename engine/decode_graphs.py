@@ -18,6 +18,7 @@ from torch import Tensor
 from .attention_metadata import AttentionMetadata
 from .batch import Batch
 from .errors import OutOfMemoryError
+from .out_of_memory import is_out_of_memory
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 PADDING_SLOT = -1
@@ -130,7 +131,9 @@ class DecodeGraphs:
         token_ids, metadata = self._buffers.inputs(size)
         try:
             return record(lambda: compute(token_ids, metadata))
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise OutOfMemoryError(
                 f"no memory for the graph of a decode step of {size} sequences; lower --decode-max-num-seqs or --kv-cache-gib"
             ) from error

@@ -6,9 +6,8 @@ What a row is asked for comes from the same ``SamplingState`` as in sampler.py, 
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,7 @@ from .token_masks import forbid_tokens
 class DeviceSampler:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
-        self._lasting: tuple[list[SamplingState], SamplingRows] | None = (
-            None  # rows that only their positions distinguish from the last step's
-        )
+        self._last: _LastRows | None = None
 
     def sample(self, logits: Tensor, sampled: SampledRows) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
         """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids [num_rows] and, by row, the logprobs asked for."""
@@ -49,9 +46,11 @@ class DeviceSampler:
         if not reporting:
             return chosen.int(), dict
         counts = [states[row].params.logprobs or 0 for row in reporting]
-        norms = raw.gather(1, chosen.unsqueeze(1)) - own.unsqueeze(1)
-        top = raw[reporting].topk(max(counts), dim=-1)
-        arrived = bring([own[reporting], top.indices, top.values - norms[reporting]])
+        which = send(torch.tensor(reporting), logits.device)  # a list as an index would wait for the device
+        raw, own = raw.index_select(0, which), own.index_select(0, which)
+        norms = raw.gather(1, chosen.index_select(0, which).unsqueeze(1)) - own.unsqueeze(1)
+        top = raw.topk(max(counts), dim=-1)
+        arrived = bring([own, top.indices, top.values - norms])
 
         def told() -> dict[int, Logprobs]:
             chosen_logprobs, ids, values = (column.tolist() for column in arrived())
@@ -60,14 +59,29 @@ class DeviceSampler:
         return chosen.int(), told
 
     def _rows(self, sampled: SampledRows, vocab_size: int) -> SamplingRows:
-        """What the rows ask for. As long as the same sequences run, and none of them has penalties or edits, it stays on the device."""
-        if self._lasting is not None:
-            states, rows = self._lasting
-            if len(states) == len(sampled.states) and all(map(operator.is_, states, sampled.states)):
-                return replace(rows, positions=send(torch.from_numpy(sampled.positions), sampled.newest.device))
-        rows = sampling_rows(sampled, self._eos_token_ids, vocab_size)
-        self._lasting = None if rows.edited else (list(sampled.states), rows)
+        """What the rows ask for. As long as the same sequences run it stays on the device, where the chosen tokens are counted."""
+        if self._last is not None and self._last.is_before(sampled):
+            rows = replace(self._last.rows, positions=send(torch.from_numpy(sampled.positions), sampled.newest.device))
+        else:
+            rows = sampling_rows(sampled, self._eos_token_ids, vocab_size)
+        self._last = _LastRows(list(sampled.states), sampled.positions.copy(), rows)
         return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _LastRows:
+    """What the last step sampled by."""
+
+    states: list[SamplingState]
+    positions: NDArray[np.int32]
+    rows: SamplingRows
+
+    def is_before(self, sampled: SampledRows) -> bool:
+        """Only the positions of ``rows`` need to change for ``sampled``. Where tokens are counted, a step that is run again must not find
+        its own token counted."""
+        if len(self.states) != len(sampled.states) or not all(map(operator.is_, self.states, sampled.states)):
+            return False
+        return not self.rows.edited or np.array_equal(sampled.positions, self.positions + 1)
 
 
 def _report(own: list[float], ids: list[list[int]], values: list[list[float]], counts: list[int]) -> list[Logprobs]:
@@ -124,11 +138,10 @@ def _token_counts(sampled: SampledRows, penalized: Sequence[int], vocab_size: in
     counts = torch.zeros((max(1, len(penalized)), vocab_size), dtype=torch.int32, device=device)
     for slot, row in enumerate(penalized):
         state, count = sampled.states[row], sampled.states[row].num_outputs_before(int(sampled.positions[row]))
-        counts[slot, torch.tensor(sorted(set(state.prompt_token_ids)), device=device)] = IN_PROMPT
-        generated = Counter(state.output_token_ids[: max(0, count - 1)])
-        counts[slot, torch.tensor(list(generated), dtype=torch.int64, device=device)] += torch.tensor(
-            list(generated.values()), dtype=torch.int32, device=device
-        )
+        prompt = np.unique(np.array(state.prompt_token_ids, np.int64))
+        generated, times = np.unique(np.array(state.output_token_ids[: max(0, count - 1)], np.int64), return_counts=True)
+        counts[slot].index_fill_(0, send(torch.from_numpy(prompt), device), IN_PROMPT)
+        counts[slot].index_add_(0, send(torch.from_numpy(generated), device), send(torch.from_numpy(times.astype(np.int32)), device))
         if count:
             counts[slot].index_add_(0, newest[row : row + 1], torch.ones(1, dtype=torch.int32, device=device))
     return counts

@@ -6,14 +6,15 @@ import traceback
 
 import torch
 
-CPU_ALLOCATOR_SAYS = ("can't allocate memory", "not enough memory")  # a plain RuntimeError
+SAYS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+"""In plain RuntimeErrors: torch's CPU allocator; the CUDA driver, by torch or Triton; cuBLAS."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's, a GPU's, or torch's CPU allocator's."""
+    """Python's, torch's, or of a library below it."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_ALLOCATOR_SAYS)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in SAYS)
 
 
 def release_memory_of(error: BaseException) -> None:

@@ -57,12 +57,28 @@ def of_torch_on_a_cpu() -> None:
     torch.empty(1 << 60, dtype=torch.uint8)
 
 
+def of_cublas() -> None:
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+def of_the_driver() -> None:
+    raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+
 def of_something_else() -> None:
     raise RuntimeError("shapes do not fit")
 
 
 @pytest.mark.parametrize(
-    ("fail", "out_of_memory"), [(of_python, True), (of_a_gpu, True), (of_torch_on_a_cpu, True), (of_something_else, False)]
+    ("fail", "out_of_memory"),
+    [
+        (of_python, True),
+        (of_a_gpu, True),
+        (of_torch_on_a_cpu, True),
+        (of_cublas, True),
+        (of_the_driver, True),
+        (of_something_else, False),
+    ],
 )
 def test_what_counts_as_out_of_memory(fail: Callable[[], object], out_of_memory: bool) -> None:
     runner, woken = Failing(), threading.Event()

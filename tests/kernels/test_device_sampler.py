@@ -15,11 +15,12 @@ from torch import Tensor
 
 from splitserve.bench import triton_interpreter
 from splitserve.bench.kernel_inputs import randn
+from splitserve.engine import device_sampler
 from splitserve.engine.batch import SamplingParams, SamplingState
 from splitserve.engine.device_sampler import DeviceSampler, sampling_rows
 from splitserve.engine.sampled_rows import SampledRows
 from splitserve.engine.sampler import Sampler
-from splitserve.kernels.gpu.sampling import IN_PROMPT, sample
+from splitserve.kernels.gpu.sampling import IN_PROMPT, SamplingRows, sample
 from splitserve.kernels.gumbel_noise import hashed_seed, noise_key
 from splitserve.kernels.reference import TorchKernels
 
@@ -126,6 +127,33 @@ def test_the_chosen_tokens_are_counted_on_the_device() -> None:
     chosen = [int(sample(logits, rows)[0]) for _ in range(3)]
     assert chosen == [7, 7, 9]  # 4.5 - 2, 4.5 - 3, then 4.5 - 4 < 1.2
     assert rows.token_counts[0, [5, 7, 9]].tolist() == [IN_PROMPT, 4, 1]
+
+
+def test_as_long_as_the_same_sequences_run_what_they_ask_for_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties, biases and min_tokens, too; a step that is run again counts no token twice."""
+    made: list[int] = []
+
+    def counted(sampled: SampledRows, *rest: Any) -> SamplingRows:
+        made.append(len(sampled.states))
+        return sampling_rows(sampled, *rest)
+
+    monkeypatch.setattr(device_sampler, "sampling_rows", counted)
+    params = SamplingParams(
+        max_tokens=99, seed=4, temperature=1.5, repetition_penalty=1.4, frequency_penalty=0.9, logit_bias={5: 6.0}, min_tokens=3
+    )
+    rows = [SamplingState(params, [5, 6, 6], [7]), SamplingState(SamplingParams(max_tokens=99, seed=5), [1], [])]
+    kept, logits = DeviceSampler((EOS,)), randn(2, VOCAB, seed=3)
+    logits[:, EOS] = 9.0
+    for step in range(5):
+        for _ in range(2 if step == 3 else 1):  # the fourth is run again
+            found = kept.sample(logits.clone(), SampledRows.booked(rows))[0].tolist()
+        expected = Sampler(TorchKernels(), (EOS,)).sample(logits.clone(), SampledRows.booked(rows))[0].tolist()
+        assert found == expected, step
+        for state, token in zip(rows, expected, strict=True):
+            state.output_token_ids.append(token)
+    assert made == [2, 2]
+    kept.sample(logits[:1].clone(), SampledRows.booked(rows[:1]))
+    assert made == [2, 2, 1]
 
 
 def test_a_hashed_seed_makes_the_same_keys() -> None:
