@@ -90,7 +90,8 @@ def run(settings: FlexibleSettings) -> None:
         return shared[0].buffer
 
     settings = settings.model_copy(update={"name": settings.worker_id})
-    model = load_model(settings, allocate if settings.mover in ("auto", "shm") else None, settings.max_num_seqs)
+    shm = settings.mover in ("auto", "shm")
+    model = load_model(settings, allocate if shm else None, settings.max_num_seqs, settings.max_batch_tokens)
     worker = FlexibleWorker(settings, model, key, shared[0] if shared else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())

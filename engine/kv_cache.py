@@ -75,6 +75,10 @@ class KVCache:
         self._raw = raw
 
     @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    @property
     def block_bytes_view(self) -> NDArray[np.uint8]:
         """uint8 [num_blocks, block_bytes] over the pool's own memory (CPU pools)."""
         view: NDArray[np.uint8] = self._raw.numpy().reshape(self.num_blocks, self.layout.block_bytes)

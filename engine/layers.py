@@ -7,14 +7,17 @@ more, so that a split needs changes here alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..kernels.interface import Kernels, Linear
+
+Layer = TypeVar("Layer")
 
 
 class TensorSource(Protocol):
@@ -36,6 +39,19 @@ class LayerLoader:
     kernels: Kernels
     dtype: torch.dtype
     device: torch.device
+    num_threads: int = 1  # that load layers side by side; kernels on CPUs allow one
+
+    def each(self, make: Callable[[int], Layer], count: int) -> list[Layer]:
+        """[make(0), make(1), ...], several at a time."""
+        if self.num_threads == 1:
+            return [make(i) for i in range(count)]
+
+        def made(i: int) -> Layer:
+            with torch.inference_mode():  # a thread's own setting
+                return make(i)
+
+        with ThreadPoolExecutor(self.num_threads, "load-weights") as threads:
+            return list(threads.map(made, range(count)))
 
     def column(self, names: Sequence[str], bias: bool) -> Linear:
         """Several projections of one input as one matrix: q, k, v or gate, up, outputs side by side."""

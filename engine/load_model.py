@@ -19,9 +19,11 @@ DEFAULT_GPU_CACHE_GIB = 8.0  # its mirror takes as much host memory
 _log = logging.getLogger(__name__)
 
 
-def load_model(settings: WorkerSettings, allocate: PoolAllocator | None = None, max_decode_seqs: int = 0) -> WorkerModel:
+def load_model(
+    settings: WorkerSettings, allocate: PoolAllocator | None = None, max_decode_seqs: int = 0, max_prefill_tokens: int = 0
+) -> WorkerModel:
     """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. ``max_decode_seqs``: what a decode worker's batch
-    holds at most. Raises EngineError with what to do."""
+    holds at most; ``max_prefill_tokens``: what a prefill worker's does. Raises EngineError with what to do."""
     if settings.runner != "model":
         return paced_model(settings, allocate)
     on_gpu = select_device(settings.device).type != "cpu"
@@ -40,6 +42,7 @@ def load_model(settings: WorkerSettings, allocate: PoolAllocator | None = None, 
             kv_dtype=settings.kv_dtype,
             quantization=settings.quantization,
             max_decode_seqs=max_decode_seqs,
+            max_prefill_tokens=max_prefill_tokens,
             pool_allocator=None if on_gpu else allocate,
         )
     )
@@ -48,16 +51,15 @@ def load_model(settings: WorkerSettings, allocate: PoolAllocator | None = None, 
     grammars.warm_up()
     runner.phases.done("grammar")
     cache = runner.kv_cache
-    _log.info("%s in %s on %s, ready in %s", settings.model, runner.dtype, runner.device, runner.phases)
-    _log.info(
-        "KV cache: %d blocks of %d tokens, %.2f GiB", cache.num_blocks, cache.layout.block_size, cache.block_bytes_view.nbytes / 2**30
-    )
     mirror, device_blocks = None, None
     if on_gpu:
         from .device_blocks import DeviceBlocks  # needs Triton
 
         on_device = cache.pool.view(torch.uint8).view(cache.num_blocks, cache.layout.num_layers, -1)
         mirror, device_blocks = HostMirror(on_device, allocate), DeviceBlocks(on_device)
+        runner.phases.done("mirror")
+    _log.info("%s in %s on %s, ready in %s", settings.model, runner.dtype, runner.device, runner.phases)
+    _log.info("KV cache: %d blocks of %d tokens, %.2f GiB", cache.num_blocks, cache.layout.block_size, cache.num_bytes / 2**30)
     return WorkerModel(
         runner=runner,
         pool=mirror.pool if mirror else cache.layer_bytes_view,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,20 +20,22 @@ from ..kernels.interface import Kernels
 from ..kernels.reference import TorchKernels
 from ..kernels.select import UnsuitableKernelsError, numerics, select_kernels
 from .attention_metadata import AttentionMetadata
-from .batch import Batch, Logprobs, SamplingParams, SamplingState, StepOutput
+from .batch import Batch, Logprobs, StepOutput
 from .config import ModelConfig
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .device import available_bytes, select_device, select_dtype
-from .errors import ModelConfigError
+from .errors import ModelConfigError, OutOfMemoryError
 from .fingerprint import model_fingerprint
 from .host_copies import bring, passed, send
 from .kv_cache import KVCache, KVCacheLayout, PoolAllocator, check_sequence_fits
 from .layers import LayerLoader
 from .models.decoder import DecoderModel
+from .out_of_memory import is_out_of_memory
 from .sampled_rows import SampledRows
 from .sampler import Sampler, report_logprobs
 from .start_phases import StartPhases
 from .step_thread import OnLayer
+from .warm_up import run_first_steps
 from .weights import Checkpoint
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ DEFAULT_CPU_CACHE_BYTES = 1 << 30
 DEFAULT_GPU_CACHE_FRACTION = 0.8  # of the memory that is free once the weights are loaded
 NO_LOGPROBS: dict[int, list[Logprobs]] = {}
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
+LOADING_THREADS = {"cpu": 1, "cuda": 8}
+WARM_UP_TOKENS = (64, 512)  # and on a GPU ``max_prefill_tokens``: its kernels come in sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class EngineConfig:
     kv_dtype: str = "auto"  # auto: as dtype; fp8
     quantization: str = "none"  # of linear layers: none, fp8
     max_decode_seqs: int = 0  # on GPUs: decode steps of up to so many sequences are captured as graphs by ``warm_up``
+    max_prefill_tokens: int = 0  # on GPUs: the largest prefill step, which ``warm_up`` tries
     pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
 
 
@@ -90,8 +96,8 @@ class ModelRunner:
         self.numerics = numerics(self.device, engine.exact)
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self.dtype = select_dtype(engine.dtype, self.device, checkpoint.dtype)
-            load = LayerLoader(checkpoint, kernels, self.dtype, self.device)
-            self._model = DecoderModel(self.config, load, self.max_model_len, fp8_cache=engine.kv_dtype == "fp8")
+            load = LayerLoader(checkpoint, kernels, self.dtype, self.device, LOADING_THREADS[self.device.type])
+            self._model = _load_model(self.config, load, self.max_model_len, fp8_cache=engine.kv_dtype == "fp8")
         self.phases.done("weights")
         self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)
         cache_dtype = torch.float8_e4m3fn if engine.kv_dtype == "fp8" else self.dtype
@@ -100,7 +106,7 @@ class ModelRunner:
         check_sequence_fits(layout, num_blocks, self.max_model_len)
         self.kv_cache = KVCache(layout, num_blocks, self.device, engine.pool_allocator)
         self.phases.done("KV cache")
-        self._max_decode_seqs = engine.max_decode_seqs
+        self._max_decode_seqs, self._max_prefill_tokens = engine.max_decode_seqs, engine.max_prefill_tokens
         self._graphs: DecodeGraphs | None = None
         self._sampled_last = _SampledLast(self.device)
 
@@ -155,26 +161,21 @@ class ModelRunner:
             torch.cuda.set_device(self.device)
 
     def warm_up(self) -> None:
-        """Runs a prompt and a decode step in the pool's first blocks, so that the first request pays for no first use. The step samples
-        with all options, for on a GPU each is compiled when it is first used; then decode steps are captured there."""
-        layout = self.kv_cache.layout
-        num_tokens = min(64, self.max_model_len - 1, self.kv_cache.num_blocks * layout.block_size - 1)
-        greedy = SamplingParams(max_tokens=1, temperature=0.0)
-        everything = SamplingParams(max_tokens=1, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1)
-        for start, stop, params in ((0, num_tokens, greedy), (num_tokens, num_tokens + 1, everything)):
-            positions = np.arange(start, stop, dtype=np.int32)
-            num_blocks = -(-stop // layout.block_size)
-            self.execute(
-                Batch(
-                    token_ids=np.zeros(stop - start, np.int32),
-                    positions=positions,
-                    query_start_loc=np.array([0, stop - start], np.int32),
-                    seq_lens=np.array([stop], np.int32),
-                    block_tables=np.arange(num_blocks, dtype=np.int32)[None],
-                    slot_mapping=positions.astype(np.int64),
-                    sampling=[SamplingState(params, [0] * num_tokens, [])],
-                )
-            )
+        """Runs prompts and a decode step, so that the first request pays for no first use; on a GPU then captures decode steps. Raises
+        OutOfMemoryError.
+
+        On a GPU this is done in a thread that ends: cuBLAS makes a handle and a workspace for each thread, and the next thread, the one
+        that computes, takes over what an ended one leaves."""
+        if self.device.type == "cpu":
+            self._warm_up(WARM_UP_TOKENS[:1])
+            return
+        with ThreadPoolExecutor(1, "warm-up") as thread:
+            thread.submit(self._warm_up, (*WARM_UP_TOKENS, self._max_prefill_tokens or WARM_UP_TOKENS[0])).result()
+
+    def _warm_up(self, lengths: Sequence[int]) -> None:
+        block_size = self.kv_cache.layout.block_size
+        most = min(self.max_model_len, self.kv_cache.num_blocks * block_size) - 1
+        run_first_steps(self.execute, [min(length, most) for length in lengths], block_size)
         self.phases.done("warm-up")
         if self.device.type == "cuda" and self._max_decode_seqs:
             self.capture(CudaRecorder())
@@ -231,6 +232,19 @@ class ModelRunner:
         if self.device.type == "cpu":
             return DEFAULT_CPU_CACHE_BYTES
         return int(available_bytes(self.device) * DEFAULT_GPU_CACHE_FRACTION)
+
+
+def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool) -> DecoderModel:
+    free = available_bytes(load.device)
+    try:
+        return DecoderModel(config, load, max_model_len, fp8_cache)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"the model's weights do not fit on {load.device}, where {free / 2**30:.2f} GiB were free ({error}); end what else uses that "
+            "memory, use --quantization fp8 on a GPU, or serve a smaller model"
+        ) from error
 
 
 def _no_tokens(num_seqs: int, passed: Callable[[], None]) -> Callable[[], tuple[NDArray[np.int32], dict[int, Logprobs]]]:

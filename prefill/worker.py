@@ -315,7 +315,7 @@ class PrefillWorker:
 def run(settings: PrefillSettings) -> None:
     """The process: until SIGTERM or Ctrl-C."""
     key = None if settings.insecure or settings.key_file is None else load_key(settings.key_file)
-    model = load_model(settings)
+    model = load_model(settings, max_prefill_tokens=settings.max_batch_tokens)
     worker = PrefillWorker(settings, model, key)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())

@@ -80,7 +80,7 @@ class DecoderModel:
         self._config = config
         self._kernels = load.kernels
         self._embed = load.vocabulary_embedding("model.embed_tokens")
-        self._layers = [DecoderLayer(config, i, load) for i in range(config.num_layers)]
+        self._layers = load.each(lambda i: DecoderLayer(config, i, load), config.num_layers)
         self._fused = load.kernels.fuse_layers([layer.parts for layer in self._layers], config.rms_norm_eps)
         self._norm = load.norm("model.norm")
         self._head = load.vocabulary_head("model.embed_tokens" if config.tie_word_embeddings else "lm_head")

@@ -1,0 +1,90 @@
+"""A model's start: weights side by side, first steps of all sizes, and what is said where something does not fit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import make_checkpoint
+
+from splitserve.engine import model_runner
+from splitserve.engine.batch import Batch, StepOutput
+from splitserve.engine.errors import OutOfMemoryError
+from splitserve.engine.kv_cache import KVCache, KVCacheLayout
+from splitserve.engine.layers import LayerLoader
+from splitserve.engine.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.models.decoder import DecoderLayer, DecoderModel
+from splitserve.engine.warm_up import run_first_steps
+from splitserve.engine.weights import Checkpoint
+from splitserve.kernels.reference import TorchKernels
+
+CPU = torch.device("cpu")
+
+
+def no_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_layers_are_loaded_side_by_side_and_in_their_order(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama2", num_hidden_layers=6)
+    config = model_runner.ModelConfig.from_folder(tmp_path)
+    two_at_once = threading.Barrier(2, timeout=10)
+
+    class Kernels(TorchKernels):
+        def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> model_runner.TorchKernels:  # type: ignore[override]
+            if threading.current_thread().name.startswith("load-weights"):
+                two_at_once.wait()  # another thread loads another layer meanwhile
+            assert torch.is_inference_mode_enabled()
+            return super().linear(weight, bias)  # type: ignore[return-value]
+
+    with Checkpoint(tmp_path) as checkpoint, torch.inference_mode():
+        plain = [DecoderLayer(config, i, LayerLoader(checkpoint, TorchKernels(), torch.float32, CPU)) for i in range(6)]
+        model = DecoderModel(config, LayerLoader(checkpoint, Kernels(), torch.float32, CPU, num_threads=2), 64)
+        for layer, expected in zip(model._layers, plain, strict=True):
+            assert layer._index == expected._index
+            x = torch.randn(3, config.hidden_size)
+            assert torch.equal(layer.parts.qkv(x), expected.parts.qkv(x))
+            assert torch.equal(layer.parts.down(torch.ones(1, 160)), expected.parts.down(torch.ones(1, 160)))
+
+
+def test_weights_that_do_not_fit_are_told_with_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "llama2", num_hidden_layers=1)
+    monkeypatch.setattr(model_runner, "DecoderModel", lambda *_: no_memory())
+    with pytest.raises(OutOfMemoryError, match=r"weights do not fit on cpu, where \d+\.\d\d GiB were free .*--quantization fp8"):
+        ModelRunner(EngineConfig(tmp_path, "cpu", "float32", 8, 16))
+
+
+@pytest.mark.parametrize("fail", [no_memory, None])
+def test_a_first_step_of_each_size(fail: Callable[[], None] | None) -> None:
+    ran: list[tuple[int, int]] = []
+
+    def execute(batch: Batch) -> StepOutput:
+        if fail is not None and batch.num_tokens == 30:
+            fail()
+        assert batch.block_tables.shape == (1, -(-int(batch.seq_lens[0]) // 8))
+        ran.append((int(batch.positions[0]), batch.num_tokens))
+        return StepOutput(batch.token_ids)
+
+    if fail is None:
+        run_first_steps(execute, [64, 30, 30, 20], 8)
+        assert ran == [(0, 20), (0, 30), (0, 64), (20, 1)]
+    else:
+        with pytest.raises(OutOfMemoryError, match=r"a step of 30 tokens .*lower --kv-cache-gib"):
+            run_first_steps(execute, [64, 30, 20], 8)
+
+
+def test_what_is_wrong_with_a_first_step_otherwise_stays_what_it_is() -> None:
+    def execute(batch: Batch) -> StepOutput:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        run_first_steps(execute, [1], 8)
+
+
+def test_the_size_of_a_pool_that_is_not_in_host_memory_is_known() -> None:
+    layout = KVCacheLayout(2, 8, 2, 16, torch.bfloat16)
+    cache = KVCache(layout, 5, torch.device("meta"))
+    assert cache.num_bytes == 5 * 2 * 2 * 8 * 2 * 16 * 2
