@@ -11,8 +11,8 @@ from .lifecycle_state import LifecycleState
 from .recovery import Recovery, RecoveryLog
 from .request import Ended, ErrorKind
 
-RETRY_S = 0.25
-"""Before the second retry of a request that fails; four times as long before each one after it."""
+RETRY_S, LONGEST_RETRY_S = 0.25, 4.0
+"""Before the second retry of a request that fails, then four times as long before each one after it; never longer."""
 
 
 class Attempts:
@@ -38,7 +38,7 @@ class Attempts:
             self.fail(flight, "failed", f"gave up after {flight.num_failures} failed attempts; the last: {reason}", now)
             return
         if counts and flight.num_failures > 1:
-            flight.not_before = now + RETRY_S * 4 ** (flight.num_failures - 2)
+            flight.not_before = now + min(LONGEST_RETRY_S, RETRY_S * 4 ** (flight.num_failures - 2))
         self.num_redispatched += 1
         self.last_retries.append(f"{flight.request.request_id} in {flight.stage}: {reason}")
         if flight.recovery is None:

@@ -93,7 +93,8 @@ class Release(Message):
 
 
 class Met(Message):
-    """Answer to Meet: the mover both will use and what it needs, or ``refused`` with a sentence that says which field differs."""
+    """Answer to Meet: the mover both will use and what it needs, or ``refused`` with a sentence that says which field differs. Neither:
+    that Meet was meant for an earlier incarnation, or said before a mover failed, and the answer only says who is here."""
 
     worker_id: Name
     incarnation: Incarnation

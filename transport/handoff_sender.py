@@ -245,6 +245,8 @@ class HandoffSender:
         if (met.worker_id, met.incarnation) != peer:
             self.peer_lost(peer, f"decode worker {peer[0]} has restarted")
             return
+        if not met.mover:
+            return  # an echo of what was said to an earlier incarnation was answered: our own Meet is still on its way
         contact.met = met
         self._actions.append(OpenMover(peer, met))
         for out in self._outgoing.values():

@@ -35,18 +35,20 @@ class Writers:
         return peer in self.one_sided
 
     def meet(self, peer: PeerId, meet: Meet, worker: PeerId) -> Met:
-        """The answer to Meet. ``worker``: this decode worker as it is called now."""
+        """The answer to Meet. ``worker``: this decode worker as it is called now. An echo is told that name and nothing else: what it
+        came to would be taken for what the meeting that counts came to."""
         worker_id, incarnation = worker
         self.pids[peer] = meet.pid
+        if self._is_echo(peer, meet, incarnation):
+            return Met(worker_id=worker_id, incarnation=incarnation)
         ours = self._endpoints
         same_host = meet.host == ours.host
         common = [m for m in meet.movers if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
         if refused := _difference(self._identity, meet.model) or self._nothing_common(meet, common, same_host):
             return Met(worker_id=worker_id, incarnation=incarnation, refused=refused)
-        if not self._is_echo(peer, meet, incarnation):
-            self._num_movers[peer] = len(meet.movers)
-            self.one_sided[peer] = common[0] in ONE_SIDED_MOVERS
-            self.movers[peer] = common[0]
+        self._num_movers[peer] = len(meet.movers)
+        self.one_sided[peer] = common[0] in ONE_SIDED_MOVERS
+        self.movers[peer] = common[0]
         return Met(
             worker_id=worker_id,
             incarnation=incarnation,
@@ -72,7 +74,7 @@ class Writers:
         self.pids.pop(peer, None)
 
     def _is_echo(self, peer: PeerId, meet: Meet, incarnation: int) -> bool:
-        """Said to an earlier incarnation of ours, or before a mover failed: the mover in use is another."""
+        """Said to an earlier incarnation of ours, or before a mover failed."""
         return meet.addressee not in (0, incarnation) or len(meet.movers) > self._num_movers.get(peer, len(meet.movers))
 
     def _nothing_common(self, meet: Meet, common: list[str], same_host: bool) -> str:

@@ -167,6 +167,18 @@ def test_retries_are_bounded_but_preemption_is_no_failure() -> None:
     assert "boom" in ended.message
 
 
+def test_a_retry_waits_four_seconds_at_most() -> None:
+    """Where many attempts are allowed, each wait was four times the one before it, without end."""
+    bench = Bench(max_attempts=20)
+    bench.submit()
+    for dispatch in range(1, 12):
+        bench.say("p", RequestFailed(coordinator=7, dispatch=dispatch, kind="internal", message="boom"))
+        bench.now += 4.01
+        bench.load("p", [])
+        bench.load("d", [])
+        assert bench.core.flights[0].dispatch == dispatch + 1
+
+
 def test_what_failed_at_one_decode_worker_is_tried_at_another() -> None:
     bench = Bench()
     bench.hello("d2", "decode")

@@ -21,6 +21,10 @@ class EventQueue:
         self.num_events += 1
         heapq.heappush(self._heap, (self.now + delay, self.num_events, event, args))
 
+    def at(self, time: float, event: Event, *args: Any) -> None:
+        self.num_events += 1
+        heapq.heappush(self._heap, (time, self.num_events, event, args))
+
     def run(self, until: float) -> None:
         heap, pop = self._heap, heapq.heappop
         while heap and heap[0][0] <= until:

@@ -58,6 +58,9 @@ class DecodeProcess(WorkerProcess):
         )
         return DecodeCore(self.id, scheduler, receiver, MODEL.fingerprint, self.meet(), DRAIN_S)
 
+    def runs_ahead(self) -> bool:
+        return True
+
     def take(self) -> list[Any]:
         return self.core.take(self.now)
 
@@ -147,8 +150,8 @@ class DecodeProcess(WorkerProcess):
         if complete is None:
             self.world.counts["parcels refused"] += 1
             return
-        if not self.core.receiver.blocks_open_to(parcel.lease):
-            self.world.violated(f"{self.name}: a parcel of lease {parcel.lease}, which had ended, was written")
+        if self.core.receiver.mover_of(parcel.lease) != "zmq":
+            self.world.violated(f"{self.name}: a parcel of lease {parcel.lease} was written, which had ended or belongs to another mover")
         for position in complete:
             self.core.receiver.arrived(parcel.lease, position)
         self.turn()
@@ -157,4 +160,6 @@ class DecodeProcess(WorkerProcess):
         """The one-sided mover: the memory changes, whatever this process thinks or does."""
         if block not in self.core.receiver.blocks_open_to(lease):
             self.world.violated(f"{self.name}: block {block} was written under lease {lease}, which had ended")
+        if self.core.receiver.mover_of(lease) == "zmq":
+            self.world.violated(f"{self.name}: block {block} was written by its peer itself, under a lease of another mover")
         self.memory.write(block, start, values)

@@ -25,6 +25,7 @@ class Network:
         self.faults, self.counts = world.scenario.faults, world.counts
         self.said: Counter[str] = Counter()  # messages by type
         self._cuts: dict[tuple[str, str], tuple[float, bool]] = {}  # until when, and whether messages are held back
+        self._newest: dict[tuple[str, str], float] = {}  # when the latest of one's messages to another comes
 
     def cut(self, source: str, target: str, seconds: float, holds: bool) -> None:
         """From now on nothing passes from ``source`` to ``target``."""
@@ -55,7 +56,14 @@ class Network:
             if faults.double and random() < faults.double:
                 self.counts["messages doubled"] += 1
                 self.queue.after(delay + LATE_S * random() ** 4, receive, *args, message)
-        self.queue.after(delay, receive, *args, message)
+        self.queue.at(self._arrival(source, target, delay), receive, *args, message)
+
+    def _arrival(self, source: str, target: str, delay: float) -> float:
+        """One connection's messages come in order. Only the adversary changes that, where it makes messages late."""
+        at = self.queue.now + delay
+        if not self.faults.late or self.world.calm:
+            at = self._newest[(source, target)] = max(at, self._newest.get((source, target), 0.0))
+        return at
 
     def _held(self, source: str, target: str, delay: float) -> float:
         """The delay through a partition, if there is one here; negative: what is sent is lost."""

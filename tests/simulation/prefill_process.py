@@ -39,6 +39,10 @@ class PrefillProcess(WorkerProcess):
         slicing = LayerSlicing(NUM_LAYERS, 1 << 18, self.world.random.choice(MODES))
         return PrefillCore(self.meet(), scheduler, EOS, MAX_MODEL_LEN, TIMES, DRAIN_S, slicing)
 
+    def runs_ahead(self) -> bool:
+        """As on a GPU; on a CPU a step is made when the one before it has ended."""
+        return self.world.random.random() < self.world.scenario.cluster.prefill_ahead
+
     def take(self) -> list[Any]:
         return self.core.take()
 
@@ -87,8 +91,11 @@ class PrefillProcess(WorkerProcess):
         self.memory.write_layer(step.batch, step.batch.token_ids.tolist(), layer)
         self._num_layers = layer + 1
         if self._num_layers % stride == 0:
-            self.core.layers_done(step, self._num_layers)
-            self.turn()
+            if self.steps.any_ended:
+                self.turn()  # the step before it is booked first
+            if self.steps.running is step and self.alive:
+                self.core.layers_done(step, self._num_layers)
+                self.turn()
 
     def finish(self, step: Any) -> Any:
         return self.memory.execute(step.batch, step.batch.token_ids.tolist(), from_layer=self._num_layers)

@@ -19,7 +19,7 @@ class Faults:
     # per message
     drop: float = 0.0
     double: float = 0.0
-    late: float = 0.0  # delayed by up to ``LATE_S``, and so overtaken
+    late: float = 0.0  # delayed by up to ``LATE_S``, and so overtaken; with it, a message may also overtake the one just before it
     mangle: float = 0.0  # arrives corrupt: the channel refuses it
     # per put, or per parcel of one
     corrupt_put: float = 0.0  # something else is written
@@ -61,6 +61,7 @@ class Cluster:
     max_num_seqs: int = 8
     max_batch_tokens: int = 48
     policy: Policy = "hybrid"
+    prefill_ahead: float = 0.5  # share of prefill workers that make the next step while one runs
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ NAMED = {
     "drains": Scenario(Faults(drain_every=0.3), Cluster(num_prefill=3, num_decode=3)),
     "memory": Scenario(Faults(cancel=0.1, spill_every=0.5, step_no_memory=0.01), FEW_BLOCKS),
     "echoes": Scenario(Faults(drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1)),
+    "meetings": Scenario(Faults(mover_error=0.03, double=0.2, late=0.1, kill_every=0.3), Cluster(one_sided=1.0)),
     "coordinators": Scenario(Faults(coordinator_restart_every=2.5, cancel=0.1), Cluster(num_coordinators=3)),
     "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2)),
 }
@@ -138,5 +140,6 @@ def draw_scenario(seed: int) -> Scenario:
         max_batch_tokens=random.choice([16, 48, 96]),
         policy=random.choice(["hybrid", "hybrid", "round_robin", "least_loaded", "prefix", "sticky"]),
         num_coordinators=random.choice([1, 1, 2, 3]),
+        prefill_ahead=random.choice([0.0, 0.5, 1.0]),
     )
     return Scenario(Faults(**chosen), cluster, rate=random.choice([60.0, 120.0, 240.0]))

@@ -1,6 +1,7 @@
 """The thread that computes, of a worker process: one step after the other, also while the loop is late to hear of the one before.
 
-A decode worker's next step is made before the one that runs has ended, and begins when that one ends; it takes its tokens from it.
+A decode worker's next step, and that of a prefill worker on a GPU, is made before the one that runs has ended, and begins when that one
+ends; a decode worker's takes its tokens from it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Steps:
         """(step, outcome)."""
         ended = [(self._steps.popleft(), self._outcomes.popleft()) for _ in range(len(self._outcomes))]
         if self._steps:
-            self._world.counts["steps made ahead"] += 1
+            self._world.counts["prefill steps made ahead" if self._process.role == "prefill" else "steps made ahead"] += 1
         return ended
 
     def _begin(self) -> None:

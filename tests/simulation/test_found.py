@@ -25,7 +25,8 @@ def test_echoes_of_old_messages_open_no_way_into_joined_blocks() -> None:
     """Prefill came twice, the second time after its handoff was over; the grant of the first time came twice too, and was taken for the
     second's: blocks that a sequence owned by then were written. And: a message that an older channel still brought made that channel the
     decode worker's way back to the sender, so that a quarantine was never lifted. And: a Meet that was said to an earlier process, after a
-    mover had failed there, made a decode worker take the one-sided mover in use for a two-sided one."""
+    mover had failed there, made a decode worker take the one-sided mover in use for a two-sided one; and its answer was taken by the sender
+    for that to its own Meet, so that the two went by different movers, and parcels came into blocks that had been verified."""
     scenario = Scenario(Faults(mover_error=0.03, double=0.2, late=0.1, kill_every=0.3), Cluster(one_sided=1.0))
     assert not any(simulate(seed, scenario, requests=25).violations for seed in range(50))
 

@@ -56,7 +56,7 @@ class WorkerProcess(Process):
         self.memory = Memory(num_blocks, BLOCK_SIZE)
         self.blocks = WatchedBlocks(num_blocks, self)
         self.writers: dict[Process, Counter[int]] = {}  # processes in the middle of copying into these blocks of ours
-        self.steps = Steps(self, self.role == "decode")
+        self.steps = Steps(self, self.runs_ahead())
         self.told_to_leave = False  # it was told to end in good order
         self.hung_until = self.slow_until = 0.0
         self._reported, self._num_ticks = -1e9, 0
@@ -68,6 +68,10 @@ class WorkerProcess(Process):
     # --- what a role adds ------------------------------------------------------------------------
 
     def make_core(self) -> Any:
+        raise NotImplementedError
+
+    def runs_ahead(self) -> bool:
+        """Whether a step is made while the one before it runs."""
         raise NotImplementedError
 
     def take(self) -> list[Any]:

@@ -73,6 +73,7 @@ class Pair:
         self.slices: list[tuple[int, int, tuple[int, int] | None]] = []  # (first position, number of blocks, layers)
         self.checked: list[int] = []  # positions, as they were verified
         self.ended: list[act.Delivered | act.Undelivered] = []
+        self.opened: list[str] = []  # movers, by the sender
 
     def collect(self) -> None:
         """Turns both sides' actions into messages under way and into what the movers do."""
@@ -91,6 +92,8 @@ class Pair:
                 for position, _, _ in action.items:
                     self.puts.append(position)
                     self.receiver.arrived(action.lease, position)
+            elif isinstance(action, act.OpenMover):
+                self.opened.append(action.met.mover)
             elif isinstance(action, act.Delivered | act.Undelivered):
                 self.ended.append(action)
         while taken := self.receiver.take():

@@ -17,6 +17,7 @@ from splitserve.transport.messages import (
     Met,
     Nack,
     Offer,
+    Peer,
     Refuse,
     Release,
     Revoke,
@@ -182,6 +183,34 @@ def test_a_mover_that_fails_is_replaced_by_zmq() -> None:
     assert [join.spec.dispatch for join in pair.joined] == [2]
     assert not pair.sender.mover_failed(DECODE, "the network is gone"), "there is nothing else to fall back to"
     assert pair.sender.num_fallbacks == 1
+
+
+def test_the_answer_to_an_echo_of_a_meeting_decides_nothing() -> None:
+    """A Meet meant for the decode worker's earlier incarnation, with which shm had failed, came late; its answer named zmq, and was taken
+    for the answer to the Meet that followed. The receiver went by shm: what was said to be placed it believed to be there, while parcels
+    were still on their way into blocks that it had verified."""
+    pair = Pair(movers=("shm", "zmq"))
+    pair.offer(spec())
+    echo = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("zmq",), addressee=1)
+    pair.receiver.receive(PREFILL, echo, pair.now)
+    pair.deliver()
+    (lease,) = pair.receiver.leases()
+    assert pair.opened == [pair.receiver.mover_of(lease)] == ["shm"]
+
+
+def test_a_meet_that_was_meant_for_an_earlier_incarnation_is_told_who_is_here() -> None:
+    pair = Pair()
+    pair.sender.offer(Peer(worker_id="d", incarnation=1, address="tcp://d"), spec(), 3, [], pair.now)
+    pair.collect()
+    (meet,) = pair.to_receiver
+    pair.receiver.receive(PREFILL, meet, pair.now)
+    pair.collect()
+    (met,) = pair.to_sender
+    pair.sender.receive(("d", 1), met, pair.now)
+    pair.collect()
+    (ended,) = pair.ended
+    assert isinstance(ended, act.Undelivered)
+    assert "has restarted" in ended.message
 
 
 def test_a_forced_mover_that_fails_is_not_replaced() -> None:

@@ -34,6 +34,7 @@ from splitserve.transport.movers.checksum import RunningChecksums, block_checksu
 from splitserve.transport.movers.interface import Arrival, Pool, PutSource, PutTarget
 from splitserve.transport.movers.opening import open_source
 from splitserve.transport.movers.shm import SharedPool, ShmSource, ShmTarget
+from splitserve.transport.movers.targets import MoverTargets
 from splitserve.transport.movers.tcp_target import TcpTarget
 
 
@@ -51,6 +52,15 @@ def shm_pair(stack: ExitStack, source_pool: Pool) -> tuple[ShmTarget, PutSource,
     source = open_source(Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=NUM_BLOCKS, shm_name=target.shm_name), source_pool)
     stack.callback(source.close)
     return target, source, pool
+
+
+def test_an_answer_that_names_no_mover_leaves_as_it_is() -> None:
+    targets = MoverTargets(("zmq",), empty_pool(), None, "tcp://127.0.0.1:*", "127.0.0.1", False)
+    met = Met(worker_id="d0", incarnation=1)
+    try:
+        assert targets.complete(met, ("p0", 1)) is met
+    finally:
+        targets.close_all()
 
 
 def zmq_target(stack: ExitStack) -> tuple[TcpTarget, Pool]:

@@ -71,7 +71,7 @@ class MoverTargets:
 
     def complete(self, met: Met, peer: PeerId) -> Met | None:
         """``met`` with what this peer's mover needs. None: not ready, the peer will ask again."""
-        if met.refused:
+        if met.refused or not met.mover:
             return met
         address = self._targets[met.mover].address(peer)
         if address is None:
