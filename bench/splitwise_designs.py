@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from ..planner.trace.readers import open_trace
 from .environment import environment
+from .splitwise_cluster import DESIGNS, Imitation
 from .splitwise_slo import NineSlos
-from .validate_splitwise import DESIGNS, Imitation
 
 Comparison = Literal["iso-power", "iso-cost", "iso-throughput"]
 SHARES = {"code": 0.82, "conv": 0.6}

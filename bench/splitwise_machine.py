@@ -32,6 +32,11 @@ class Clock:
         self.now = 0.0
         self._heap: list[_Event] = []
 
+    @property
+    def num_events(self) -> int:
+        """Still to come, cancelled ones too."""
+        return len(self._heap)
+
     def after(self, delay: float, action: Callable[[], None]) -> _Event | None:
         if delay == 0:
             action()

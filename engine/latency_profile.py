@@ -25,6 +25,8 @@ from .batch import Batch
 from .errors import EngineError
 
 _log = logging.getLogger(__name__)
+SHIPPED = Path(__file__).resolve().parent / "profiles"
+"""Profiles that come with splitserve; asked for by their name without `.json`."""
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 Range = Annotated[tuple[float, float], Field(strict=False)]
 
@@ -162,11 +164,17 @@ class Profile(_Part):
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Raises ProfileError."""
+        """A file; or, by its name alone, one that is shipped. Raises ProfileError."""
+        if not path.exists() and path.name in shipped_names():
+            path = SHIPPED / f"{path.name}.json"
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
-            raise ProfileError(f"cannot read the profile {path}: {error.strerror or error}; make one with `splitserve profile`") from None
+            known = ", ".join(shipped_names())
+            raise ProfileError(
+                f"cannot read the profile {path}: {error.strerror or error}; make one with `splitserve profile`, or name one that is "
+                f"shipped: {known}"
+            ) from None
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "its content"
@@ -178,6 +186,11 @@ class Profile(_Part):
             path.write_text(self.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
         except OSError as error:
             raise ProfileError(f"cannot write the profile {path}: {error.strerror or error}") from None
+
+
+def shipped_names() -> list[str]:
+    """What `--profile NAME` knows without a file."""
+    return sorted(path.stem for path in SHIPPED.glob("*.json"))
 
 
 class StepClock:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from splitserve.engine.batch import Batch, SamplingParams, SamplingState
-from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, ProfileError, StepClock, StepModel
+from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, ProfileError, StepClock, StepModel, shipped_names
 from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.fit import StepPoint, fit_steps
 from splitserve.planner.profile.published import import_published, splitwise_curves, vidur_handoff
@@ -98,6 +98,16 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
         Profile.read(path)
     with pytest.raises(ProfileError, match="splitserve profile"):
         Profile.read(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_shipped_profiles_are_found_by_their_names(name: str, tmp_path: Path) -> None:
+    found = Profile.read(Path(name))
+    assert found.source
+    assert found.prefill.seconds(2048, 2048 * 1024, 1) > found.prefill.seconds(256, 256 * 128, 1) > 0
+    assert found.decode.seconds(32, 32 * 1024, 32) >= found.decode.seconds(1, 1024, 1) > 0
+    with pytest.raises(ProfileError, match=f"shipped: .*{name}"):
+        Profile.read(tmp_path / "none")
 
 
 # --- published data, in their formats --------------------------------------------------------------

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from splitserve.bench.splitwise_cluster import Imitation
 from splitserve.bench.splitwise_machine import Clock, Job, LlmShape, Machine, Work
 from splitserve.engine.latency_profile import Piece, StepModel
+from splitserve.planner.trace.request import Trace, TraceRequest
 
 SHAPE = LlmShape(135e9, 8192, 80)
 PROMPT = StepModel(pieces=(Piece(curve=((512.0, 0.0539), (1024.0, 0.077684), (2048.0, 0.134434))),))
@@ -75,3 +79,15 @@ def test_a_long_answer_waits_for_memory_that_is_reserved_whole() -> None:
     second = submit(clock, on, 1, 1.5, 512, 200)
     clock.run()
     assert second.decode_began > first.e2e + 1.0 - 1e-9 > second.ttft + 1.5
+
+
+def test_transfers_that_wait_for_each_other_for_ever_end_the_run(tmp_path: Path) -> None:
+    """As in splitwise-sim, requests are then missing from the results; as there, nothing is said in the percentiles."""
+    measured = tmp_path / "perf_model.csv"
+    rows = [f"llama2-70b,h100-80gb,{tokens},1,128,{tokens / 10},30,8" for tokens in (128, 512, 2048)]
+    measured.write_text("model,hardware,prompt_size,batch_size,token_size,prompt_time,token_time,tensor_parallel\n" + "\n".join(rows))
+    room = int((8 * 80 * (1 << 30) - SHAPE.weight_bytes) / NUM_BYTES_PER_TOKEN)
+    asked = [TraceRequest(1.0, 1024, 8), TraceRequest(1.1, 1024, room + 10), TraceRequest(1.2, 1024, 8)]
+    done = Imitation(measured, "llama2-70b", "Splitwise-HH", 1, 1).run(Trace("never", lambda: iter(asked)))
+    assert [job.number for job in done if job.num_output_tokens == 8] == [0, 2]
+    assert 1 not in [job.number for job in done]
