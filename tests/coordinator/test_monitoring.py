@@ -37,7 +37,9 @@ def worker(name: str, role: str, device: str = "", **more: float) -> WorkerSnaps
 def everything() -> SystemSnapshot:
     """Workers with GPUs, and whatever the lifecycle counts."""
     counters = Lifecycle(1, "hybrid").counters()
-    return SystemSnapshot(ready=True, workers=[worker("p", "prefill", "GPU-1"), worker("d", "decode", "GPU-2")], counters=counters)
+    steering = {"wanted_workers": 3, "load": {"prefill": 0.5, "decode": 0.9}, "counts": {"flip": 1}}
+    workers = [worker("p", "prefill", "GPU-1"), worker("d", "decode", "GPU-2")]
+    return SystemSnapshot(ready=True, workers=workers, counters=counters, steering=steering)
 
 
 @pytest.fixture
@@ -75,6 +77,19 @@ async def test_every_query_names_a_metric_that_exists(metrics: str) -> None:
     assert names_in(alerts) - known == set()
     told = {name for name in known if not name.endswith(("_created", "_bucket"))}
     assert {"splitserve_refusals_total", "splitserve_cost_per_million_tokens", "splitserve_joules_per_token"} <= told
+
+
+async def test_every_metric_that_the_docs_name_exists(metrics: str) -> None:
+    """Also in short, as `_recoveries_total` in a list whose first has the whole name."""
+    known = re.findall(r"^(splitserve_[a-z0-9_]+)", metrics, re.M)
+    families = {name.removesuffix("_bucket") for name in known}
+    named: set[str] = set()
+    for page in (MONITORING.parents[1] / "docs").glob("*.md"):
+        text = page.read_text().replace("{parse,queue,prefill,handoff,decode,stream}", "queue").replace("{stage}", "decode")
+        named |= {"splitserve" + name for name in re.findall(r"`(_[a-z0-9_]+_(?:total|seconds))`", text)}
+        named |= set(re.findall(r"`(splitserve_[a-z0-9_]+)`", text))
+    assert len(named) > 30
+    assert named - families == set()
 
 
 async def test_refusals_are_counted_by_reason(metrics: str) -> None:
