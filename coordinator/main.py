@@ -25,7 +25,7 @@ from .batch.runner import BatchOptions
 from .dispatcher import SocketDispatcher, prove
 from .lifecycle import Lifecycle, LifecycleLimits
 from .limits import HttpLimits
-from .processes import Place, Serve, run_all
+from .processes import CannotStart, Place, Serve, run_all
 from .request import GenerationRequest, Sink
 from .request_log import log_request
 from .request_trace import end_trace
@@ -65,16 +65,10 @@ def run_one(settings: CoordinatorSettings, place: Place) -> None:
 
 
 async def serve(settings: CoordinatorSettings, place: Place) -> None:
-    """Serves until a signal, or until the parent of several processes is gone. Raises TransportError, OSError or ValueError where it
-    cannot start."""
+    """Serves until a signal, or until the parent of several processes is gone. Raises CannotStart, EngineError,
+    TenantsError, TransportError or OSError where it cannot start."""
     keys = None if settings.insecure or settings.key_file is None else KeyFile(settings.key_file)
-    model = ServedModel.load(
-        settings.model,
-        settings.model_name,
-        max_model_len=settings.max_model_len,
-        tool_parser=settings.tool_call_parser,
-        reasoning_parser=settings.reasoning_parser,
-    )
+    model = model_of(settings)
     lifecycle = Lifecycle(incarnation(place), settings.routing, limits_of(settings, place))
     dispatcher = SocketDispatcher(lifecycle, settings.control_address, keys.key if keys is not None else None)
     limits = HttpLimits(int(settings.max_body_mib * 2**20), settings.request_timeout_s, settings.receive_timeout_s)
@@ -146,6 +140,20 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     if meter is not None:
         await asyncio.to_thread(meter.stop)
     directory.close()
+
+
+def model_of(settings: CoordinatorSettings) -> ServedModel:
+    """As configured. Raises CannotStart."""
+    try:
+        return ServedModel.load(
+            settings.model,
+            settings.model_name,
+            max_model_len=settings.max_model_len,
+            tool_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
+    except (OSError, ValueError) as error:
+        raise CannotStart(str(error)) from error
 
 
 def steering_of(settings: CoordinatorSettings, lifecycle: Lifecycle, dispatcher: SocketDispatcher) -> SteeringShell | None:

@@ -23,7 +23,13 @@ from .settings import CoordinatorSettings
 RESTART_S, RESTART_MAX_S = 0.5, 30.0  # doubling, while a process dies again and again
 SETTLED_S = 60.0
 GRACE_S = 15.0
+CANNOT_START = 78
+"""Exit status (EX_CONFIG) of a process that its settings do not let serve: another try would end the same."""
 _log = logging.getLogger(__name__)
+
+
+class CannotStart(Exception):
+    """A coordinator cannot serve with these settings. The message says why."""
 
 
 class Place(NamedTuple):
@@ -50,7 +56,8 @@ def address_of(control_address: str, index: int) -> str:
 
 
 def run_all(settings: CoordinatorSettings, serve: Serve) -> None:
-    """Runs ``settings.processes`` processes until a signal. Raises OSError where the port is not to be had."""
+    """Runs ``settings.processes`` processes until a signal. Raises OSError where the port is not to be had, CannotStart where a process
+    cannot serve with these settings."""
     reserved = bind(settings.listen_host, settings.port, shared=True)  # not listening: it gets no connection, and keeps the port ours
     settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
     processes = [CoordinatorProcess(settings, index, serve) for index in range(settings.processes)]
@@ -63,17 +70,19 @@ def run_all(settings: CoordinatorSettings, serve: Serve) -> None:
             process.signal(number)
 
     signal.signal(signal.SIGUSR2, pass_on)  # debug on, off: it is they who log
-    while not stopping:
-        now = time.monotonic()
+    try:
+        while not stopping:
+            now = time.monotonic()
+            for process in processes:
+                process.keep_running(now)
+            wait([process.sentinel for process in processes if process.sentinel is not None], timeout=0.2)
+    finally:
         for process in processes:
-            process.keep_running(now)
-        wait([process.sentinel for process in processes if process.sentinel is not None], timeout=0.2)
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + GRACE_S
-    for process in processes:
-        process.join(deadline)
-    reserved.close()
+            process.terminate()
+        deadline = time.monotonic() + GRACE_S
+        for process in processes:
+            process.join(deadline)
+        reserved.close()
 
 
 class CoordinatorProcess:
@@ -86,6 +95,7 @@ class CoordinatorProcess:
         self._process: SpawnProcess | None = None
         self._started = self._not_before = float("-inf")
         self._delay_s = RESTART_S
+        self._num_starts = 0
 
     @property
     def sentinel(self) -> int | None:
@@ -98,10 +108,12 @@ class CoordinatorProcess:
         return self._process.exitcode if self._process is not None else None
 
     def keep_running(self, now: float) -> None:
-        """Starts it, or starts it again after a while."""
+        """Starts it, or starts it again after a while. Raises CannotStart where its first start has shown that it never will."""
         if self._process is not None and self._process.is_alive():
             return
         if self._process is not None:
+            if self._process.exitcode == CANNOT_START and self._num_starts == 1:
+                raise CannotStart(f"coordinator process {self._index} cannot start; what it said above tells why")
             self._delay_s = RESTART_S if now - self._started > SETTLED_S else min(2 * self._delay_s, RESTART_MAX_S)
             _log.error("coordinator process %d has ended (%s): again in %g s", self._index, self._process.exitcode, self._delay_s)
             self._process, self._not_before = None, now + self._delay_s
@@ -111,7 +123,7 @@ class CoordinatorProcess:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
             self._process.start()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
-            self._started = now
+            self._started, self._num_starts = now, self._num_starts + 1
 
     def signal(self, number: int) -> None:
         if self._process is not None and self._process.is_alive() and self._process.pid is not None:

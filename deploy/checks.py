@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
-from .config import ConfigError
+from pydantic import BaseModel
+
+from .config import ConfigError, flag_of
+
+OUTPUTS = ("output", "json_file", "plot_file", "html_file", "launch_file", "records")
+"""Settings that name a file to write."""
 
 
 def require_model(folder: Path, *, weights: bool = True) -> None:
@@ -19,6 +25,14 @@ def require_port(host: str, port: int) -> None:
     """Raises ConfigError if nobody could listen on ``host:port``."""
     if problem := port_problem(host, port):
         raise ConfigError(f"--port: {problem}")
+
+
+def require_writable(settings: BaseModel) -> None:
+    """Raises ConfigError if a file that is to be written in the end could not be: better said now than after the work."""
+    for name in OUTPUTS:
+        path = getattr(settings, name, None)
+        if path is not None and (problem := write_problem(path)):
+            raise ConfigError(f"{flag_of(name)}: {problem}")
 
 
 def read_key(option: str, path: Path | None) -> str:
@@ -64,6 +78,17 @@ def _weights_problem(folder: Path) -> str | None:
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         return f"{folder} has only pickled weights, which are never loaded; convert them to safetensors"
     return f"{folder} has no model.safetensors; copy the complete checkpoint into it"
+
+
+def write_problem(path: Path) -> str | None:
+    """Why this file could not be written; None if it could."""
+    if path.is_dir():
+        return f"{path} is a folder; name a file in it"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}; make it first"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"{path} cannot be written; its owner is somebody else, or the file system is read-only"
+    return None
 
 
 def port_problem(host: str, port: int) -> str | None:

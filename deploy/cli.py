@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -43,8 +43,7 @@ def settings_command(section: str, text: str, run: Run) -> click.Command:
     """A command whose options are the fields of a section's settings; ``run`` takes the settings and returns the exit status."""
 
     def callback(config: Path | None, **flags: Any) -> None:
-        settings = load(section, given(flags), Sources.read(config))
-        sys.exit(run(settings) or 0)
+        sys.exit(run(_checked(section, flags, config)) or 0)
 
     params = [*options(SECTIONS[section]), config_option()]
     return SettingsCommand(_name(section), params=params, callback=callback, help=text, epilog=EPILOG, no_args_is_help=False)
@@ -54,11 +53,20 @@ def files_command(section: str, text: str, run: Callable[[Any, Sequence[Path]], 
     """Like settings_command, with one or more FILEs."""
 
     def callback(config: Path | None, files: Sequence[Path], **flags: Any) -> None:
-        sys.exit(run(load(section, given(flags), Sources.read(config)), files))
+        sys.exit(run(_checked(section, flags, config), files))
 
     argument = click.Argument(["files"], nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
     params = [argument, *options(SECTIONS[section]), config_option()]
     return SettingsCommand(_name(section), params=params, callback=callback, help=text, epilog=EPILOG)
+
+
+def _checked(section: str, flags: Mapping[str, Any], config: Path | None) -> Any:
+    """The settings of a command, whose files can be written. Raises ConfigError."""
+    from .checks import require_writable
+
+    settings = load(section, given(flags), Sources.read(config))
+    require_writable(settings)
+    return settings
 
 
 def _name(section: str) -> str:
@@ -69,6 +77,7 @@ def _name(section: str) -> str:
 def run_coordinator(settings: Any) -> None:
     from ..coordinator.admin import admin_key
     from ..coordinator.main import run
+    from ..coordinator.processes import CannotStart
     from . import coordinator_child
     from .checks import require_model, require_port
 
@@ -81,7 +90,7 @@ def run_coordinator(settings: Any) -> None:
         raise ConfigError(f"--admin-key-file: {error}") from error
     try:
         run(settings, coordinator_child.run)
-    except OSError as error:  # an address that is not to be had, a file that cannot be written
+    except (CannotStart, OSError) as error:  # an address that is not to be had, a file that cannot be written
         raise ConfigError(str(error)) from error
 
 

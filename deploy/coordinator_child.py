@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from ..coordinator.processes import Place
+import logging
+import sys
+
+from ..coordinator.processes import CANNOT_START, CannotStart, Place
 from ..coordinator.settings import CoordinatorSettings
+from ..coordinator.tenants.errors import TenantsError
+from ..engine.errors import EngineError
+from ..transport.errors import TransportError
 from .process_log import log_to_stderr
+
+_log = logging.getLogger(__name__)
 
 
 def run(settings: CoordinatorSettings, place: Place) -> None:
@@ -12,4 +20,8 @@ def run(settings: CoordinatorSettings, place: Place) -> None:
     from ..coordinator.main import run_one
 
     log_to_stderr(settings.log_level, settings.log_format, f"coordinator-{place.number}")
-    run_one(settings, place)
+    try:
+        run_one(settings, place)
+    except (CannotStart, EngineError, TenantsError, TransportError, OSError) as error:
+        _log.error("cannot start: %s", error)
+        sys.exit(CANNOT_START)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 import httpx
 
+from .checks import read_key
 from .settings import FlipSettings
 
 PATIENCE_S = 30.0
@@ -16,9 +17,8 @@ POLL_S = 0.05
 
 def flip(worker: str, settings: FlipSettings) -> int:
     """Returns the exit status."""
-    headers = {}
-    if settings.admin_key_file is not None:
-        headers["authorization"] = f"Bearer {settings.admin_key_file.read_text(encoding='utf-8').strip()}"
+    key = read_key("--admin-key-file", settings.admin_key_file)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     asked = {"to": settings.to, **({} if settings.timeout_s is None else {"timeout_s": str(settings.timeout_s)})}
     with httpx.Client(base_url=settings.url, headers=headers, timeout=10, trust_env=False) as client:
         try:

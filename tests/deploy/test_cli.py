@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from splitserve.coordinator.tenants.errors import TenantsFileError
 from splitserve.deploy.cli import cli
-from splitserve.deploy.config import SECTIONS
+from splitserve.deploy.config import SECTIONS, ConfigError
 from splitserve.deploy.options import flag_of
 from splitserve.deploy.settings import DEMO_MODEL
 from splitserve.transport.errors import TransportError
@@ -150,3 +150,34 @@ def test_keys_are_made_listed_turned_and_ended(tmp_path: Path) -> None:
     keys("revoke", "--key", "key_2")
     wrong = splitserve("keys", "revoke", "--key", "key_9", env=env)
     assert (wrong.returncode, wrong.stderr) == (1, "splitserve: there is no key 'key_9'; `splitserve keys list` shows them\n")
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_coordinator_that_can_never_serve_says_why_and_ends(processes: str) -> None:
+    """Of several processes none is started again and again."""
+    arguments = ["--insecure", "--model", str(DEMO_MODEL), "--port", "0", "--max-model-len", "99999", "--processes", processes]
+    result = splitserve("coordinator", *arguments)
+    assert result.returncode == 2
+    assert "max_model_len is 99999, but the model's context ends at" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("splitserve: ")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trace", "make", "--requests", "5", "--output", "nowhere/trace.jsonl"], "--output: there is no folder nowhere; make it first"),
+        (["trace", "stats", "t.csv", "--plot-file", "/"], "--plot-file: / is a folder; name a file in it"),
+        (["bench", "--json-file", "nowhere/figures.json"], "--json-file: there is no folder nowhere; make it first"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_said_before_the_work(arguments: list[str], said: str) -> None:
+    error = CliRunner().invoke(cli, arguments).exception
+    assert isinstance(error, ConfigError)
+    assert str(error) == said
+
+
+def test_an_admin_key_for_a_flip_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    error = CliRunner().invoke(cli, ["flip", "worker-0", "--to", "decode", "--admin-key-file", str(tmp_path / "key")]).exception
+    assert isinstance(error, ConfigError)
+    assert "--admin-key-file: cannot read" in str(error)
