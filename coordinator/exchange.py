@@ -159,7 +159,10 @@ class HttpExchange:
             self._look_if_done()
             return
         if ended.error is not None:
-            self.fail(from_ended(ended))
+            error = from_ended(ended)
+            if error.status >= 500:
+                logger.warning("%s ends with %d: %s", self._options.id, error.status, error.message, extra={"fields": self._named(error)})
+            self.fail(error)
         elif (reason := choice.finish_reason()) is None:
             self.fail(InternalError("The request was cancelled on the server."))
         elif self._choice_options.streamed:
@@ -241,6 +244,9 @@ class HttpExchange:
             done, self._done = self._done, None
             self._metrics.prompts_done(self.usage_so_far()["prompt_tokens"], self._num_cached())
             done(self)
+
+    def _named(self, error: ApiError) -> dict[str, object]:
+        return {"request_id": self._options.id, "status": str(error.status), "tenant": self._call.account.tenant}
 
     def _id_header(self) -> Headers:
         return [(b"x-request-id", self._options.id.encode()), *self.more_headers]

@@ -40,6 +40,8 @@ from .tenants.tenancy import Tenancy
 from .timeouts import timeout_of
 from .unknown_fields import UnknownFields
 
+STEMS: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
+"""What requests' ids begin with."""
 logger = logging.getLogger(__name__)
 
 
@@ -88,11 +90,12 @@ class GenerationApi:
         except Exception as error:
             self._failed(call, error)
 
-    def refuse(self, call: Call, error: ApiError) -> None:
-        """An error as the whole response."""
+    def refuse(self, call: Call, error: ApiError, id: str = "") -> None:
+        """An error as the whole response, under this id or a new one."""
+        id = id or self._new_id(STEMS[call.endpoint])
         self._metrics.request_ended(call.endpoint, str(error.status))
         self._metrics.refused(error)
-        call.respond(error.status, [JSON, *error.headers()], error.body())
+        call.respond(error.status, [JSON, (b"x-request-id", id.encode()), *error.headers()], error.body())
 
     def closed(self, call: Call) -> None:
         self._metrics.num_open -= 1
@@ -119,10 +122,11 @@ class GenerationApi:
                 self._failed(call, error)
 
     def _failed(self, call: Call, error: Exception) -> None:
+        id = self._new_id(STEMS[call.endpoint])
         if not isinstance(error, ApiError):
-            logger.error("a request to %s failed", call.endpoint, exc_info=error)
-            error = InternalError("Internal error; the server's log says more.")
-        self.refuse(call, error)
+            logger.error("%s: a request to %s failed", id, call.endpoint, exc_info=error, extra={"fields": {"request_id": id}})
+            error = InternalError(f"Internal error; the server's log says more under {id}.")
+        self.refuse(call, error, id)
 
     def _submit(self, call: Call, request: GenerateRequest, inputs: _Inputs, arrival: float) -> None:
         requests, exchange = self._exchange(call, request, inputs, arrival)
@@ -177,7 +181,7 @@ class GenerationApi:
             message = f"n: {len(prompts)} prompts times n (or best_of) are {len(prompts) * n} choices; at most {most} are allowed"
             raise InvalidRequest(message, param="n")
         samplings = [sampling_of(request, self._model, len(prompt.token_ids), inputs.grammar) for prompt in prompts]
-        id = self._new_id("chatcmpl" if call.endpoint == "/v1/chat/completions" else "cmpl")
+        id = self._new_id(STEMS[call.endpoint])
         best = (request.n or 1) if is_ranked(request) else None
         trace = self._begin_trace(call, arrival)
         account = call.account

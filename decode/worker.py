@@ -197,7 +197,8 @@ class DecodeWorker:
             )
             self._core.shrink_step(finished.step)
         else:
-            _log.error("a decode step failed; its requests go back to the coordinator", exc_info=finished.error)
+            named = {"request_ids": [sequence.request_id for sequence in finished.step.sequences]}
+            _log.error("a decode step failed; its requests go back to the coordinator", exc_info=finished.error, extra={"fields": named})
             self._core.fail_step(finished.step, f"decode failed: {finished.error}")
 
     def _launch(self, now: float) -> None:

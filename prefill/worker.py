@@ -169,7 +169,8 @@ class PrefillWorker:
             )
             self._core.shrink_step(finished.step, f"prefill ran out of memory: {finished.error}")
         else:
-            _log.error("a prefill step failed; its requests go back to the coordinator", exc_info=finished.error)
+            named = {"request_ids": [chunk.sequence.spec.request_id for chunk in finished.step.chunks]}
+            _log.error("a prefill step failed; its requests go back to the coordinator", exc_info=finished.error, extra={"fields": named})
             self._core.fail_step(finished.step, f"prefill failed: {finished.error}")
 
     def _tell(self) -> None:
