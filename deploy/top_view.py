@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -31,8 +31,11 @@ class Picture(NamedTuple):
 def render(picture: Picture, width: int, height: int) -> RenderableType:
     """All of it, on ``width`` columns and ``height`` lines."""
     workers = picture.state["workers"]
-    room = max(3, height - NUM_FIXED - len(workers) - len(picture.state["tenants"][:5]))
-    parts = [_head(picture), _numbers(picture), _workers(workers, width), _latencies(picture.points, width)]
+    room = max(3, height - NUM_FIXED - len(workers) - len(picture.state["tenants"][:5]) - 3 * bool(picture.state["steering"]))
+    parts = [_head(picture), _numbers(picture), _workers(workers, width)]
+    if picture.state["steering"]:
+        parts.append(_steering(picture.state["steering"]))
+    parts.append(_latencies(picture.points, width))
     if picture.state["tenants"]:
         parts.append(_tenants(picture.state["tenants"][:5]))
     parts += [_requests(picture.requests[-room:][::-1], width), Text("q quits", style="dim")]
@@ -84,9 +87,28 @@ def _workers(workers: Sequence[dict[str, Any]], width: int) -> RenderableType:
             f"{cached / max(1, total):.0%}",
             f"{worker['running']:,}",
             f"{worker['waiting']:,}",
-            "[yellow]draining[/]" if worker["draining"] else "",
+            "[yellow]draining[/]" if worker["draining"] else _gpu(worker["gauges"]),
         )
     return Group(table, Text())
+
+
+def _gpu(gauges: Mapping[str, float]) -> str:
+    """What the GPU has told of itself; empty without one."""
+    units = {"gpu_utilization_ratio": "{:.0%}", "gpu_power_watts": "{:.0f} W", "gpu_temperature_celsius": "{:.0f} °C"}
+    told = [unit.format(gauges[name]) for name, unit in units.items() if name in gauges]
+    return f"GPU {' '.join(told)}" if told else ""
+
+
+def _steering(told: Mapping[str, Any]) -> RenderableType:
+    """The pool controller: what it sees, and its newest decision."""
+    load = told["load"]
+    seen = f"load {load['prefill']:.0%} prefill, {load['decode']:.0%} decode" if load else "no prediction"
+    lines = [f"pool controller ({told['mode']})  {seen}  {told['state']}"]
+    if told["decisions"]:
+        newest = told["decisions"][0]
+        what = {"flip": f"{newest['worker']} to {newest['role']}", "scale_up": "one worker more"}.get(newest["kind"], "one worker fewer")
+        lines.append(f"{_age(newest['ago_s'])} ago: {what}: {newest['reason']}")
+    return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines), Text())
 
 
 def _latencies(points: Sequence[dict[str, Any]], width: int) -> RenderableType:

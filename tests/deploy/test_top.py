@@ -26,10 +26,17 @@ from splitserve.coordinator.system_snapshot import SystemSnapshot, WorkerSnapsho
 from splitserve.coordinator.time_ledger import TimeLedger
 from splitserve.deploy.top_view import Picture, render
 
+GAUGES = {"gpu_utilization_ratio": 0.83, "gpu_power_watts": 512.4}
 WORKERS = [
     WorkerSnapshot("prefill-0", "prefill", 100, 90, 10, 0, 0, 0, 0, 0, 5),
-    WorkerSnapshot("decode-[b]0", "decode", 100, 50, 20, 30, 0, 2, 0, 0, 5),
+    WorkerSnapshot("decode-[b]0", "decode", 100, 50, 20, 30, 0, 2, 0, 0, 5, gauges=GAUGES),
 ]
+STEERING = {
+    "mode": "advise",
+    "state": "7P:1D is the best ratio",
+    "load": {"prefill": 1.25, "decode": 0.5},
+    "decisions": [{"ago_s": 64.0, "kind": "flip", "worker": "worker-3", "role": "prefill", "reason": "prompts wait"}],
+}
 KEY = "k" * 32
 
 
@@ -73,7 +80,8 @@ def coordinator() -> Iterator[str]:
 
 
 def picture() -> Picture:
-    state = {"model": "tiny", **live_view().state(8.0, SystemSnapshot(ready=True, workers=WORKERS))}
+    system = SystemSnapshot(ready=True, workers=WORKERS, steering=STEERING)
+    state = {"model": "tiny", **live_view().state(8.0, system)}
     return Picture("http://x", state, state["points"], state["requests"])
 
 
@@ -85,6 +93,9 @@ def test_the_picture(width: int) -> None:
     text = console.export_text()
     assert "splitserve tiny  ready  up 0 min 8 s" in text
     assert re.search(r"decode-\[b\]0 +decode +█+─+ +30% +20% +2 +0", text)
+    assert width < 100 or "GPU 83% 512 W" in text
+    assert "pool controller (advise)  load 125% prefill, 50% decode  7P:1D is" in text
+    assert "1 min 4 s ago: worker-3 to prefill: prompts wait" in text
     assert re.search(r"time to first token +3.00 s", text)
     assert re.search(r"acme +1 +1,234 +1,000 +56", text)
     assert re.search(r"abc1 +200 +█+ +6.00 s +1,234 +56", text)
