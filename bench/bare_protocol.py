@@ -26,6 +26,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transports.append(cast(asyncio.Transport, transport))  # uvloop's is one in all but name
+        self._transports[-1].write(FRAME)  # a client hears that its row is there
 
 
 async def serve() -> None:

@@ -116,6 +116,7 @@ def streamed_tokens(server: Server, workers: FakeWorkers, num_streams: int, ahea
 def bare_tokens(server: Server, num_streams: int, ahead: int, seconds: float) -> dict[str, Any]:
     """The same feed into the floor."""
     client = RawClient(server.port, num_streams)
+    await_events(client, num_streams, lambda: None)
     channel = DealerChannel.connect(server.control, b"bench", None, FROM_COORDINATOR)
     rows = u32(list(range(num_streams)))
     step = StepTokens(coordinator=1, dispatches=rows, indices=rows, tokens=rows)
@@ -240,12 +241,16 @@ def requests(server: Server, workers: FakeWorkers, count: int) -> None:
 
 def open_streams(client: RawClient, workers: FakeWorkers, num_streams: int) -> None:
     """Returns once each stream has its role and its first token."""
+    await_events(client, 2 * num_streams, workers.poll)
+
+
+def await_events(client: RawClient, num_events: int, poll: Callable[[], None]) -> None:
     received, deadline = 0, time.monotonic() + 60
-    while received < 2 * num_streams:
-        workers.poll()
+    while received < num_events:
+        poll()
         received += client.count(0.01)[0]
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{received} of {2 * num_streams} first events came")
+            raise TimeoutError(f"{received} of {num_events} first events came")
 
 
 # --- processes -----------------------------------------------------------------------------------
