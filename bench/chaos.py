@@ -27,7 +27,8 @@ from typing import Any
 from . import packet_network
 from .chaos_cluster import HOST_OF, ChaosCluster, read_state
 from .chaos_recovery import Fault, RecoveryWatch
-from .chaos_streams import Clients, questions
+from .chaos_streams import Answer, Clients, questions, with_stop_strings
+from .chaos_verdict import judge, verdict
 from .environment import environment
 from .packet_network import PacketNetwork, Weather
 
@@ -125,7 +126,7 @@ async def leaked_blocks(url: str) -> dict[str, int]:
         await asyncio.sleep(0.25)
 
 
-async def fault_free(cluster: ChaosCluster, bodies: list[dict[str, Any]], concurrency: int) -> dict[int, list[tuple[str, str]]]:
+async def fault_free(cluster: ChaosCluster, bodies: list[dict[str, Any]], concurrency: int) -> dict[int, Answer]:
     """Every question's answer while nothing is wrong."""
     clients = Clients(cluster.url, bodies, concurrency)
     await clients.run(asyncio.Event(), len(bodies))
@@ -151,7 +152,7 @@ async def run(arguments: argparse.Namespace, network: PacketNetwork | None, fold
 async def hurt(cluster: ChaosCluster, network: PacketNetwork | None, arguments: argparse.Namespace) -> dict[str, Any]:
     """Faults and streams at the same time, then rest; what was lost, wrong or leaked."""
     bodies = questions(NUM_QUESTIONS, arguments.seed)
-    expected = await fault_free(cluster, bodies, arguments.streams)
+    bodies, expected = with_stop_strings(bodies, await fault_free(cluster, bodies, arguments.streams))
     clients, stop = Clients(cluster.url, bodies, arguments.streams), asyncio.Event()
     adversary = Adversary(cluster, network, arguments.seed, arguments.faults)
     watch = RecoveryWatch(cluster.url)
@@ -165,45 +166,15 @@ async def hurt(cluster: ChaosCluster, network: PacketNetwork | None, arguments: 
     watch.take(state)
     watching.cancel()
     return {
-        **judge(clients, adversary, expected),
+        **judge(clients.ended, expected),
+        "refused_and_sent_again": clients.counts["refused"],
+        "faults": dict(adversary.counts),
+        "packets": adversary.packets,
         "recovery": watch.report(adversary.faults, clients.ended),
         "blocks_leaked": leaked,
         "restarts": cluster.restarts,
         "counters": total_counters(state),
     }
-
-
-def judge(clients: Clients, adversary: Adversary, expected: dict[int, list[tuple[str, str]]]) -> dict[str, Any]:
-    """Lost and wrong."""
-    lost = [s for s in clients.ended if s.error]
-    wrong = [s for s in clients.ended if not s.error and s.answer != expected[s.question]]
-    return {
-        "streams": len(clients.ended),
-        "pieces": sum(len(times) for s in clients.ended for times in s.arrivals.values()),
-        "streams_lost": len(lost),
-        "why_lost": dict(Counter(s.error[:160] for s in lost)),
-        "streams_wrong": len(wrong),
-        "first_wrong": first_difference(wrong[0].answer, expected[wrong[0].question]) if wrong else None,
-        "refused_and_sent_again": clients.counts["refused"],
-        "faults": dict(adversary.counts),
-        "packets": adversary.packets,
-    }
-
-
-def first_difference(got: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> dict[str, Any]:
-    """Where two answers part."""
-    for choice, ((text, reason), (right, right_reason)) in enumerate(zip(got, wanted, strict=False)):
-        if (text, reason) != (right, right_reason):
-            at = next((i for i, (a, b) in enumerate(zip(text, right, strict=False)) if a != b), min(len(text), len(right)))
-            return {
-                "choice": choice,
-                "at": at,
-                "of": len(right),
-                "got": text[at : at + 40],
-                "wanted": right[at : at + 40],
-                "reason": reason,
-            }
-    return {"choices": [len(got), len(wanted)]}
 
 
 def total_counters(state: dict[str, Any]) -> dict[str, float]:
@@ -245,6 +216,7 @@ def main() -> int:
     print(json.dumps(result, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(verdict(found), file=sys.stderr)
     return int(bool(found["streams_lost"] or found["streams_wrong"] or found["blocks_leaked"]))
 
 

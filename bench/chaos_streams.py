@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 
@@ -16,6 +16,7 @@ from ..deploy.settings import DEMO_MODEL_NAME
 
 RETRY_S = 0.5
 NO_ANSWER_S = 180.0
+STOP_CHARACTERS = 12
 QUESTIONS = (
     "def join(path, *paths):\n",
     "import os\n\nclass Reader:\n    def __init__(self, name):\n",
@@ -24,6 +25,9 @@ QUESTIONS = (
     "# A list of the first primes\nprimes = [",
     "try:\n    value = int(text)\nexcept ValueError as error:\n",
 )
+
+Answer: TypeAlias = list[tuple[str, str, list[tuple[str, float]]]]
+"""By choice: text, finish reason, tokens with their logprobs where those were asked for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,17 +38,18 @@ class Stream:
     request_id: str = ""
     texts: dict[int, str] = field(default_factory=dict)  # by choice
     reasons: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[tuple[str, float]]] = field(default_factory=dict)  # (token, its logprob), where asked for
     arrivals: dict[int, list[float]] = field(default_factory=dict)  # by choice, monotonic seconds
     error: str = ""
     done: bool = False
 
     @property
-    def answer(self) -> list[tuple[str, str]]:
-        return [(self.texts[i], self.reasons.get(i, "")) for i in sorted(self.texts)]
+    def answer(self) -> Answer:
+        return [(self.texts[i], self.reasons.get(i, ""), self.logprobs.get(i, [])) for i in sorted(self.texts)]
 
 
 def questions(count: int, seed: int) -> list[dict[str, Any]]:
-    """Request bodies: greedy and seeded, short and long prompts, with penalties, with several choices."""
+    """Request bodies: greedy and seeded, short and long prompts, with penalties, with several choices, with logprobs."""
     draw = random.Random(seed)
     bodies = []
     for number in range(count):
@@ -59,12 +64,25 @@ def questions(count: int, seed: int) -> list[dict[str, Any]]:
         }
         if number % 3 == 1:
             body |= {"temperature": 0.9, "seed": number}
+        if number % 8 == 2:
+            body["logprobs"] = 2
         if number % 4 == 3:
             body |= {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
         if number % 8 == 5:
             body |= {"n": 2, "seed": number, "temperature": 0.7}
         bodies.append(body)
     return bodies
+
+
+def with_stop_strings(bodies: list[dict[str, Any]], answers: dict[int, Answer]) -> tuple[list[dict[str, Any]], dict[int, Answer]]:
+    """Some of the questions with a stop string from late in their answers, and what is right then: all before the first place of it."""
+    bodies, answers = list(bodies), dict(answers)
+    for number in range(6, len(bodies), 8):
+        ((text, _, _),) = answers[number]
+        stop = text[len(text) * 2 // 3 :][:STOP_CHARACTERS]
+        bodies[number] = {**bodies[number], "stop": [stop]}
+        answers[number] = [(text[: text.index(stop)], "stop", [])]
+    return bodies, answers
 
 
 class Clients:
@@ -138,5 +156,7 @@ class Clients:
             index = choice["index"]
             stream.arrivals.setdefault(index, []).append(now)
             stream.texts[index] = stream.texts.get(index, "") + choice["text"]
+            if told := choice.get("logprobs"):
+                stream.logprobs.setdefault(index, []).extend(zip(told["tokens"], told["token_logprobs"], strict=True))
             if choice["finish_reason"]:
                 stream.reasons[index] = choice["finish_reason"]
