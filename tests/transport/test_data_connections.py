@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import select
+import selectors
 import socket
 from collections import Counter
 from contextlib import ExitStack, suppress
+from threading import Event
 
 import numpy as np
 import pytest
@@ -176,3 +179,51 @@ def test_strangers_have_little_time_and_are_few(stack: ExitStack, monkeypatch: p
     for stream in silent:
         assert stream.recv(1) == b""
     assert target.dropped == Counter({"stranger": 3})
+
+
+def test_a_stranger_that_speaks_while_it_is_sent_away_breaks_nothing(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both in one turn of the receiving thread: a newcomer, for whom the oldest stranger has to go, and a word of that stranger's."""
+    monkeypatch.setattr(tcp_target, "MAX_STRANGERS", 1)
+    target, pool = new_target(stack)
+    address, selector, together = DataAddress.parse(target.data_address("127.0.0.1")), target._server._selector, Event()
+    select_any = selector.select
+
+    def select_both(timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = select_any(timeout)
+        while together.is_set() and len(events) == 1:
+            events = select_any(DEADLINE_S)
+        return sorted(events, key=lambda event: event[0].fileobj is not target._listener)
+
+    monkeypatch.setattr(selector, "select", select_both)
+    oldest = stack.enter_context(socket.create_connection((address.host, address.port), DEADLINE_S))
+    until(lambda: target._server._connections)
+    together.set()
+    stack.enter_context(socket.create_connection((address.host, address.port), DEADLINE_S))
+    oldest.sendall(b"S")
+    with suppress(ConnectionResetError):
+        assert oldest.recv(1) == b""
+    together.clear()
+    source = new_source(stack, target, filled_pool())
+    target.open(9, SECRET, {0: 3})
+    source.put(9, SECRET, [(0, 1, 3)])
+    assert arrivals(target, 1, source) == [(9, 0)]
+    assert pool[3].any()
+
+
+def test_a_receiving_thread_that_ends_by_a_mistake_is_an_error_and_no_silence(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = new_target(stack)
+    monkeypatch.setattr(target._server, "_accept", lambda: [][0])
+    address = DataAddress.parse(target.data_address("127.0.0.1"))
+    stack.enter_context(socket.create_connection((address.host, address.port), DEADLINE_S))
+    assert select.select([target.fd], [], [], DEADLINE_S)[0], "the worker's loop wakes"
+    with pytest.raises(MoverError, match="nobody receives KV blocks any more: IndexError"):
+        target.poll(1)
+
+
+def test_a_sending_thread_that_ends_by_a_mistake_is_an_error_and_no_silence(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = new_target(stack)
+    monkeypatch.setattr(tcp_source, "pack_header", lambda header: [][0])
+    source = new_source(stack, target, filled_pool())
+    source.put(9, SECRET, [(0, 1, 3)])
+    with pytest.raises(MoverError, match="cannot send KV blocks: IndexError"):
+        until(lambda: source.poll() and False)

@@ -163,9 +163,12 @@ class _Connection(threading.Thread):
                 stream.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> None:
-        if self._connect():
-            while (parcel := self._source.next_parcel()) is not None and self._send_or_connect_again(parcel):
-                pass
+        try:
+            if self._connect():
+                while (parcel := self._source.next_parcel()) is not None and self._send_or_connect_again(parcel):
+                    pass
+        except Exception as error:  # whatever it is: what is to leave here would wait for ever
+            self._source.fail(f"cannot send KV blocks: {error!r}")
         if self._stream is not None:
             self._stream.close()
 

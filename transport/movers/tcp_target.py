@@ -17,8 +17,9 @@ import socket
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 
-from ..errors import AddressError
+from ..errors import AddressError, MoverError
 from ..handoff import PeerId
 from ..wakeup import Wakeup
 from .data_address import SECRET_BYTES, DataAddress, endpoint
@@ -48,7 +49,7 @@ class TcpTarget(BookedTarget):
         desk = Desk(pool, self._book, self._lock, self._secret, takes_plain, self.dropped, self._arrived)
         self._takes_plain = takes_plain
         self._listener = _listening(address)
-        self._server = _Server(self._listener, desk)
+        self._server = _Server(self._listener, desk, self._news.set)
         self._server.start()
 
     def data_address(self, host: str) -> str:
@@ -62,6 +63,12 @@ class TcpTarget(BookedTarget):
     def shut_out(self, peer: PeerId) -> bool:
         """Nobody but us writes: what a closed lease brings is dropped."""
         return True
+
+    def poll(self, limit: int) -> list[Arrival]:
+        """Raises MoverError where no block can come in any more, by a mistake of ours: only a new process helps then."""
+        if (error := self._server.failure) is not None:
+            raise MoverError(f"nobody receives KV blocks any more: {error!r}") from error
+        return super().poll(limit)
 
     def close_all(self) -> None:
         self._close_book()
@@ -134,12 +141,14 @@ class _Connection:
 class _Server(threading.Thread):
     """Accepts connections and reads them all."""
 
-    def __init__(self, listener: socket.socket, desk: Desk):
+    def __init__(self, listener: socket.socket, desk: Desk, wake: Callable[[], None]):
+        """``wake`` is called, from the thread, where it ends by itself: ``failure`` says why."""
         super().__init__(name="kv-receiver", daemon=True)
-        self._listener, self._desk = listener, desk
+        self._listener, self._desk, self._wake = listener, desk, wake
+        self.failure: Exception | None = None
         self._ending = Wakeup()
         self._selector = selectors.DefaultSelector()
-        self._connections: dict[socket.socket, _Connection] = {}
+        self._connections: dict[object, _Connection] = {}  # by socket
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._ending.fd, selectors.EVENT_READ)
 
@@ -149,21 +158,28 @@ class _Server(threading.Thread):
         self._ending.close()
 
     def run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # whatever it is: handoffs would wait for blocks that nobody takes in
+            self.failure = error
+            self._wake()
+        for connection in list(self._connections.values()):
+            self._end(connection)
+        self._selector.close()
+        self._listener.close()
+
+    def _serve(self) -> None:
         stopping = False
         while not stopping:
             strangers = any(not connection.inbound.authenticated for connection in self._connections.values())
             for key, _ in self._selector.select(HANDSHAKE_TIMEOUT_S / 4 if strangers else None):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif isinstance(key.fileobj, socket.socket):
-                    self._read(self._connections[key.fileobj])
-                else:
+                elif key.fileobj == self._ending.fd:
                     stopping = True
+                elif (connection := self._connections.get(key.fileobj)) is not None:  # else ended in this very turn, for a newer one
+                    self._read(connection)
             self._end_silent_strangers(time.monotonic() - HANDSHAKE_TIMEOUT_S)
-        for connection in list(self._connections.values()):
-            self._end(connection)
-        self._selector.close()
-        self._listener.close()
 
     def _accept(self) -> None:
         try:
