@@ -158,10 +158,11 @@ class SocketDispatcher:
         self._tell_changes()
 
     def _tick(self) -> None:
+        # The next one first: whatever this one raises, deadlines and dead workers are looked at again.
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self._receive(self._channel.receive(TICK_LIMIT))  # after a stall, first hear who has spoken
         self._carry_out(self._core.tick(time.monotonic()))
         self._tell_changes()
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _carry_out(self, actions: list[Action]) -> None:
         touched: dict[Sink, None] = {}
