@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -13,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+from ..transport.host import allow_many_files
 from .admin import AdminRoutes, Fleet
 from .batch.routes import BatchRoutes
 from .batch.runner import BatchOptions, BatchRunner
@@ -135,9 +135,8 @@ class HttpServer:
         return self._server.port
 
     async def start(self) -> None:
-        """Returns once connections are accepted. Raises the process's limit of open files as far as it may: a stream is a file."""
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        """Returns once connections are accepted."""
+        allow_many_files()
         await self._server.start()
         self._following = [asyncio.create_task(self.app.sampler.follow()), asyncio.create_task(self._hurry())]
         if self.app.batches is not None:

@@ -122,20 +122,26 @@ class ReceivingEnd:
             if peer is not None:
                 if opened_to(identity) >= opened_to(self._identities.get(peer, b"")):  # what an older channel still brings is no way back
                     self._identities[peer] = identity
-                if isinstance(message, Meet):
-                    self._note_writer(peer, message, core)
+                if isinstance(message, Meet) and not self._note_writer(peer, message, core):
+                    continue  # it will be said again
                 if isinstance(message, BETWEEN_MOVERS):
                     self._movers.hear(peer, message)
                 else:
                     heard(message, now)
                     core.from_peer(peer, message, now)
 
-    def _note_writer(self, peer: PeerId, meet: Meet, core: DecodeCore) -> None:
+    def _note_writer(self, peer: PeerId, meet: Meet, core: DecodeCore) -> bool:
+        """Whether its end will be noticed: only then may it be given anything."""
         if meet.host == host_identity():
-            self._processes[peer] = ProcessIdentity.of(meet.pid)
+            try:
+                self._processes[peer] = ProcessIdentity.of(meet.pid)
+            except OSError as error:
+                _log.warning("cannot look at the process of %s: %s", peer[0], error.strerror)
+                return False
         else:
             for earlier in self._movers.earlier(peer):  # it has been started anew: what it wrote before need not be waited for
                 self._shut_out(earlier, core)
+        return True
 
     def _tell(self, peer: PeerId, message: Message) -> None:
         said = self._movers.complete(message, peer) if isinstance(message, Met) else message

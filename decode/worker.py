@@ -33,7 +33,7 @@ from ..transport.collector import settle_heap
 from ..transport.coordinator_links import CoordinatorLinks
 from ..transport.handoff import HandoffTimes
 from ..transport.handoff_receiver import HandoffReceiver
-from ..transport.host import host_identity
+from ..transport.host import allow_many_files, host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.messages import (
     FROM_DECODE,
@@ -127,6 +127,7 @@ class DecodeWorker:
 
     def run(self) -> None:
         """The loop."""
+        allow_many_files()
         sys.setswitchinterval(SWITCH_S)
         settle_heap()
         try:

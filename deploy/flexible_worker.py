@@ -22,6 +22,7 @@ from ..engine.runner_in_turns import RunnerInTurns
 from ..engine.worker_model import WorkerModel
 from ..prefill.worker import TICK_S, PrefillWorker
 from ..transport.collector import settle_heap
+from ..transport.host import allow_many_files
 from ..transport.keys import ClusterKey, load_key
 from ..transport.movers.shm import SharedPool
 from .flexible_settings import FlexibleSettings
@@ -61,6 +62,7 @@ class FlexibleWorker:
 
     def run(self) -> None:
         """The loop."""
+        allow_many_files()
         sys.setswitchinterval(SWITCH_S)
         settle_heap()
         try:

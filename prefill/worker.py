@@ -31,7 +31,7 @@ from ..engine.worker_model import WorkerModel
 from ..transport.actions import ToCoordinator
 from ..transport.collector import settle_heap
 from ..transport.coordinator_links import CoordinatorLinks
-from ..transport.host import host_identity
+from ..transport.host import allow_many_files, host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.layer_slicing import LayerSlicing
 from ..transport.messages import Flip, Goodbye, Hello, Load, Meet, Message, ModelIdentity
@@ -102,6 +102,7 @@ class PrefillWorker:
 
     def run(self) -> None:
         """The loop."""
+        allow_many_files()
         sys.setswitchinterval(SWITCH_S)
         settle_heap()
         try:

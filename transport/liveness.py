@@ -16,7 +16,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """The process that has this id now; None where there is none."""
+        """The process that has this id now; None where there is none. Raises OSError where that cannot be seen."""
         try:
             return cls(pid, psutil.Process(pid).create_time())
         except psutil.NoSuchProcess:
@@ -29,3 +29,5 @@ class ProcessIdentity:
             return process.create_time() == self.start_time and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+        except OSError:  # no file left to look with (strangers may have all connections for a moment): asked again soon
+            return True

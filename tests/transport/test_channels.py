@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -335,3 +338,47 @@ def test_a_port_that_is_taken_is_not_shared(stack: ExitStack) -> None:
     for key in (KEY, new_key(), None):
         with pytest.raises(AddressError, match="Address already in use"):
             RouterChannel.bind(server.address, key, FROM_WORKER)
+
+
+SHORT_OF_FILES = """
+import resource, sys
+from splitserve.transport.channels import RouterChannel
+from splitserve.transport.keys import ClusterKey
+from splitserve.transport.liveness import ProcessIdentity
+from splitserve.transport.messages import FROM_WORKER
+
+public, secret, parent = sys.argv[1].encode(), sys.argv[2].encode(), ProcessIdentity.of(int(sys.argv[3]))
+with RouterChannel.bind("tcp://127.0.0.1:*", ClusterKey(public, secret), FROM_WORKER) as server:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    print(server.address, flush=True)
+    sys.stdin.readline()  # strangers have come
+    try:
+        open("/dev/null")
+        print("there are files left", flush=True)
+    except OSError:
+        print(parent.alive(), flush=True)
+    while not (heard := server.receive(10)):
+        server.socket.poll(50)
+    print(heard[0][1].kind, flush=True)
+"""
+
+
+def test_strangers_that_take_all_connections_end_nothing(stack: ExitStack) -> None:
+    """A process that has no file left for a moment believes nobody dead, and hears members once the strangers are gone."""
+    argv = [sys.executable, "-c", SHORT_OF_FILES, KEY.public.decode(), KEY.secret.decode(), str(os.getpid())]
+    server = stack.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    stack.callback(server.kill)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    address = server.stdout.readline().strip()
+    host, _, port = address.removeprefix("tcp://").partition(":")
+    strangers = [stack.enter_context(socket.create_connection((host, int(port)), DEADLINE_S)) for _ in range(60)]
+    until(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) >= 40)
+    print(file=server.stdin, flush=True)
+    assert server.stdout.readline().strip() == "True"
+    for stranger in strangers:
+        stranger.close()
+    member = dealer(stack, address)
+    member.send(HELLO)
+    assert server.stdout.readline().strip() == HELLO.kind
+    assert server.wait(DEADLINE_S) == 0
