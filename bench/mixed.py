@@ -40,7 +40,7 @@ from .mixed_clients import MixedClients, Seen
 
 CONCURRENCY = 32
 SETTLE_S = 30.0
-MAX_GROWTH = 1.1  # from a quarter of the requests to the end, of all processes together
+MAX_GROWTH = 1.1  # from a quarter of the requests to the end, of all processes' private memory together
 METRICS = {
     "prompt_tokens": "splitserve_prompt_tokens_total",
     "cached_tokens": "splitserve_prompt_tokens_cached_total",
@@ -71,7 +71,7 @@ def main() -> int:
         def sample(num_done: int) -> None:
             for name, at in (("quarter", options.requests // 4), ("end", options.requests)):
                 if num_done >= at and name not in memory:
-                    memory[name] = round(sum(process.memory_info().rss for process in processes) / 1e6, 1)
+                    memory[name] = round(sum(_private_bytes(process) for process in processes) / 1e6, 1)
 
         begin = time.monotonic()
         result = asyncio.run(mix(place, options.requests, options.seed, sample))
@@ -85,6 +85,12 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 1 if results["failures"] else 0
+
+
+def _private_bytes(process: psutil.Process) -> int:
+    """Without what is shared: the pools of KV blocks, whose pages count for each process that has touched them."""
+    info = process.memory_info()
+    return int(info.rss - info.shared)
 
 
 async def mix(place: Place, num_requests: int, seed: int, sample: Any = lambda num_done: None) -> dict[str, Any]:
