@@ -59,8 +59,8 @@ FIELDS = (
         "service_tier",
         "priority",
     ),
-    *("return_token_ids", "truncate_prompt_tokens", "timeout", "reasoning_effort", "chat_template_kwargs", "modalities", "text", "tokens"),
-    *("add_special_tokens", "purpose", "input_file_id", "endpoint", "completion_window", "no_such_field"),
+    *("return_token_ids", "truncate_prompt_tokens", "timeout", "reasoning_effort", "verbosity", "chat_template_kwargs", "modalities"),
+    *("text", "tokens", "add_special_tokens", "purpose", "input_file_id", "endpoint", "completion_window", "no_such_field"),
 )
 _FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 SOME_VALUES: tuple[Any, ...] = (
@@ -69,6 +69,8 @@ SOME_VALUES: tuple[Any, ...] = (
     *([{"role": "user", "content": "Hi"}], [{"role": "tool", "content": [{"type": "text", "text": "x"}]}], {"type": "function"}),
     *({"regex": "(a+)+$"}, {"json": {"$ref": "#"}}, {"50": 5}, {"50": "x"}, "(", "a{1000000}", 'start: "a"*', [[1, 2], [3]]),
     *([{"type": "function", "function": _FUNCTION}], {"type": "function", "function": {"name": "f"}}, "required"),
+    *([{"type": "function", "function": {**_FUNCTION, "strict": True}}], {"include_obfuscation": True, "include_usage": True}),
+    {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}},
     *({"type": "json_schema", "json_schema": {"name": "a", "schema": _FUNCTION["parameters"]}}, {"choice": ["a", "b"]}),
 )
 MESSAGES = [{"role": "user", "content": "What does os.path.join do?"}]

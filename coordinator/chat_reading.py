@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .bodies.chat import ChatCompletionRequest
-from .chat_output.call_grammar import after_thought, call_grammar, either
+from .chat_output.call_grammar import after_thought, call_grammar, calls_at_will, either
 from .chat_output.events import OutputParser
 from .chat_output.reasoning import ReasoningParser, thinks_already
 from .chat_output.style import THOUGHT_MARKS
@@ -21,7 +21,7 @@ from .served_model import ServedModel
 
 def has_grammar(request: GenerateRequest) -> bool:
     """Whether workers need a mask for it."""
-    return request.output_format is not None or (isinstance(request, ChatCompletionRequest) and bool(request.forced_tools))
+    return request.output_format is not None or (isinstance(request, ChatCompletionRequest) and request.holds_calls)
 
 
 def grammar_for(request: GenerateRequest, model: ServedModel, prompt: Prompt) -> tuple[bytes, str]:
@@ -30,9 +30,12 @@ def grammar_for(request: GenerateRequest, model: ServedModel, prompt: Prompt) ->
     grammar, param = (grammar_of(wanted), wanted.param) if wanted is not None else (b"", "")
     if not isinstance(request, ChatCompletionRequest):
         return grammar, param
-    if request.forced_tools or (request.offered_tools and grammar):
-        calls = _calls(request, model)
-        grammar, param = (calls, "tools") if request.forced_tools else (either(grammar, calls), param)
+    if request.must_call:
+        grammar, param = _calls(request, model), "tools"
+    elif grammar and request.callable_tools:
+        grammar = either(grammar, _calls(request, model))
+    elif request.holds_calls:
+        grammar, param = _calls(request, model, make=calls_at_will), "tools"
     if grammar and model.chat_style.thinks:
         special = model.tokenizer.special_id(THOUGHT_MARKS[1]) is not None
         grammar = after_thought(grammar, model.tokenizer.as_lark, special, opened=thinks_already(prompt.text))
@@ -44,7 +47,7 @@ def read_as_chat(options: ChoiceOptions, request: GenerateRequest, model: Served
     style = model.chat_style
     if not isinstance(request, ChatCompletionRequest) or not (style.thinks or request.offered_tools):
         return options
-    names = [tool.function.name for tool in request.offered_tools]
+    names = [tool.function.name for tool in request.callable_tools]
 
     def parser_of(prompt: Prompt) -> OutputParser:
         calls = tool_parser(style.tools, names) if names else None
@@ -56,18 +59,19 @@ def read_as_chat(options: ChoiceOptions, request: GenerateRequest, model: Served
     return options._replace(
         parser_of=parser_of,
         detokenizer_of=_marked(options.detokenizer_of, model.tokenizer.special_ids(style.marks(tools=bool(names)))),
-        max_calls=1 if request.parallel_tool_calls is False else options.max_calls,
+        thinks=style.thinks,
+        max_calls=1 if request.one_call else options.max_calls,
         short_call_ids=style.tools == "mistral",
     )
 
 
-def _calls(request: ChatCompletionRequest, model: ServedModel) -> bytes:
+def _calls(request: ChatCompletionRequest, model: ServedModel, make: Callable[..., bytes] = call_grammar) -> bytes:
     tokenizer = model.tokenizer
-    return call_grammar(
+    return make(
         model.chat_style.tools,
-        request.forced_tools or request.offered_tools,
+        request.callable_tools,
         tokenizer.as_lark,
-        parallel=request.parallel_tool_calls is not False and request.tool_choice in (None, "auto", "required"),
+        parallel=not request.one_call,
         has_args_mark=tokenizer.fast.token_to_id(ARGS) is not None,
     )
 

@@ -30,9 +30,11 @@ class ChoiceOptions(NamedTuple):
     logprobs: bool = False
     echo: bool = False
     usage_on_every_chunk: bool = False
+    padded: bool = False  # each chunk is of a length that tells little
     token_ids: bool = False  # shown beside the text
     ranked: bool = False  # the exchange will ask how likely it is
     parser_of: Callable[[Prompt], OutputParser] | None = None  # chats whose text is read for thoughts and tool calls
+    thinks: bool = False  # its answers may begin with a thought
     max_calls: int = 1 << 30
     short_call_ids: bool = False
 
@@ -111,7 +113,7 @@ class Choice:
         self._plain = False
         self._token_ids: list[int] | None = [] if options.token_ids else None  # not shown yet
         self._told = False  # the prompt's token ids
-        self._checked = options.logprobs or options.token_ids or options.usage_on_every_chunk  # chunks hold more than text
+        self._checked = any((options.logprobs, options.token_ids, options.usage_on_every_chunk, options.padded))  # more than text
         self._logprob_sum = 0.0
         self._opened = False
         self._last_write = 0.0
@@ -156,6 +158,11 @@ class Choice:
         if self._stops is not None and self._stops.matched:
             return "stop"
         return self.ended.finish_reason if self.ended else None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of its tokens: those of a thought."""
+        return 0
 
     @property
     def mean_logprob(self) -> float:

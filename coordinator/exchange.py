@@ -260,6 +260,7 @@ class HttpExchange:
         return {
             **self.usage_so_far(),
             "prompt_tokens_details": {"cached_tokens": num_cached},
+            "completion_tokens_details": {"reasoning_tokens": sum([choice.num_reasoning_tokens for choice in self.choices])},
             "splitserve": self._account(stages, num_cached),
         }
 

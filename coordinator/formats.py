@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -15,6 +16,8 @@ Usage = dict[str, Any]
 ReportedReason = Literal["stop", "length", "tool_calls", "error"]
 DONE = b"data: [DONE]\n\n"
 _TEXT = "\0text"
+PAD_TO = 256
+"""Bytes: the length of a padded chunk is a multiple."""
 
 
 @dataclass(slots=True)
@@ -56,10 +59,18 @@ class Format(Protocol):
 
 
 class _Envelope:
-    __slots__ = ("created", "id", "include_usage", "model", "service_tier", "tokenizer")
+    __slots__ = ("created", "id", "include_usage", "model", "padded", "service_tier", "tokenizer")
 
     def __init__(
-        self, id: str, created: int, model: str, tokenizer: Tokenizer, include_usage: bool, service_tier: str | None = None
+        self,
+        id: str,
+        created: int,
+        model: str,
+        tokenizer: Tokenizer,
+        include_usage: bool,
+        service_tier: str | None = None,
+        *,
+        padded: bool = False,
     ) -> None:
         self.id = id
         self.created = created  # seconds since 1970
@@ -67,6 +78,7 @@ class _Envelope:
         self.tokenizer = tokenizer
         self.include_usage = include_usage
         self.service_tier = service_tier  # told where one was asked for
+        self.padded = padded  # chunks: who sees only their lengths learns little of what they say
 
     def event(self, kind: str, choices: list[Any], usage: Usage | None) -> bytes:
         chunk = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -74,6 +86,9 @@ class _Envelope:
             chunk["usage"] = usage
         if self.service_tier is not None:
             chunk["service_tier"] = self.service_tier
+        if self.padded:
+            chunk["obfuscation"] = ""
+            chunk["obfuscation"] = _padding(len(orjson.dumps(chunk)))
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def body(self, kind: str, choices: list[Any], usage: Usage) -> bytes:
@@ -188,3 +203,8 @@ def around_text(form: Format, index: int) -> tuple[bytes, bytes]:
 def error_event(body: bytes) -> bytes:
     """An error after the stream has begun."""
     return b"data: " + body + b"\n\n"
+
+
+def _padding(num_bytes: int) -> str:
+    """What brings so many bytes to the next multiple of PAD_TO: random, so that compression takes nothing off."""
+    return secrets.token_urlsafe(PAD_TO)[: -num_bytes % PAD_TO]

@@ -235,6 +235,7 @@ class GenerationApi:
             logprobs=num_logprobs(request) is not None,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
             usage_on_every_chunk=request.usage_on_every_chunk,
+            padded=request.obfuscated,
             token_ids=bool(request.return_token_ids),
             ranked=is_ranked(request),
         )
@@ -242,7 +243,7 @@ class GenerationApi:
     def _format(self, endpoint: Endpoint, id: str, request: GenerateRequest, priority_class: PriorityClass) -> Format:
         kind = ChatFormat if endpoint == "/v1/chat/completions" else CompletionFormat
         tier = TOLD[priority_class] if request.service_tier else None
-        return kind(id, int(time.time()), self._model.name, self._model.tokenizer, request.include_usage, tier)
+        return kind(id, int(time.time()), self._model.name, self._model.tokenizer, request.include_usage, tier, padded=request.obfuscated)
 
 
 def check_model(name: str | None, model: ServedModel) -> None:

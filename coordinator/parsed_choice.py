@@ -8,6 +8,8 @@ from time import monotonic
 from typing import Any
 
 from .chat_output.events import CallArguments, CallStarted, Event, OutputParser, Reasoning, joined
+from .chat_output.reasoning import thinks_already
+from .chat_output.thought_counter import ThoughtCounter
 from .choice import Choice, ChoiceOptions, Exchange
 from .detokenizer import Detokenizer
 from .formats import ChatFormat, ChoiceResult, ReportedReason
@@ -33,7 +35,7 @@ class MarkedDetokenizer:
 class ParsedChoice(Choice):
     """``max_calls``: further calls are not told of. Ids of calls are made here; ``short_ids``: as Mistral's templates want them."""
 
-    __slots__ = ("_ids", "_max_calls", "_parser", "_short_ids")
+    __slots__ = ("_ids", "_max_calls", "_parser", "_short_ids", "_thought")
 
     def __init__(
         self, exchange: Exchange, options: ChoiceOptions, index: int, prompt: Prompt, request_id: str, parser: OutputParser
@@ -42,6 +44,15 @@ class ParsedChoice(Choice):
         self._parser = parser
         self._ids: list[str] = []
         self._max_calls, self._short_ids = options.max_calls, options.short_call_ids
+        self._thought: ThoughtCounter | None = None
+        if options.thinks:
+            self._thought = ThoughtCounter(self._detokenizer, opened=thinks_already(prompt.text))
+            self._detokenizer, self._step = self._thought, self._thought.step
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """See ``Choice``."""
+        return 0 if self._thought is None else self._thought.num_tokens
 
     def flush(self) -> None:
         """See ``Sink``."""

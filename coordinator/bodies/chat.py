@@ -12,6 +12,8 @@ from .fields import INT64, NULL, Body, invalid, only, schema
 from .sampling import SamplingFields
 
 MAX_MESSAGES = 10_000
+PARTS = ("text", "refusal")
+"""Kinds of parts of a content: what an assistant refused earlier in words is text to the template, too."""
 
 
 def _content(value: Any) -> str | None:
@@ -26,20 +28,18 @@ def _content(value: Any) -> str | None:
 def _part(index: int, part: Any) -> str:
     if not isinstance(part, dict):
         raise invalid(f'part {index} must be an object such as {{"type": "text", "text": "..."}}')
-    if part.get("type") != "text":
-        raise invalid(f"part {index} has type {part.get('type')!r}; this model takes only text parts")
-    text = part.get("text")
+    if (kind := part.get("type")) not in PARTS:
+        raise invalid(f"part {index} has type {kind!r}; this model takes only text parts")
+    text = part.get(kind)
     if not isinstance(text, str):
-        raise invalid(f"part {index} needs a string `text`")
+        raise invalid(f"part {index} needs a string `{kind}`")
     return text
 
 
-_TEXT_PART: dict[str, Any] = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
-CONTENT = schema({"type": "string"}, {"type": "array", "items": _TEXT_PART}, NULL)
+_PARTS: list[dict[str, Any]] = [
+    {"type": "object", "required": ["type", kind], "properties": {"type": {"const": kind}, kind: {"type": "string"}}} for kind in PARTS
+]
+CONTENT = schema({"type": "string"}, {"type": "array", "items": {"anyOf": _PARTS}}, NULL)
 
 
 class CalledFunction(Body):
@@ -87,7 +87,8 @@ class ChatCompletionRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     modalities: Annotated[Any, AfterValidator(only(None, ["text"])), WithJsonSchema({"enum": [None, ["text"]]})] = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
-    """For the chat template, if it knows of it."""
+    verbosity: Annotated[str, Field(max_length=32)] | None = None
+    """Both are for the chat template, if it knows of them."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -95,7 +96,7 @@ class ChatCompletionRequest(SamplingFields):
             raise PydanticCustomError("invalid", "top_logprobs: only allowed with `logprobs` true")
         if self.max_tokens == 0:
             raise PydanticCustomError("invalid", "max_tokens: must be at least 1")
-        return self if self.tool_choice in (None, "none", "auto") else self._tools_to_choose_from()
+        return self if self.tool_choice is None and not self.tools else self._calls_are_possible()
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -105,28 +106,46 @@ class ChatCompletionRequest(SamplingFields):
     @property
     def template_variables(self) -> dict[str, Any]:
         """Beside messages and tools."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**effort, **(self.chat_template_kwargs or {})}
+        words = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        return {**{name: word for name, word in words.items() if word is not None}, **(self.chat_template_kwargs or {})}
 
-    def _tools_to_choose_from(self) -> Self:
-        if not self.tools:
-            raise invalid("tool_choice: needs `tools` to choose from")
-        if not self.forced_tools:
-            raise invalid(f"tool_choice: there is no function {self.tool_choice.function.name!r} in `tools`")
-        if self.ignore_eos or self.min_tokens:
-            raise invalid(f"{'ignore_eos' if self.ignore_eos else 'min_tokens'}: not allowed where a tool call must be made")
+    def _calls_are_possible(self) -> Self:
+        choice = self.tool_choice
+        if choice is not None and (choice.names is not None or choice.mode == "required"):
+            if not self.tools:
+                raise invalid("tool_choice: needs `tools` to choose from")
+            if unknown := sorted((choice.names or frozenset()) - {tool.function.name for tool in self.tools}):
+                raise invalid(f"tool_choice: there is no function {', '.join(map(repr, unknown))} in `tools`")
+        if self.holds_calls and (self.ignore_eos or self.min_tokens):
+            why = "a tool call must be made" if self.must_call else "tool calls are held to a form"
+            raise invalid(f"{'ignore_eos' if self.ignore_eos else 'min_tokens'}: not allowed where {why}")
         return self
 
     @property
     def offered_tools(self) -> list[Tool]:
         """What the model is told of."""
-        return [] if self.tool_choice == "none" or not self.tools else self.tools
+        return [] if not self.tools or (self.tool_choice is not None and self.tool_choice.mode == "none") else self.tools
 
     @property
-    def forced_tools(self) -> list[Tool]:
-        """One of these must be called; empty: as the model likes."""
-        if not self.tools or self.tool_choice in (None, "none", "auto"):
-            return []
-        if self.tool_choice == "required":
-            return self.tools
-        return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+    def callable_tools(self) -> list[Tool]:
+        """Those of them that it may call."""
+        names = self.tool_choice.names if self.tool_choice is not None else None
+        return self.offered_tools if names is None else [tool for tool in self.offered_tools if tool.function.name in names]
+
+    @property
+    def must_call(self) -> bool:
+        """Rather than as the model likes."""
+        return self.tool_choice is not None and self.tool_choice.mode == "required"
+
+    @property
+    def one_call(self) -> bool:
+        """At most, in an answer."""
+        return self.parallel_tool_calls is False or (self.tool_choice is not None and self.tool_choice.one)
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether a grammar sees to the calls: one must be made, not all tools may be called, or one of them is strict."""
+        if not self.offered_tools:
+            return False
+        limited = self.tool_choice is not None and self.tool_choice.names is not None
+        return self.must_call or limited or any(tool.function.strict for tool in self.callable_tools)

@@ -72,6 +72,7 @@ LOGIT_BIAS = schema({"type": "object", "additionalProperties": {"type": "number"
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class SamplingFields(Body):
@@ -162,6 +163,11 @@ class SamplingFields(Body):
     @property
     def usage_on_every_chunk(self) -> bool:
         return self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def obfuscated(self) -> bool:
+        """Whether chunks are padded, so that their lengths on the wire do not tell the tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
 
     @property
     def num_candidates(self) -> int:

@@ -1,8 +1,8 @@
-"""The tools of a request: which of them the model may or must call, and the grammar that holds it to that."""
+"""The tools of a request, and which of them the model may or must call."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -20,7 +20,7 @@ def _object(value: Any) -> Any:
 
 
 class Function(BaseModel):
-    """What a tool is called with; ``parameters`` is a JSON schema."""
+    """What a tool is called with; ``parameters`` is a JSON schema. ``strict``: also a call that the model need not make follows it."""
 
     model_config = _STRICT
 
@@ -39,45 +39,61 @@ class Tool(BaseModel):
     function: Function
 
 
-class FunctionName(BaseModel):
-    model_config = _STRICT
+class ToolChoice(NamedTuple):
+    """``names``: those that may be called, None: all that there are. ``one``: one call and no more."""
 
-    name: str
-
-
-class NamedTool(BaseModel):
-    """``tool_choice`` as an object: this function and no other."""
-
-    model_config = _STRICT
-
-    type: Literal["function"]
-    function: FunctionName
+    mode: Mode
+    names: frozenset[str] | None = None
+    one: bool = False
 
 
-def check_tool_choice(value: Any) -> Mode | NamedTool | None:
+def check_tool_choice(value: Any) -> ToolChoice | None:
     """Of the field's value. Raises PydanticCustomError."""
-    if value is None or value in ("none", "auto", "required"):
-        mode: Mode | None = value
-        return mode
-    name = value.get("function", {}) if isinstance(value, dict) and value.get("type") == "function" else None
-    if isinstance(name, dict) and isinstance(name.get("name"), str):
-        return NamedTool(type="function", function=FunctionName(name=name["name"]))
+    match value:
+        case None:
+            return None
+        case "none" | "auto" | "required":
+            return ToolChoice(value)
+        case {"type": "function", "function": {"name": str(name)}}:
+            return ToolChoice("required", frozenset([name]), one=True)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools}}:
+            return ToolChoice(mode, frozenset(map(_allowed_name, tools)))
     raise PydanticCustomError(
-        "invalid", 'must be \'none\', \'auto\', \'required\' or {{"type": "function", "function": {{"name": "..."}}}}'
+        "invalid",
+        'must be \'none\', \'auto\', \'required\', {{"type": "function", "function": {{"name": "..."}}}} or '
+        '{{"type": "allowed_tools", "allowed_tools": {{"mode": "auto", "tools": [...]}}}}',
     )
 
 
+def _allowed_name(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    raise PydanticCustomError("invalid", 'allowed tools must be {{"type": "function", "function": {{"name": "..."}}}}')
+
+
+_NAMED: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    },
+}
+_ALLOWED: dict[str, Any] = {
+    "type": "object",
+    "required": ["mode", "tools"],
+    "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": _NAMED, "minItems": 1}},
+}
 TOOL_CHOICE = WithJsonSchema(
     {
         "anyOf": [
             {"enum": ["none", "auto", "required", None]},
+            _NAMED,
             {
                 "type": "object",
-                "required": ["type", "function"],
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-                },
+                "required": ["type", "allowed_tools"],
+                "properties": {"type": {"const": "allowed_tools"}, "allowed_tools": _ALLOWED},
             },
         ]
     }

@@ -9,6 +9,7 @@ import orjson
 import pytest
 from support.http_fakes import ANSWER, MAX_MODEL_LEN, FakeDispatcher
 
+from splitserve.coordinator.bodies.chat import ChatCompletionRequest
 from splitserve.coordinator.request import PriorityClass
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.service_tier import TOLD, ServiceTier, class_in_force
@@ -108,3 +109,26 @@ async def test_a_cache_key_is_a_session(http: httpx.AsyncClient, dispatcher: Fak
     for headers, expected in (({}, "key"), ({"x-session-id": "session"}, "session")):
         await http.post(path, json={**body, "prompt_cache_key": "key", "user": "user"}, headers=headers)
         assert dispatcher.requests[-1].session == expected
+
+
+async def test_padded_chunks_tell_no_lengths(http: httpx.AsyncClient) -> None:
+    for path, body in (CHAT, TEXT):
+        asked = {**body, "stream": True, "stream_options": {"include_obfuscation": True, "include_usage": True}}
+        response = await http.post(path, json=asked)
+        lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+        assert len({orjson.loads(line)["obfuscation"] for line in lines}) > 1
+        assert {len(line.encode()) % 256 for line in lines} == {0}
+        plain = await chunks(http, path, {**body, "temperature": 0})
+        padded = await chunks(http, path, {**body, "temperature": 0, "stream_options": {"include_obfuscation": True}})
+        assert [c["choices"][0].get("text") for c in plain] == [c["choices"][0].get("text") for c in padded]
+        assert not any("obfuscation" in chunk for chunk in plain)
+
+
+async def test_words_for_the_template(http: httpx.AsyncClient, dispatcher: FakeDispatcher, model: ServedModel) -> None:
+    path, body = CHAT
+    request = ChatCompletionRequest.model_validate({**body, "verbosity": "low", "reasoning_effort": "high"})
+    assert request.template_variables == {"verbosity": "low", "reasoning_effort": "high"}
+    parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "Really."}]
+    messages = [*body["messages"], {"role": "assistant", "content": parts}, *body["messages"]]
+    assert (await http.post(path, json={"messages": messages})).status_code == 200
+    assert "No.\nReally." in model.tokenizer.decode(dispatcher.requests[-1].prompt_token_ids)

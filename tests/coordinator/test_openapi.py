@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -50,4 +51,36 @@ async def test_every_path_of_it_is_there(http: httpx.AsyncClient, server: HttpSe
     document = (await http.get("/openapi.json")).json()
     for path, methods in document["paths"].items():
         for method in methods:
-            assert (await http.request(method, path)).status_code not in (404, 405), path
+            assert (await http.request(method, path.replace("{model}", "tiny"))).status_code not in (404, 405), path
+
+
+FORMS: list[dict[str, Any]] = [
+    {"n": 2, "service_tier": "auto"},
+    {"return_token_ids": True},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True}},
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "base", "forms"),
+    [
+        ("/v1/completions", "Completion", TEXT, [*FORMS, {"logprobs": 2, "echo": True, "prompt": "Hello there"}]),
+        ("/v1/chat/completions", "ChatCompletion", CHAT, [*FORMS, {"logprobs": True, "top_logprobs": 2}]),
+    ],
+    ids=["completions", "chat"],
+)
+async def test_answers_and_chunks_are_as_described(
+    http: httpx.AsyncClient, path: str, name: str, base: dict[str, Any], forms: list[dict[str, Any]]
+) -> None:
+    components = (await http.get("/openapi.json")).json()["components"]
+    whole, chunk = (Draft202012Validator({"$ref": f"#/components/schemas/{n}", "components": components}) for n in (name, f"{name}Chunk"))
+    for form in forms:
+        body = {**base, "max_tokens": 5, **form}
+        if "stream_options" not in form:
+            whole.validate((await http.post(path, json=body)).json())
+        lines = (await http.post(path, json={**body, "stream": True})).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert len(events) > 2
+        for event in events:
+            chunk.validate(event)
+        assert not whole.is_valid(events[0])
