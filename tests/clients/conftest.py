@@ -1,4 +1,5 @@
-"""A server in a thread of its own, for clients that are not of this event loop or process. Its model says ANSWER."""
+"""A server in a thread of its own, for clients that are not of this event loop or process. Its model says ANSWER or, where a grammar
+holds it to a call of ``weather`` or to anything else, CALL or CITY."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from pathlib import Path
 from queue import Queue
 
 import pytest
-from support.http_fakes import ANSWER, FakeDispatcher, write_tiny_model
+from support.http_fakes import ANSWER, CALL, CITY, FakeDispatcher, write_tiny_model
 
 from splitserve.coordinator.batch.runner import BatchOptions
+from splitserve.coordinator.request import GenerationRequest
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
 
@@ -25,9 +27,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 @pytest.fixture
 def base_url(served: ServedModel, tmp_path: Path) -> Iterator[str]:
-    """Of a server whose answers are ANSWER."""
-    ids = served.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids
-    dispatcher = FakeDispatcher(lambda request: ids)
+    """Of a server."""
+
+    def says(request: GenerationRequest) -> list[int]:
+        grammar = request.sampling.grammar
+        text = ANSWER if not grammar else CALL if b"weather" in grammar else CITY
+        return served.tokenizer.fast.encode(text, add_special_tokens=False).ids
+
+    dispatcher = FakeDispatcher(says)
     ports: Queue[int] = Queue()
     done = threading.Event()
 

@@ -25,6 +25,17 @@ saw.streamedUsage = usage.completion_tokens === whole.usage.completion_tokens;
 const runner = client.chat.completions.stream({ ...base, messages, tools, stop: ["never"] });
 saw.finalContent = await runner.finalContent();
 
+const parameters = { type: "object", properties: { city: { type: "string" } }, required: ["city"], additionalProperties: false };
+const weather = { type: "function", function: { name: "weather", parameters } };
+const calling = client.chat.completions.stream({ ...base, messages, tools: [weather], tool_choice: "required" });
+const deltas = [];
+calling.on("tool_calls.function.arguments.delta", (event) => deltas.push(event.arguments_delta));
+const called = (await calling.finalMessage()).tool_calls[0].function;
+saw.call = { name: called.name, arguments: called.arguments, inPieces: deltas.length > 1 && deltas.join("") === called.arguments };
+
+const format = { type: "json_schema", json_schema: { name: "place", schema: parameters, strict: true } };
+saw.json = JSON.parse((await client.chat.completions.create({ ...base, messages, response_format: format })).choices[0].message.content);
+
 const seen = new Set();
 for await (const chunk of await client.chat.completions.create({ ...base, messages, n: 3, stream: true })) {
   for (const choice of chunk.choices) seen.add(choice.index);

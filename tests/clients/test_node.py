@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.http_fakes import ANSWER
+from support.http_fakes import ANSWER, CITY
 
 HERE = Path(__file__).parent
 NODE = shutil.which("node")
@@ -27,6 +27,8 @@ def test_openai_for_node(base_url: str) -> None:
         "streamed": ANSWER,
         "streamedUsage": True,
         "finalContent": ANSWER,
+        "call": {"name": "weather", "arguments": CITY, "inPieces": True},
+        "json": json.loads(CITY),
         "indices": [0, 1, 2],
         "error": {"status": 400, "param": "temperature", "type": "invalid_request_error", "kind": "BadRequestError"},
         "missing": {"status": 404, "code": "model_not_found"},

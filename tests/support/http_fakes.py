@@ -23,6 +23,8 @@ CORPUS = [
     "def join(path, *paths): return os.path.join(path, *paths)  # END of the example",
 ]
 ANSWER = "Hello 世界 😀, this is the naïve answer: the quick brown fox jumps over the lazy dog.\nEND of it, again."
+CITY = '{"city": "Paris"}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
