@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -111,7 +111,8 @@ class MixedClients:
 
     async def _called(self) -> Seen:
         _, body = self._body(CHAT)
-        more = {"tools": [TOOL], "tool_choice": self._random.choice(("auto", "required")), "max_tokens": 40}
+        tool = {**TOOL, "function": {**TOOL["function"], "strict": self._random.random() < 0.5}}
+        more = {"tools": [tool], "tool_choice": self._random.choice(("auto", "required")), "max_tokens": 40}
         return await self._listen("tools", CHAT, {**body, **more, "stream": True, "stream_options": {"include_usage": True}})
 
     async def _scored(self) -> Seen:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from coordinator.test_tools import ARGUMENTS, ASK, HERMES, NOW, WEATHER, Answering, answering
 from llguidance import LLMatcher, LLTokenizer
-from openai import BadRequestError
+from openai import BadRequestError, pydantic_function_tool
+from pydantic import BaseModel
 from tokenizers import Tokenizer as FastTokenizer
 
 from splitserve.coordinator.bodies.chat import ChatCompletionRequest
@@ -164,3 +165,15 @@ async def test_the_tokens_of_a_thought_are_counted(answering: Answering, model: 
     assert usage.completion_tokens_details.reasoning_tokens == next(n for n, text in enumerate(texts) if "</think>" in text)
     plain, _ = await answering("Yes, <think>no</think>.", ChatStyle(thinks=True))
     assert (await plain.chat.completions.create(**ASK)).usage.completion_tokens_details.reasoning_tokens == 0
+
+
+class Weather(BaseModel):
+    city: str
+    days: int
+
+
+async def test_a_tool_as_the_client_makes_it_of_a_model(answering: Answering) -> None:
+    client, dispatcher = await answering(HERMES.replace("weather", "Weather"))
+    answer = await client.chat.completions.parse(**ASK, tools=[pydantic_function_tool(Weather)])  # strict, and may be called
+    assert answer.choices[0].message.tool_calls[0].function.parsed_arguments == Weather(city="Paris", days=3)
+    assert dispatcher.requests[-1].sampling.grammar
