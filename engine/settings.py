@@ -89,7 +89,7 @@ class WorkerSettings(BaseModel):
         default="auto",
         description="How KV blocks travel. auto: the best that both workers have: shm between processes of one host; nixl where it is "
         "installed, there is RDMA and plaintext_kv is set; else zmq. cuda_ipc (GPUs of one host) and nccl only by name, until they have "
-        "run on GPUs.",
+        "run on GPUs. One that fails in use, also one that is named here, is replaced by zmq.",
     )
     plaintext_kv: bool = Field(
         default=False,

@@ -5,7 +5,8 @@ TransportError
 ├── KeyFileError   a cluster key file that is missing, unsafe or not one of ours
 ├── AddressError   an address that cannot be listened on or connected to
 ├── TracingUnavailable   traces were asked for, and OpenTelemetry is not installed
-└── MoverError     a KV mover that cannot be set up, or whose peer is gone
+└── MoverError     a KV mover that cannot be set up, or that fails
+    └── PeerEnded  no fault of the mover: the peer's process has ended
 """
 
 
@@ -30,4 +31,8 @@ class TracingUnavailable(TransportError):
 
 
 class MoverError(TransportError):
-    """A KV mover that cannot be set up, or whose peer is gone."""
+    """A KV mover that cannot be set up, or that fails."""
+
+
+class PeerEnded(MoverError):
+    """The peer's process has ended: another mover would not reach it either."""

@@ -46,6 +46,8 @@ ONE_SIDED_MOVERS = frozenset({"cuda_ipc", "shm", "nixl"})
 SAME_HOST_MOVERS = frozenset({"cuda_ipc", "shm"})
 FALLBACK_MOVER = "zmq"
 """Works between any two workers: what another mover that fails is replaced by."""
+MADE_ANEW = frozenset({"nccl"})
+"""Tried once more when they fail, by a new meeting: what two workers had set up together may have broken by the fault of neither."""
 
 
 @dataclass(frozen=True, slots=True)

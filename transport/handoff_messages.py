@@ -40,6 +40,7 @@ class Meet(Message):
     model: ModelIdentity
     movers: Annotated[tuple[Name, ...], Field(max_length=16, strict=False)]
     addressee: Incarnation = 0  # the decode worker's incarnation that is meant; 0: whichever it is
+    failed: Annotated[tuple[Name, ...], Field(max_length=16, strict=False)] = ()  # movers that have failed in use between these two
 
 
 class Offer(Message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer, Undelivered
-from .handoff import FALLBACK_MOVER, HandoffTimes, Key, PeerId, Wait
+from .handoff import FALLBACK_MOVER, MADE_ANEW, HandoffTimes, Key, PeerId, Wait
 from .layer_slicing import UNSEEN_RATE, WHOLE_BLOCKS, LayerSlicing, seen
 from .messages import (
     Ack,
@@ -37,7 +37,8 @@ class HandoffSender:
         self._times = times or HandoffTimes()
         self._contacts: dict[PeerId, Contact] = {}
         self._outgoing: dict[Key, Outgoing] = {}
-        self._failed_movers: dict[PeerId, set[str]] = {}
+        self._failed_movers: dict[PeerId, tuple[str, ...]] = {}
+        self._made_anew: set[PeerId] = set()  # whose mover has failed once since the last handoff to them that it carried
         self.num_fallbacks = 0
         self._actions: list[SenderAction] = []
 
@@ -57,6 +58,7 @@ class HandoffSender:
         peers = [contact.peer for contact in self._contacts.values()]
         self._meet, self._contacts = meet, {}
         self._failed_movers.clear()
+        self._made_anew.clear()
         for peer in peers:
             self._contact(peer)
 
@@ -155,6 +157,7 @@ class HandoffSender:
         elif out.grant is not None and out.grant.lease == message.lease:
             if isinstance(message, Ack):
                 del self._outgoing[out.key]
+                self._made_anew.discard(peer)
                 self._actions.append(Delivered(out.key))
             else:
                 self._on_nack(out, message, now)
@@ -167,18 +170,17 @@ class HandoffSender:
 
     def mover_failed(self, peer: PeerId, reason: str) -> bool:
         """Handing over to this peer does not work the way that both had agreed on: what is under way is given back to the coordinator, and
-        the peer met anew. Whether from now on by FALLBACK_MOVER."""
+        the peer met anew. Whether from now on by FALLBACK_MOVER: it takes the place of a mover that was forced, too."""
         met = self._contacts[peer].met if peer in self._contacts else None
-        falls_back = met is not None and met.mover != FALLBACK_MOVER and FALLBACK_MOVER in self._meet.movers
+        falls_back = met is not None and met.mover != FALLBACK_MOVER
+        if met is not None and met.mover in MADE_ANEW and peer not in self._made_anew:
+            self._made_anew.add(peer)
+            falls_back = False
         if met is not None and falls_back:
-            self._failed_movers.setdefault(peer, set()).add(met.mover)
+            self._failed_movers[peer] = (*self._failed_movers.get(peer, ()), met.mover)
             self.num_fallbacks += 1
         self.peer_lost(peer, f"the KV mover failed: {reason}")
         return falls_back
-
-    def _movers(self, peer: PeerId) -> tuple[str, ...]:
-        failed = self._failed_movers.get(peer, set())
-        return tuple(mover for mover in self._meet.movers if mover not in failed)
 
     def tick(self, now: float) -> None:
         """Says again what was not answered, renews leases, and ends what is past its deadline."""
@@ -203,7 +205,8 @@ class HandoffSender:
             if contact.met is None and now - contact.said >= self._times.resend:
                 contact.born = contact.born or now
                 contact.said = now
-                meet = self._meet.model_copy(update={"movers": self._movers(peer_id), "addressee": peer_id[1]})
+                failed = self._failed_movers.get(peer_id, ())
+                meet = self._meet.model_copy(update={"failed": failed, "addressee": peer_id[1]})
                 self._actions.append(ToPeer(peer_id, meet))
                 if now - contact.born > self._times.grant:
                     self.peer_lost(peer_id, f"decode worker {peer_id[0]} did not answer in time")

@@ -15,7 +15,7 @@ import zmq
 from .actions import CancelPuts, Connect, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer
 from .channels import DealerChannel
 from .coordinator_link import identity_of
-from .errors import TransportError
+from .errors import PeerEnded, TransportError
 from .handoff import FALLBACK_MOVER, PeerId
 from .handoff_sender import HandoffSender
 from .keys import ClusterKey
@@ -27,9 +27,10 @@ from .movers.opening import ON_DEVICE, open_source
 from .transfer_clock import TransferClock
 
 RECEIVE_LIMIT = 256
-LOOK_S = 0.05
+LOOK_S, IDLE_LOOK_S = 0.05, 1.0
 BEYOND_REACH_S = 1.0  # ZeroMQ connects again within a tenth where it can
 FIRST_CONTACT_S = 5.0  # the first connection, whose handshake waits for both ends' threads
+FORGOTTEN_S = 300.0  # connected to anew when a prompt is for it again
 _log = logging.getLogger(__name__)
 
 
@@ -98,18 +99,21 @@ class SendingEnd:
             self._time(peer, mover)
             self._say_held_back(peer)
             self._say_words(peer)
-        if len(self._sender) and now - self._looked >= LOOK_S:
+        if now - self._looked >= (LOOK_S if len(self._sender) else IDLE_LOOK_S):
             self._looked = now
             self._give_up_unreachable(now)
 
     def _give_up_unreachable(self, now: float) -> None:
-        """Handoffs to who cannot be reached are given back; what was leased to us there comes free when the connection is back."""
-        for peer, channel in self._channels.items():
+        """Handoffs to who cannot be reached are given back; what was leased to us there comes free when the connection is back. Who stays
+        away is forgotten: workers that come under new names would pile up."""
+        for peer, channel in list(self._channels.items()):
             gone_since = channel.gone_since(now)
             patience_s = BEYOND_REACH_S if channel.ever_connected else FIRST_CONTACT_S
-            if gone_since is not None and now - max(gone_since, self._wanted_at[peer]) > patience_s:
-                self._close_mover(peer)
-                self._sender.peer_lost(peer, f"decode worker {peer[0]} cannot be reached from here")
+            away_s = 0.0 if gone_since is None else now - max(gone_since, self._wanted_at[peer])
+            if away_s > FORGOTTEN_S or (away_s > patience_s and len(self._sender)):
+                self._lose(peer, f"decode worker {peer[0]} cannot be reached from here")
+            if away_s > FORGOTTEN_S:
+                self._forget(peer)
 
     def _hear(self, peer: PeerId, message: Message, now: float) -> None:
         if not isinstance(message, BETWEEN_MOVERS):
@@ -233,11 +237,18 @@ class SendingEnd:
         try:
             if peer in self._channels:
                 use()
+        except PeerEnded as error:
+            self._lose(peer, f"decode worker {peer[0]}: {error}")
         except (TransportError, KeyError) as error:
             self._close_mover(peer)
             falls_back = self._sender.mover_failed(peer, str(error))
             what_now = f"; from now on by {FALLBACK_MOVER}" if falls_back else ""
             _log.warning("cannot hand KV blocks to %s: %s%s", peer[0], error, what_now)
+
+    def _lose(self, peer: PeerId, reason: str) -> None:
+        """Its handoffs are given back."""
+        self._close_mover(peer)
+        self._sender.peer_lost(peer, reason)
 
     def _close_mover(self, peer: PeerId) -> None:
         if (mover := self._movers.pop(peer, None)) is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .handoff import ONE_SIDED_MOVERS, SAME_HOST_MOVERS, PeerId
+from .handoff import FALLBACK_MOVER, ONE_SIDED_MOVERS, SAME_HOST_MOVERS, PeerId
 from .messages import Meet, Met, ModelIdentity
 
 
 @dataclass(frozen=True, slots=True)
 class MoverEndpoints:
-    """What this decode worker can be written through, best first, and where."""
+    """What this decode worker can be written through, best first, and where. (By FALLBACK_MOVER too, once another has failed.)"""
 
     movers: tuple[str, ...]
     host: str
@@ -28,7 +28,7 @@ class Writers:
         self.movers: dict[PeerId, str] = {}
         """By writer, the one in use."""
         self.pids: dict[PeerId, int] = {}
-        self._num_movers: dict[PeerId, int] = {}  # that a writer has named: they only become fewer
+        self._num_failed: dict[PeerId, int] = {}  # movers that a writer has named as failed: they only become more
 
     def __contains__(self, peer: PeerId) -> bool:
         """Whether a mover was agreed on."""
@@ -43,10 +43,11 @@ class Writers:
             return Met(worker_id=worker_id, incarnation=incarnation)
         ours = self._endpoints
         same_host = meet.host == ours.host
-        common = [m for m in meet.movers if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
+        able = [m for m in meet.movers if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
+        common = [m for m in able if m not in meet.failed] or [FALLBACK_MOVER] * bool(meet.failed)
         if refused := _difference(self._identity, meet.model) or self._nothing_common(meet, common, same_host):
             return Met(worker_id=worker_id, incarnation=incarnation, refused=refused)
-        self._num_movers[peer] = len(meet.movers)
+        self._num_failed[peer] = len(meet.failed)
         self.one_sided[peer] = common[0] in ONE_SIDED_MOVERS
         self.movers[peer] = common[0]
         return Met(
@@ -64,18 +65,18 @@ class Writers:
 
     def forget_choices(self) -> None:
         """What failed with this worker's earlier incarnation may be tried again."""
-        self._num_movers.clear()
+        self._num_failed.clear()
 
     def forget(self, peer: PeerId) -> None:
         """Its process has ended."""
         self.one_sided.pop(peer, None)
         self.movers.pop(peer, None)
-        self._num_movers.pop(peer, None)
+        self._num_failed.pop(peer, None)
         self.pids.pop(peer, None)
 
     def _is_echo(self, peer: PeerId, meet: Meet, incarnation: int) -> bool:
         """Said to an earlier incarnation of ours, or before a mover failed."""
-        return meet.addressee not in (0, incarnation) or len(meet.movers) > self._num_movers.get(peer, len(meet.movers))
+        return meet.addressee not in (0, incarnation) or len(meet.failed) < self._num_failed.get(peer, 0)
 
     def _nothing_common(self, meet: Meet, common: list[str], same_host: bool) -> str:
         if common:

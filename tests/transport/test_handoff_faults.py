@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.handoff_pair import BLOCK, DECODE, MODEL, PREFILL, TIMES, Pair, spec, whole
 
 from splitserve.transport import actions as act
+from splitserve.transport import handoff_sender
 from splitserve.transport.messages import (
     Ack,
     Grant,
@@ -213,12 +214,39 @@ def test_a_meet_that_was_meant_for_an_earlier_incarnation_is_told_who_is_here() 
     assert "has restarted" in ended.message
 
 
-def test_a_forced_mover_that_fails_is_not_replaced() -> None:
+def test_a_forced_mover_that_fails_in_use_is_replaced_too_and_an_echo_does_not_bring_it_back() -> None:
     pair = Pair(movers=("shm",))
     pair.offer(spec(1))
+    pair.collect()
+    (first,) = [message for message in pair.to_receiver if isinstance(message, Meet)]
     pair.deliver()
-    assert not pair.sender.mover_failed(DECODE, "the memory is gone")
+    assert pair.sender.mover_failed(DECODE, "the memory is gone")
+    whole(pair, spec(2, epoch=1))
+    pair.to_receiver.append(first)
+    whole(pair, spec(3, epoch=2))
+    assert [join.spec.dispatch for join in pair.joined] == [2, 3]
+    assert pair.sender.num_fallbacks == 1
+
+
+def test_who_forces_a_mover_that_the_other_has_not_is_refused_while_none_has_failed() -> None:
+    pair = Pair(movers=("nccl",))
+    pair.offer(spec(1))
     pair.deliver()
-    pair.offer(spec(2, epoch=1))
-    messages = [action.message for action in pair.sender.take() if isinstance(action, act.ToPeer)]
-    assert [message.movers for message in messages if isinstance(message, Meet)] == [("shm",)]
+    ((_, kind, reason),) = [(e.key, e.kind, e.message) for e in pair.ended if isinstance(e, act.Undelivered)]
+    assert kind == "peer_lost"
+    assert "no mover in common: prefill has nccl; decode has shm, nixl, zmq" in reason
+
+
+def test_a_communicator_is_made_anew_once_before_another_mover_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff_sender, "MADE_ANEW", frozenset({"nixl"}))  # stands for nccl, which this receiver has not
+    pair = Pair(movers=("nixl",))
+    for number in (1, 2):
+        whole(pair, spec(number))
+        assert not pair.sender.mover_failed(DECODE, "broke after a handoff that it had carried"), number
+    assert pair.sender.mover_failed(DECODE, "nobody is met") is False
+    pair.offer(spec(3))
+    pair.deliver()
+    assert pair.sender.mover_failed(DECODE, "broke again")
+    whole(pair, spec(4))
+    assert [join.spec.dispatch for join in pair.joined] == [1, 2, 4]
+    assert pair.sender.num_fallbacks == 1

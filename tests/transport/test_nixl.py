@@ -153,3 +153,19 @@ def test_an_address_that_is_none_is_an_error(address: bytes) -> None:
 def test_it_is_used_only_where_blocks_may_travel_in_the_clear() -> None:
     with pytest.raises(MoverError, match="plaintext-kv"):
         open_source(Met(worker_id="d0", incarnation=1, mover="nixl", num_blocks=1, mover_address=b"x"), filled_pool())
+
+
+def test_who_could_not_be_shut_out_is_not_said_to_be(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    """Its blocks would be given to others while it may still write."""
+
+    class Stubborn:
+        def close(self) -> None:
+            raise RuntimeError("the memory is in use")
+
+    target, _, _ = open_pair(stack, filled_pool())
+    target._agents[WRITER] = Stubborn()  # type: ignore[assignment]
+    assert not target.shut_out(WRITER)
+    target._ending[WRITER].join(DEADLINE_S)
+    assert not target.shut_out(WRITER)
+    assert target.address(WRITER) is None, "nor is it let in by another way"
+    assert "the memory is in use" in caplog.text

@@ -12,10 +12,11 @@ from support.messages import SPEC
 
 from splitserve.transport.actions import CancelPuts, Put, SendHandoff, SendPlaced, ToPeer, Undelivered
 from splitserve.transport.channels import RouterChannel
+from splitserve.transport.errors import MoverError, PeerEnded
 from splitserve.transport.handoff_sender import HandoffSender
-from splitserve.transport.messages import FROM_PREFILL, Handoff, Meet, Message, ModelIdentity, Peer, Placed, Release, Renew, u64
+from splitserve.transport.messages import FROM_PREFILL, Handoff, Meet, Message, Met, ModelIdentity, Peer, Placed, Release, Renew, u64
 from splitserve.transport.movers.interface import Arrival, Item, Pool
-from splitserve.transport.sending_end import BEYOND_REACH_S, SendingEnd
+from splitserve.transport.sending_end import BEYOND_REACH_S, FORGOTTEN_S, SendingEnd
 
 PEER = ("d0", 1)
 MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=1)
@@ -147,3 +148,43 @@ def test_handoffs_to_who_has_gone_beyond_reach_are_given_back() -> None:
     assert (key, kind) == ((SPEC.coordinator, SPEC.dispatch), "peer_lost")
     assert message == "decode worker d0 cannot be reached from here"
     reached.end.close()
+
+
+class BrokenMover(SlowMover):
+    def __init__(self, error: MoverError) -> None:
+        super().__init__()
+        self._error = error
+
+    def poll(self) -> list[Arrival]:
+        raise self._error
+
+
+@pytest.mark.parametrize(("error", "num_fallbacks"), [(MoverError("broken"), 1), (PeerEnded("its process has ended"), 0)], ids=repr)
+def test_a_peer_that_has_ended_is_no_fault_of_its_mover(error: MoverError, num_fallbacks: int) -> None:
+    reached = Reached()
+    reached.sender.receive(PEER, Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=8), 0.0)
+    reached.end._movers[PEER] = BrokenMover(error)
+    reached.end.receive(set(), time.monotonic())
+    (undelivered,) = reached.act()
+    assert isinstance(undelivered, Undelivered)
+    assert str(error) in undelivered.message
+    assert reached.sender.num_fallbacks == num_fallbacks
+    reached.end.close()
+    reached.router.close()
+
+
+def test_who_stays_away_is_forgotten_and_connected_to_anew_when_a_prompt_is_for_it() -> None:
+    reached = Reached()
+    address = reached.router.address
+    reached.router.close()
+    reached.until_gone()
+    reached.end.receive(set(), time.monotonic() + FORGOTTEN_S - 1)
+    reached.act()
+    assert PEER in reached.end._channels
+    reached.end.receive(set(), time.monotonic() + FORGOTTEN_S + 1)
+    assert reached.end._channels == {}
+    with RouterChannel.bind(address, None, FROM_PREFILL) as again:
+        reached.sender.offer(Peer(worker_id=PEER[0], incarnation=PEER[1], address=address), SPEC, 1, [], time.monotonic())
+        reached.act()
+        assert again.socket.poll(10_000), "it says Meet"
+        reached.end.close()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import MoverError
+from ..errors import MoverError, PeerEnded
 from ..handoff import PeerId
 from .cuda_runtime import HANDLE_BYTES, CudaRuntime
 from .interface import Arrival, Item, layer_slice
@@ -80,7 +80,7 @@ class CudaIpcSource:
         layers = layer_slice(self._shape, first_layer, num_layers)
         found = runs(items, layers, self._shape, self._num_blocks, self._pointer, self._target)
         if self._ended.poll(0):
-            raise MoverError("the decode worker's process has ended")
+            raise PeerEnded("the decode worker's process has ended")
         for run in found:
             self._cuda.copy(run.target, run.source, run.num_bytes, self._stream)
         deadline = time.monotonic() + PUT_S + sum(run.num_bytes for run in found) / SLOWEST_BYTES_PER_S

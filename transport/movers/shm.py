@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import MoverError
+from ..errors import MoverError, PeerEnded
 from ..handoff import PeerId
 from .interface import Arrival, Item, Pool, layer_slice
 from .target_kinds import OneSidedTarget
@@ -88,7 +88,7 @@ class ShmSource:
         """One copy for each run of blocks that lie side by side in both pools; a memcpy where it is of all layers."""
         layers = layer_slice(self._pool.shape, first_layer, num_layers)
         if self._ended.poll(0):
-            raise MoverError("the decode worker's process has ended")
+            raise PeerEnded("the decode worker's process has ended")
         start = 0
         for end in range(1, len(items) + 1):
             if end == len(items) or items[end][1:] != (items[end - 1][1] + 1, items[end - 1][2] + 1):
@@ -137,6 +137,8 @@ def _map(shm_name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
     except (OSError, MoverError) as error:
         if process >= 0:
             os.close(process)
+        if isinstance(error, ProcessLookupError):
+            raise PeerEnded("the decode worker's process has ended") from None
         raise MoverError(f"cannot map the decode worker's KV pool ({shm_name}): {error}") from None
 
 

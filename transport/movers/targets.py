@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from ..errors import MoverError
-from ..handoff import PeerId
+from ..handoff import FALLBACK_MOVER, PeerId
 from ..handoff_receiver import MoverEndpoints
 from ..host import host_identity
 from ..messages import Message, Met
@@ -36,12 +36,12 @@ class MoverTargets:
         plaintext: bool,
         device: DevicePool | None = None,
     ) -> None:
-        """Of the movers ``offered`` those that work here: ``shared`` is the pool's memory for shm; zmq listens on ``data_listen``, is
-        reached as ``host``. Raises AddressError, or MoverError where the only one does not work."""
+        """Of the movers ``offered`` those that work here, and zmq: ``shared`` is the pool's memory for shm; zmq listens on
+        ``data_listen``, is reached as ``host``. Raises AddressError, or MoverError where the only one does not work."""
         self._targets: dict[str, PutTarget] = {}
         self._met_by: dict[PeerId, set[str]] = {}
         self.leaving: set[PeerId] = set()  # of whom ``shut_out`` has to be asked again
-        shm_name = data_address = ""
+        shm_name = ""
         if "cuda_ipc" in offered and device is not None:
             self._targets["cuda_ipc"] = CudaIpcTarget(device.pointer, LoadedCudart(device.device.index or 0))
         if "shm" in offered and shared is not None:
@@ -51,10 +51,9 @@ class MoverTargets:
             self._open_nixl(pool, forced=len(offered) == 1)
         if "nccl" in offered:
             self._targets["nccl"] = NcclTarget(device or HostMemory(pool), pool.shape)
-        if "zmq" in offered:
-            self._targets["zmq"] = tcp = TcpTarget(data_listen, pool, plaintext)
-            data_address = tcp.data_address(host)
-        self.endpoints = MoverEndpoints(tuple(self._targets), host_identity(), shm_name, data_address)
+        self._targets[FALLBACK_MOVER] = tcp = TcpTarget(data_listen, pool, plaintext)  # also where another one is forced: it may fail
+        movers = tuple(mover for mover in self._targets if mover in offered)
+        self.endpoints = MoverEndpoints(movers, host_identity(), shm_name, tcp.data_address(host))
 
     def _open_nixl(self, pool: Pool, forced: bool) -> None:
         try:

@@ -1,0 +1,94 @@
+"""A prefill and a decode worker around a model that takes no time: their real loops, threads and sockets; the coordinator is the test's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+
+from splitserve.bench.null_workers import null_model
+from splitserve.decode.settings import DecodeSettings
+from splitserve.decode.worker import DecodeWorker
+from splitserve.engine.step_thread import Runner
+from splitserve.prefill.settings import PrefillSettings
+from splitserve.prefill.worker import PrefillWorker
+from splitserve.transport.channels import RouterChannel
+from splitserve.transport.messages import FROM_WORKER, Hello, Message, Peer, Prefill, RequestSpec, Sampling, Welcome, u32
+from splitserve.transport.movers.shm import SharedPool
+
+DEADLINE_S = 30.0
+NUM_BLOCKS, MAX_MODEL_LEN = 2000, 4000
+COORDINATOR = 1
+
+
+def spec(dispatch: int, request: int | None = None, epoch: int = 0, max_tokens: int = 2000) -> RequestSpec:
+    """A prompt of two blocks. ``request``: its number, where it is another than the dispatch's."""
+    number = dispatch if request is None else request
+    return RequestSpec(
+        request_id=f"r{number}",
+        epoch=epoch,
+        dispatch=dispatch,
+        coordinator=COORDINATOR,
+        token_ids=u32([number + 1] * 32),
+        num_prompt_tokens=32,
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0),
+        deadline_s=60.0,
+    )
+
+
+class WorkerPair:
+    """Entered, both workers run and are welcome. ``heard``: all that they have said since, their hellos aside."""
+
+    def __init__(self, mover: str = "zmq", runners: dict[str, Runner] | None = None, **settings: Any) -> None:
+        """``runners``: by role, in place of the one that takes no time."""
+        self._stack = ExitStack()
+        self._channel = self._stack.enter_context(RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER))
+        common = {"model": ".", "coordinator": self._channel.address, "insecure": True, "mover": mover, **settings}
+        models = {role: null_model(NUM_BLOCKS, MAX_MODEL_LEN) for role in ("prefill", "decode")}
+        models |= {role: replace(models[role], runner=runner) for role, runner in (runners or {}).items()}
+        shared = SharedPool.create(models["decode"].pool.nbytes)
+        self._stack.callback(shared.close)
+        pool = np.frombuffer(shared.buffer, np.uint8)[: models["decode"].pool.nbytes].reshape(models["decode"].pool.shape)
+        models["decode"] = replace(models["decode"], pool=pool)
+        self.prefill = PrefillWorker(PrefillSettings.model_validate({**common, "name": "p"}), models["prefill"], None)
+        self.decode = DecodeWorker(DecodeSettings.model_validate({**common, "name": "d"}), models["decode"], None, shared)
+        self.threads: dict[str, threading.Thread] = {}
+        self.heard: list[Message] = []
+        self._hellos: dict[str, tuple[bytes, Hello]] = {}
+
+    def __enter__(self) -> Self:
+        for role, worker in (("prefill", self.prefill), ("decode", self.decode)):
+            self.threads[role] = threading.Thread(target=worker.run, name=role, daemon=True)
+            self.threads[role].start()
+        self.until(lambda: len(self._hellos) == 2)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for role, worker in (("prefill", self.prefill), ("decode", self.decode)):
+            worker.stop()
+            self.threads[role].join(DEADLINE_S)
+        self._stack.close()
+
+    def ask(self, *specs: RequestSpec) -> None:
+        """Sends these prompts to the prefill worker."""
+        hello = self._hellos["decode"][1]
+        peer = Peer(worker_id=hello.worker_id, incarnation=hello.incarnation, address=hello.peer_address)
+        self._channel.send(self._hellos["prefill"][0], *(Prefill(spec=one, decode=peer) for one in specs))
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Listens until it is so."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, [message for message in self.heard if type(message).__name__ not in ("Load", "StepTokens")]
+            self._channel.socket.poll(50)
+            for identity, message in self._channel.receive(256):
+                if isinstance(message, Hello):
+                    self._hellos[message.role] = identity, message
+                    self._channel.send(identity, Welcome(coordinator=COORDINATOR, heartbeat_s=0.25))
+                else:
+                    self.heard.append(message)
