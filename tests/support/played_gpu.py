@@ -1,0 +1,203 @@
+"""A GPU played on the CPU: its tensors lie in host memory, but say ``cuda:0``, and refuse what those of a GPU refuse.
+
+An operation on tensors of both sides is an error, as is a look into a GPU's tensor as a numpy array. What would make the host wait for
+the device is noted in ``waits``: values read, copies from or to memory that is not page-locked, lists and host tensors as indices. While a
+graph is captured any of these is an error. Triton's kernels run in its interpreter, if they are given the GPU's tensors only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton.runtime.interpreter as interpreter
+from torch.overrides import TorchFunctionMode
+
+GPU = torch.device("cuda", 0)
+READS = {"item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique"}
+TELLS = {"data_ptr", "untyped_storage", "size", "stride", "numel", "dim", "element_size", "as_subclass", "__len__", "is_contiguous"}
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the played GPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # all is decided by the mode
+
+
+class PlayedGpu(TorchFunctionMode):
+    """``waits``: the operations that a host would have waited in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.capturing = False
+        self._pinned: dict[int, torch.Tensor] = {}  # page-locked memory, kept for good: addresses name it
+        self._answers: dict[Any, object] = {
+            torch.Tensor.device.__get__: GPU,  # type: ignore[attr-defined]
+            torch.Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
+            torch.Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        on_gpu = [x for x in _tensors((*args, *kwargs.values())) if isinstance(x, OnGpu)]
+        on_host = [x for x in _tensors((*args, *kwargs.values())) if not isinstance(x, OnGpu)]
+        if on_gpu and func in self._answers:
+            return self._answers[func]
+        if name in ("to", "copy_", "pin_memory", "cpu"):
+            return self._moved(name, func, args, kwargs)
+        if name in ("numpy", "__array__") and on_gpu:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if name in READS and on_gpu:
+            self._wait(name)
+        elif name in ("__getitem__", "__setitem__") and isinstance(args[0], OnGpu):
+            self._index(name, args[1])
+        elif on_gpu and name not in TELLS and any(x.dim() > 0 for x in on_host):
+            raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
+        place = kwargs.pop("device", None)
+        placed = on_gpu if place is None else torch.device(place).type == "cuda"
+        if place is not None and not placed:
+            kwargs["device"] = place
+        if placed and place is not None and name in ("tensor", "as_tensor"):
+            self._wait(name)
+        pinned = kwargs.pop("pin_memory", False)
+        result = func(*args, **kwargs)
+        if pinned:
+            self._lock(result)
+        return _wrapped(result) if placed and name not in READS else result
+
+    def _moved(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        x, rest = args[0], list(args[1:])
+        if name == "pin_memory":
+            assert not isinstance(x, OnGpu), "cannot pin a GPU's tensor"
+            return self._lock(x.clone())
+        if name == "copy_":
+            self._cross(rest[0], isinstance(x, OnGpu), kwargs.get("non_blocking", False), x)
+            torch.Tensor.copy_(x, rest[0])
+            return x
+        place = kwargs.pop("device", None)
+        for option in rest:
+            place = option if isinstance(option, (str, torch.device)) else option.device if isinstance(option, torch.Tensor) else place
+        rest = [option for option in rest if not isinstance(option, (str, torch.device))]
+        to_gpu = name != "cpu" and (isinstance(x, OnGpu) if place is None else torch.device(place).type == "cuda")
+        self._cross(x, to_gpu, kwargs.pop("non_blocking", False), None)
+        result = torch.Tensor.to(x, *rest, **kwargs) if rest or kwargs else x.as_subclass(torch.Tensor)
+        if to_gpu == isinstance(x, OnGpu):
+            return _wrapped(result) if to_gpu else result
+        result = result.clone() if result.data_ptr() == x.data_ptr() else result
+        return _wrapped(result) if to_gpu else result.as_subclass(torch.Tensor)
+
+    def _cross(self, source: torch.Tensor, to_gpu: bool, non_blocking: bool, target: torch.Tensor | None) -> None:
+        if isinstance(source, OnGpu) == to_gpu:
+            return
+        host = source if to_gpu else target
+        if not (non_blocking and host is not None and host.untyped_storage().data_ptr() in self._pinned):
+            self._wait("a copy to the GPU" if to_gpu else "a copy from the GPU")
+        assert not self.capturing, "a graph would copy from this host memory for ever"
+
+    def _index(self, name: str, index: Any) -> None:
+        for part in index if isinstance(index, tuple) else (index,):
+            if isinstance(part, list) or (isinstance(part, torch.Tensor) and (not isinstance(part, OnGpu) or part.dtype == torch.bool)):
+                self._wait(f"{name} by {type(part).__name__}")
+
+    def _wait(self, name: str) -> None:
+        assert not self.capturing, f"{name}: not permitted when a stream is capturing"
+        self.waits.append(name)
+
+    def _lock(self, host: torch.Tensor) -> torch.Tensor:
+        self._pinned[host.untyped_storage().data_ptr()] = host
+        return host
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """In place of ``CudaRecorder``: a replay computes the same again on the same memory."""
+        compute()
+        result = self._captured(compute)
+
+        def replay() -> torch.Tensor:
+            with torch._C.DisableTorchFunction():
+                where = result.as_subclass(torch.Tensor)
+            again = self._captured(compute)
+            with torch._C.DisableTorchFunction():
+                where.copy_(again)
+            return result
+
+        return replay
+
+    def _captured(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.capturing = True
+        try:
+            return compute()
+        finally:
+            self.capturing = False
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _wrapped(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result.as_subclass(OnGpu)
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return SimpleNamespace(**{field: _wrapped(getattr(result, field)) for field in result._fields})
+    return type(result)(_wrapped(x) for x in result) if isinstance(result, (list, tuple)) else result
+
+
+class Event:
+    def record(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+class Stream:
+    def __init__(self, device: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def played_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 30) -> Iterator[PlayedGpu]:
+    """torch finds a GPU, in this thread and in those that are started within."""
+    gpu = PlayedGpu()
+    properties = SimpleNamespace(name="a played GPU", multi_processor_count=1, uuid="0")
+    for name, value in {
+        "is_available": lambda: True, "Stream": Stream, "Event": Event, "stream": lambda _: nullcontext(), "current_stream": Stream,
+        "mem_get_info": lambda _=None: (free_bytes, free_bytes), "get_device_properties": lambda _: properties,
+        "get_device_capability": lambda _=None: (9, 0), "get_device_name": lambda _: properties.name, "set_device": lambda _: None,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0), "empty_cache": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    run, launch = threading.Thread.run, interpreter.GridExecutor.__call__
+
+    def run_with_gpu(thread: threading.Thread) -> None:
+        with gpu:
+            run(thread)
+
+    def launch_on_gpu(executor: Any, *args: Any, **kwargs: Any) -> None:
+        given = list(_tensors((*args, *kwargs.values())))
+        with torch._C.DisableTorchFunction():
+            assert all(isinstance(x, OnGpu) for x in given), "Pointer argument cannot be accessed from Triton (cpu tensor?)"
+            launch(
+                executor, *(_on_host(x) for x in args), **{name: _on_host(value) for name, value in kwargs.items()}
+            )  # fmt: skip
+
+    monkeypatch.setattr(threading.Thread, "run", run_with_gpu)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_on_gpu)
+    with gpu:
+        yield gpu
+
+
+def _on_host(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, OnGpu) else value
