@@ -36,6 +36,7 @@ class HandoffSender:
         self._meet, self._slicing = meet, slicing
         self._times = times or HandoffTimes()
         self._contacts: dict[PeerId, Contact] = {}
+        self._strangers: dict[PeerId, Contact] = {}  # those of them that have not answered yet
         self._outgoing: dict[Key, Outgoing] = {}
         self._failed_movers: dict[PeerId, tuple[str, ...]] = {}
         self._made_anew: set[PeerId] = set()  # whose mover has failed once since the last handoff to them that it carried
@@ -56,7 +57,7 @@ class HandoffSender:
         for key in list(self._outgoing):
             self.abandon(key)
         peers = [contact.peer for contact in self._contacts.values()]
-        self._meet, self._contacts = meet, {}
+        self._meet, self._contacts, self._strangers = meet, {}, {}
         self._failed_movers.clear()
         self._made_anew.clear()
         for peer in peers:
@@ -167,6 +168,7 @@ class HandoffSender:
         for out in [o for o in self._outgoing.values() if o.peer == peer]:
             self._fail(out, "peer_lost", reason)
         self._contacts.pop(peer, None)
+        self._strangers.pop(peer, None)
 
     def mover_failed(self, peer: PeerId, reason: str) -> bool:
         """Handing over to this peer does not work the way that both had agreed on: what is under way is given back to the coordinator, and
@@ -196,13 +198,13 @@ class HandoffSender:
     def _contact(self, peer: Peer) -> None:
         peer_id = (peer.worker_id, peer.incarnation)
         if peer_id not in self._contacts:
-            self._contacts[peer_id] = Contact(peer)
+            self._contacts[peer_id] = self._strangers[peer_id] = Contact(peer)
             self._actions.append(Connect(peer))
 
     def _greet(self, now: float) -> None:
         """Says Meet again where it was not answered; forgets a decode worker that never answers."""
-        for peer_id, contact in list(self._contacts.items()):
-            if contact.met is None and now - contact.said >= self._times.resend:
+        for peer_id, contact in list(self._strangers.items()):
+            if now - contact.said >= self._times.resend:
                 contact.born = contact.born or now
                 contact.said = now
                 failed = self._failed_movers.get(peer_id, ())
@@ -251,6 +253,7 @@ class HandoffSender:
         if not met.mover:
             return  # an echo of what was said to an earlier incarnation was answered: our own Meet is still on its way
         contact.met = met
+        del self._strangers[peer]
         self._actions.append(OpenMover(peer, met))
         for out in self._outgoing.values():
             if out.peer == peer:

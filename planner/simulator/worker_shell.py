@@ -14,7 +14,7 @@ from .cluster import Pool
 from .device import Device
 from .events import EventQueue
 
-TICK_S = 0.125  # half a heartbeat; the live ones tick every 0.05 s, which matters to deadlines alone
+TICK_S = 0.25  # the live ones tick every 0.05 s, which matters to deadlines alone
 LEASE = HandoffTimes(lease=10.0)
 MOVERS, HOST = ("shm",), "simulated"
 """A one-sided mover: the receiver hears of blocks (Placed, Handoff) when they are there."""
@@ -174,7 +174,7 @@ class WorkerShell:
         now = self.queue.now
         self.device.catch_up()
         self.core.tick(now)
-        if self._welcomed and now - self._reported >= self.simulation.heartbeat_s:
+        if self._welcomed and now - self._reported > self.simulation.heartbeat_s - TICK_S / 2:
             self._reported = now
             self.before_report()
             self._tell(self.core.load())

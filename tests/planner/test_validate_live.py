@@ -1,0 +1,34 @@
+"""What the live validation calls a miss, and how long its workloads last."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from splitserve.bench.validate_live import BOUNDS, PACED, limited, missed
+from splitserve.planner.trace.readers import open_trace
+
+
+def result(ttft_p99: float, runner: str) -> dict[str, Any]:
+    errors = {"ttft": {"p50": 0.04, "p90": -0.049, "p99": ttft_p99}, "e2e": {"p50": 0.0, "p90": 0.0, "p99": 0.0}}
+    return {"bounds": BOUNDS[runner], "workloads": {"code": {"error": errors}}}
+
+
+def test_a_percentile_that_is_further_off_than_allowed_is_named() -> None:
+    found = {"2P2D": result(0.03, "paced"), "4P4D": result(-0.12, "paced")}
+    assert list(missed(found)) == ["4P4D, code: ttft p99 is off by -12.0%, 5% are allowed"]
+    assert not list(missed({"1P1D": result(-0.12, "model")}))
+
+
+def test_a_workload_lasts_as_long_as_asked_however_large_the_cluster(tmp_path: Path) -> None:
+    lasting = []
+    for workers in (1, 4):
+        options = {"prefill": workers, "decode": workers, "max_batch_tokens": 512, "max_num_seqs": 64, "traces": None}
+        arguments = argparse.Namespace(**options, requests=50, seconds=120.0, load=0.7)
+        requests = list(open_trace(limited(arguments, PACED, "conversation", tmp_path)))
+        lasting.append((len(requests), requests[-1].arrival_s - requests[0].arrival_s))
+    (few, short), (many, long) = lasting
+    assert many > 3 * few > 150
+    assert abs(short - 120) < 20
+    assert abs(long - 120) < 20
