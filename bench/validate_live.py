@@ -7,7 +7,7 @@ The exit status is 1 where one is off by more than 5% (a model: 10%, its p99 15%
 
     python -m splitserve.bench.validate_live --clusters 2P2D 4P4D 6P2D 12P12D --seconds 90 \\
         --traces AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv --json out.json
-    python -m splitserve.bench.validate_live --runner model --model M --profile P.json --clusters 1P1D --json out.json
+    python -m splitserve.bench.validate_live --runner model --model M --dtype float32 --profile P.json --clusters 1P1D --json out.json
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runner", choices=["paced", "model"], default="paced")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--dtype", default="auto", help="of the model's weights and KV cache: the one that was profiled")
     parser.add_argument("--profile", type=Path, help="of the model; default with paced workers: one made up here")
     parser.add_argument("--clusters", nargs="+", default=["2P2D"], help="prefill and decode workers of each, such as 6P2D")
     parser.add_argument("--max-num-seqs", type=int, default=64)
@@ -179,6 +180,7 @@ def command_line(arguments: argparse.Namespace, profile: Profile, folder: Path) 
         "--model": arguments.model,
         "--prefill": arguments.prefill,
         "--decode": arguments.decode,
+        "--dtype": arguments.dtype,
         "--max-model-len": profile.memory.max_model_len,
         "--decode-max-num-seqs": arguments.max_num_seqs,
         "--prefill-max-batch-tokens": arguments.max_batch_tokens,
