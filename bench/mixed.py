@@ -36,10 +36,12 @@ from ..coordinator.tenants.usage_record import UsageRecord
 from ..deploy.settings import DEMO_MODEL_NAME
 from ..deploy.up import free_port
 from .environment import environment
-from .mixed_clients import MixedClients, Seen
+from .mixed_clients import MixedClients, RequestFailed, Seen
 
 CONCURRENCY = 32
 SETTLE_S = 30.0
+MAX_TOLD = 20
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "SPLITSERVE_COORDINATOR_DEAD_AFTER_S": "60"}  # a busy machine is no dead worker
 MAX_GROWTH = 1.1  # from a quarter of the requests to the end, of all processes' private memory together
 METRICS = {
     "prompt_tokens": "splitserve_prompt_tokens_total",
@@ -102,23 +104,27 @@ async def mix(place: Place, num_requests: int, seed: int, sample: Any = lambda n
         num_batched = num_requests // 10
         batches = [asyncio.create_task(clients.batch(n, 600)) for n in _split(num_batched, 200)]
         seen: list[Seen] = []
+        failed: list[str] = []
         left = num_requests - num_batched
 
         async def work() -> None:
             nonlocal left
             while left > 0:
                 left -= 1
-                seen.append(await clients.one())
-                sample(len(seen))
+                try:
+                    seen.append(await clients.one())
+                except RequestFailed as failure:
+                    failed.append(str(failure))
+                sample(len(seen) + len(failed))
 
         await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
         for batch in batches:
             seen += await batch
     state = await _at_rest(place)
     after = Sums.now(place)
-    failures = [*_blocks(state), *compare(seen, before, after)]
+    failures = [*failed[:MAX_TOLD], *_blocks(state), *compare(seen, before, after)]
     return {
-        "requests": len(seen),
+        "requests": len(seen) + len(failed),
         "kinds": dict(sorted(Counter(s.kind for s in seen).items())),
         "statuses": {str(status): n for status, n in sorted(Counter(s.status for s in seen).items())},
         "compared_one_by_one": sum(s.usage is not None for s in seen),
@@ -223,7 +229,7 @@ def cluster(folder: Path) -> Iterator[tuple[Place, list[psutil.Process], Path]]:
     command += ["--tenants-file", str(folder / "tenants"), "--batch-file", str(folder / "batches")]
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT})
     try:
         deadline = time.monotonic() + 300
         while not _ready(url):

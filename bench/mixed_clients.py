@@ -28,6 +28,10 @@ SHARED = "The quick brown fox explains what os.path.join does, and why list comp
 POLL_S = 0.2
 
 
+class RequestFailed(Exception):
+    """A request that should have been answered was not."""
+
+
 class Seen(NamedTuple):
     """``id``: the response's, "" where none was seen. ``usage``: (prompt, cached, completion) tokens; None: the client left before."""
 
@@ -62,8 +66,12 @@ class MixedClients:
         self._kinds, self._weights = list(kinds), list(kinds.values())
 
     async def one(self) -> Seen:
-        """The next request, to its end."""
-        return await self._random.choices(self._kinds, self._weights)[0]()
+        """The next request, to its end. Raises RequestFailed."""
+        kind = self._random.choices(self._kinds, self._weights)[0]
+        try:
+            return await kind()
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise RequestFailed(f"{kind.__name__.strip('_')}: {error!r}") from error
 
     async def batch(self, num_requests: int, timeout_s: float) -> list[Seen]:
         """So many requests in one batch, and what its files say of them."""
@@ -171,7 +179,7 @@ class MixedClients:
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
-                    raise RuntimeError(f"a stream ended with {event['error']}")
+                    raise RequestFailed(f"a stream ended with {event['error']}")
                 usage = _used(event["usage"]) if event.get("usage") else usage
                 num_tokens += any(choice.get("text") or choice.get("delta", {}).get("content") for choice in event["choices"])
                 if num_tokens >= leave_after:
@@ -183,7 +191,7 @@ class MixedClients:
         async with self._session.request(method, path, headers=self._headers(tenant), **more) as response:
             answer: dict[str, Any] = await response.json()
             if response.status != 200:
-                raise RuntimeError(f"{method} {path}: {answer}")
+                raise RequestFailed(f"{method} {path}: {answer}")
             return answer
 
     def _headers(self, tenant: str) -> dict[str, str]:
