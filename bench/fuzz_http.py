@@ -1,6 +1,6 @@
 """Hostile HTTP requests against a real coordinator with keys, limits, metering and batches on, and workers that answer at once.
 
-    python -m splitserve.bench.fuzz_http [--requests 1000000] [--json bench/results/fuzz_http.json]
+    python -m splitserve.bench.fuzz_http [--requests 1000000] [--minutes 60] [--json bench/results/fuzz_http.json]
 
 Valid, changed, cut short, wrongly framed, huge, deep, slow, stalled, pipelined, half closed (see ``hostile_requests``). No answer is a 500,
 none fails to come, no connection stays open, nothing is left running, the log has no error, and memory is bounded: all else is a
@@ -45,6 +45,7 @@ MAX_GROWTH_MB = 64.0  # from the first quarter to the end
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="send no more after so long, and record what there is")
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--seed", type=int, help="default: the number of requests in the record")
     parser.add_argument("--json", type=Path, help="add this run to the record here")
@@ -53,7 +54,12 @@ def main() -> int:
     record: dict[str, Any] = {"requests": 0, "failures": 0, "runs": []}
     if options.json and options.json.exists():
         record = json.loads(options.json.read_text())
-    run = fuzz(options.requests, record["requests"] if options.seed is None else options.seed, options.connections)
+    run = fuzz(
+        options.requests,
+        record["requests"] if options.seed is None else options.seed,
+        options.connections,
+        longest_s=60 * options.minutes,
+    )
     print(json.dumps(run, indent=1))
     if options.json:
         record["requests"] += run["requests"]
@@ -63,13 +69,13 @@ def main() -> int:
     return 1 if run["failures"] else 0
 
 
-def fuzz(num_requests: int, seed: int, num_connections: int = 64, stalls: bool = True) -> dict[str, Any]:
+def fuzz(num_requests: int, seed: int, num_connections: int = 64, stalls: bool = True, longest_s: float = float("inf")) -> dict[str, Any]:
     """One run, JSON-ready; ``failures``: sentences, none if all is well. ``stalls``: also clients that stop in mid-request."""
     with tempfile.TemporaryDirectory() as name, attacked(Path(name)) as (server, key, log):
         with workers_of(server, Path(name)) as workers:
             client = HostileClient(server.port, HostileRequests(Random(seed), key, stalls), num_requests, num_connections)
             num_files, cpu_s, begin = server.process.num_fds(), server.cpu_s(), time.monotonic()
-            memory = attack(server, client, workers, num_requests)
+            memory = attack(server, client, workers, num_requests, begin + longest_s)
             seconds, cpu_s = time.monotonic() - begin, server.cpu_s() - cpu_s
             client.close()
             failures = [*client.tally.failures, *_left_behind(server, workers, num_files), *_growth(memory)]
@@ -85,8 +91,9 @@ def fuzz(num_requests: int, seed: int, num_connections: int = 64, stalls: bool =
         }
 
 
-def attack(server: Server, client: HostileClient, workers: FakeWorkers, num_requests: int) -> dict[str, float]:
-    """Until all is sent and answered. Resident MB: at the begin, after a quarter of the requests, the most, at the end."""
+def attack(server: Server, client: HostileClient, workers: FakeWorkers, num_requests: int, deadline: float) -> dict[str, float]:
+    """Until all is sent and answered; nothing more is sent after ``deadline``. Resident MB: at the begin, after a quarter of the requests,
+    the most, at the end."""
     memory = {"begin": server.rss_mb(), "most": 0.0}
     stepped = sampled = 0.0
     while not client.done:
@@ -99,6 +106,8 @@ def attack(server: Server, client: HostileClient, workers: FakeWorkers, num_requ
                 workers.step()
         if now >= sampled + SAMPLE_EVERY_S:
             sampled = now
+            if now > deadline:
+                client.send_no_more()
             memory["most"] = max(memory["most"], server.rss_mb())
             if "quarter" not in memory and client.tally.requests >= num_requests // 4:
                 memory["quarter"] = server.rss_mb()

@@ -101,6 +101,10 @@ class HostileClient:
     def done(self) -> bool:
         return not self._connections
 
+    def send_no_more(self) -> None:
+        """What is under way is still answered."""
+        self._num_requests = min(self._num_requests, self.tally.requests)
+
     def turn(self, timeout_s: float) -> None:
         """Sends and receives what can be."""
         for fd, _ in self._epoll.poll(timeout_s):
