@@ -106,7 +106,8 @@ class RandomEngine:
             free = torch.cuda.mem_get_info(device)[0] * CACHE_FRACTION if gpu else 16 * layout.block_bytes
             self._cache = KVCache(layout, int(free) // layout.block_bytes, device)
             self._cache.pool.normal_()
-            self._graphs = DecodeGraphs(self._logits, graphs[0], -(-max_len // BLOCK_SIZE) + 1, device, graphs[1])
+            vocab_size, max_blocks = self.config.vocab_size, -(-max_len // BLOCK_SIZE) + 1
+            self._graphs = DecodeGraphs(self._decode, vocab_size, graphs[0], max_blocks, device, graphs[1])
 
     @property
     def num_layer_weights(self) -> int:
@@ -169,8 +170,8 @@ class RandomEngine:
         batch.token_ids[:] %= self.config.vocab_size
         return batch
 
-    def _logits(self, token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
-        return self._model.logits(self._model.forward(token_ids, metadata, self._cache.pool, None))
+    def _decode(self, token_ids: Tensor, metadata: AttentionMetadata, logits: Tensor) -> None:
+        self._model.logits(self._model.forward(token_ids, metadata, self._cache.pool, None), logits)
 
     def _wall_us(self, batch: int, context: int) -> float:
         def step() -> None:

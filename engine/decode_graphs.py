@@ -2,7 +2,8 @@
 
 A graph reads its inputs from buffers that never move (``StepBuffers``); a step copies its own into their first rows. Rows up to the
 bucket's size are padding: length 0 and slot -1, for which the kernels read no cache, write none and give zeros. Context lengths
-live in the buffers only, so a graph serves all of them. The largest bucket is captured first: the others fit into its memory.
+live in the buffers only, so a graph serves all of them. All write their logits to one place. The largest bucket is captured first:
+the others fit into its memory.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ PADDING_SLOT = -1
 _log = logging.getLogger(__name__)
 
 Replay = Callable[[], Tensor]
+Compute = Callable[[Tensor, AttentionMetadata, Tensor], None]
+"""(token_ids, metadata, logits float32 [num_rows, vocab_size]): writes the logits."""
 
 
 class Recorder(Protocol):
@@ -97,23 +100,27 @@ class StepBuffers:
 
 
 class DecodeGraphs:
-    """``compute(token_ids, metadata)`` -> logits float32 [num_rows, vocab_size], recorded for each bucket up to ``max_num_seqs``."""
+    """``compute`` recorded for each bucket up to ``max_num_seqs``."""
 
     def __init__(
-        self,
-        compute: Callable[[Tensor, AttentionMetadata], Tensor],
-        max_num_seqs: int,
-        max_blocks: int,
-        device: torch.device,
-        record: Recorder,
+        self, compute: Compute, vocab_size: int, max_num_seqs: int, max_blocks: int, device: torch.device, record: Recorder
     ) -> None:
         self._buckets = buckets_up_to(max_num_seqs)
         self._buffers = StepBuffers(self._buckets[-1], max_blocks, device)
         self._replays: dict[int, Replay] = {}
         start = time.monotonic()
-        for done, size in enumerate(reversed(self._buckets), start=1):
-            self._replays[size] = self._record(compute, size, record)
-            _log.info("decode graph %d of %d: %d sequences, %.1f s", done, len(self._buckets), size, time.monotonic() - start)
+        try:
+            self._logits = torch.empty((self._buckets[-1], vocab_size), dtype=torch.float32, device=device)
+            for done, size in enumerate(reversed(self._buckets), start=1):
+                self._replays[size] = self._record(compute, size, record)
+                _log.info("decode graph %d of %d: %d sequences, %.1f s", done, len(self._buckets), size, time.monotonic() - start)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"no memory for the graphs of decode steps of up to {self._buckets[-1]} sequences ({error}); "
+                "lower --decode-max-num-seqs or --kv-cache-gib"
+            ) from error
 
     def serves(self, batch: Batch) -> bool:
         """It only decodes, and no more sequences than there is a graph for."""
@@ -127,16 +134,14 @@ class DecodeGraphs:
         self._buffers.fill(batch, size, sampled_last)
         return self._replays[size]()[:n], self._buffers.inputs(n)[0]
 
-    def _record(self, compute: Callable[[Tensor, AttentionMetadata], Tensor], size: int, record: Recorder) -> Replay:
-        token_ids, metadata = self._buffers.inputs(size)
-        try:
-            return record(lambda: compute(token_ids, metadata))
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"no memory for the graph of a decode step of {size} sequences; lower --decode-max-num-seqs or --kv-cache-gib"
-            ) from error
+    def _record(self, compute: Compute, size: int, record: Recorder) -> Replay:
+        (token_ids, metadata), logits = self._buffers.inputs(size), self._logits[:size]
+
+        def run() -> Tensor:
+            compute(token_ids, metadata, logits)
+            return logits
+
+        return record(run)
 
 
 def feed(token_ids: Tensor, fed_from: Tensor, sampled_last: Tensor) -> Tensor:

@@ -114,7 +114,8 @@ class ModelRunner:
         """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on. Raises OutOfMemoryError."""
         max_blocks = -(-self.max_model_len // self.kv_cache.layout.block_size) + 1
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(self._decode_logits, self._max_decode_seqs, max_blocks, self.device, record)
+            vocab_size = self.config.vocab_size
+            self._graphs = DecodeGraphs(self._decode, vocab_size, self._max_decode_seqs, max_blocks, self.device, record)
 
     def execute(self, batch: Batch, on_layer: OnLayer | None = None) -> StepOutput:
         """One step: writes the batch's keys and values to the cache and samples where ``batch.sampling`` asks.
@@ -181,8 +182,8 @@ class ModelRunner:
             self.capture(CudaRecorder())
             self.phases.done("decode graphs")
 
-    def _decode_logits(self, token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
-        return self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None))
+    def _decode(self, token_ids: Tensor, metadata: AttentionMetadata, logits: Tensor) -> None:
+        self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None), logits)
 
     def _token_ids(self, batch: Batch) -> Tensor:
         """int32 [num_tokens]: the batch's own, and those that the step before has sampled for it."""

@@ -141,9 +141,10 @@ class DecoderModel:
             on_layer(last + 1)
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final hidden states [n, E] -> float32 [n, V]."""
-        return self._head(hidden).float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Final hidden states [n, E] -> float32 [n, V], in ``out`` if given."""
+        logits = self._head(hidden)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _rope_inputs(self, metadata: AttentionMetadata) -> RopeInputs:
         c = self._config
