@@ -126,6 +126,11 @@ class DecodeCore:
             self._actions.append(ToCoordinator(self.load()))
 
     @property
+    def drains(self) -> bool:
+        """It takes nothing new, and is to leave."""
+        return self._leave_by is not None
+
+    @property
     def may_leave(self) -> bool:
         """It drains, and nothing is left here."""
         return self._leave_by is not None and not self._held()
@@ -276,7 +281,7 @@ class DecodeCore:
             steps=self.num_steps,
             busy=s.num_running > 0,
             accepting=b.num_available > b.num_blocks // 16 and s.num_running + r.num_granted < s.row_limit,
-            draining=self._leave_by is not None,
+            draining=self.drains,
             dispatches=u32(own),
             num_others=len(held) - len(own),
             num_cache_reports=self._cache_reporter.num_reports,
@@ -293,7 +298,7 @@ class DecodeCore:
     def block_events(self, everything: bool = False) -> BlockEvents | None:
         """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody wants to know; what takes its
         place over the same blocks does tell."""
-        return None if self._leave_by is not None else self._cache_reporter.report(self.worker, everything)
+        return None if self.drains else self._cache_reporter.report(self.worker, everything)
 
     def room(self) -> tuple[int, int]:
         """For the receiver: (rows free, blocks to leave for the sequences that run)."""

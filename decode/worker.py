@@ -120,6 +120,11 @@ class DecodeWorker:
         self.stopped = True
         self._wakeup.set()
 
+    @property
+    def drains(self) -> bool:
+        """It leaves as soon as nothing is left here."""
+        return self._leaving or self._core.drains
+
     def leave(self) -> None:
         """From a signal handler: drain, then leave the loop; said again, leave at once."""
         self.stopped, self._leaving = self._leaving, True
@@ -229,8 +234,7 @@ class DecodeWorker:
         """The other role begins in this process, and this one ends."""
         if self._host is None:
             _log.error("told to become a %s worker, but this process cannot change its role: start it as `splitserve worker`", message.role)
-        elif message.role != "decode":
-            self._host.flip(message.role)
+        elif message.role != "decode" and self._host.flip(message.role):
             self._core.drain(now, message.timeout_s)
 
     def _leave_if_drained(self, now: float) -> None:

@@ -41,22 +41,27 @@ class FlexibleWorker:
         self._model = replace(model, runner=turns, launch=turns.launch if model.launch is not None else None)
         self._host = RoleHost(settings.worker_id, BlockManager(len(model.pool)), self.begin)
         self._workers: dict[str, PrefillWorker | DecodeWorker] = {}
+        self._leaving = False
         self.begin(settings.start_as)
 
-    def begin(self, role: str) -> None:
-        """Is of this role from now on. One that is so already, or has not quite ended being so, is not begun again: who wants it says so
-        again."""
+    def begin(self, role: str) -> bool:
+        """Is of this role from now on. False: it has not quite ended being so, and cannot begin again yet, or the process
+        is to end; who wants it says so again."""
+        if self._leaving:
+            return False
         if role in self._workers:
-            return
+            return not self._workers[role].drains
         began, settings = time.monotonic(), self._settings.in_role(role)
         if role == "prefill":
             self._workers[role] = PrefillWorker(settings, self._model, self._key, self._host)
         else:
             self._workers[role] = DecodeWorker(settings, self._model, self._key, self._shared, self._host)
         _log.info("begins as a %s worker, after %.1f ms", role, 1e3 * (time.monotonic() - began))
+        return True
 
     def leave(self) -> None:
         """From a signal handler: drain, then end; said again, end at once."""
+        self._leaving = True
         for worker in list(self._workers.values()):
             worker.leave()
 

@@ -129,6 +129,11 @@ class PrefillCore:
             self._give_back(list(self.scheduler.waiting))
 
     @property
+    def drains(self) -> bool:
+        """It takes nothing new, and is to leave."""
+        return self._leave_by is not None
+
+    @property
     def may_leave(self) -> bool:
         """It drains, and nothing is left here."""
         return self._leave_by is not None and (self._given_back or not self.scheduler.held)
@@ -257,7 +262,7 @@ class PrefillCore:
             steps=self.num_steps,
             busy=bool(s.waiting or s.running),
             accepting=b.num_available > b.num_blocks // 16,
-            draining=self._leave_by is not None,
+            draining=self.drains,
             dispatches=u32(own),
             num_others=len(held) - len(own),
             num_others_tokens=s.num_waiting_tokens_but_of(coordinator) if len(held) > len(own) and coordinator is not None else 0,
@@ -276,7 +281,7 @@ class PrefillCore:
     def block_events(self, everything: bool = False) -> BlockEvents | None:
         """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody wants to know; what takes its
         place over the same blocks does tell."""
-        return None if self._leave_by is not None else self._cache_reporter.report(self.worker, everything)
+        return None if self.drains else self._cache_reporter.report(self.worker, everything)
 
     def _add(self, message: Prefill, now: float) -> None:
         spec = message.spec
@@ -285,7 +290,7 @@ class PrefillCore:
         if key in self._past:
             return  # an echo: its handoff's messages could echo too, and be taken for the new one's; or cancelled before it came
         self._remember(key)
-        if self._leave_by is not None:
+        if self.drains:
             self._say_failed(key, "preempted", f"prefill worker {self.worker[0]} leaves")
         elif needed > self.blocks.num_blocks:
             reason = f"the prompt needs {needed} KV blocks; prefill worker {self.worker[0]} has {self.blocks.num_blocks} in all"

@@ -183,11 +183,13 @@ class Simulation:
             self.workers[shell.name] = shell
             shell.start()
 
-    def flip(self, shell: WorkerShell, role: Role) -> None:
-        """The process of this worker is also one of the other role from now on."""
+    def flip(self, shell: WorkerShell, role: Role) -> bool:
+        """The process of this worker is also one of the other role from now on. False: its worker of that role is still leaving."""
         machine = next(m for m in self.machines if shell in m.shells)
-        if all(other.role != role for other in machine.shells):
+        present = next((other for other in machine.shells if other.role == role), None)
+        if present is None:
             self._begin(machine, shell.process, role, shell.core.blocks)
+        return present is None or not present.core.drains
 
     def _begin(self, machine: _Machine, process: str, role: Role, blocks: BlockManager | None) -> None:
         kind = PrefillShell if role == "prefill" else DecodeShell

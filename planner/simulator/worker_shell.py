@@ -116,8 +116,8 @@ class WorkerShell:
             self.simulation.restart(self, 0.0)
             return
         elif isinstance(message, Flip):
-            self.simulation.flip(self, message.role)
-            self.core.drain(self.queue.now, message.timeout_s)
+            if self.simulation.flip(self, message.role):
+                self.core.drain(self.queue.now, message.timeout_s)
         else:
             self.from_coordinator(message)
         self.turn()

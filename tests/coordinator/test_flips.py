@@ -89,5 +89,15 @@ def test_a_process_that_dies_in_mid_change_may_come_back() -> None:
     assert isinstance(order(bench, "w1", "prefill"), FlipRecord)
 
 
+def test_one_whose_old_role_has_not_ended_stays_as_it_is() -> None:
+    """Another coordinator ordered that change, or this one before it was started again."""
+    bench = flexible()
+    bench.load("w1:decode", [], draining=True)
+    bench.hello("w1:prefill", "prefill", process="w1")
+    assert order(bench, "w1", "decode") == "w1 is changing its role already"
+    bench.say("w1:decode", Goodbye(worker_id="w1:decode", incarnation=1))
+    assert isinstance(order(bench, "w1", "decode"), FlipRecord)
+
+
 def _first(dispatch: int) -> FirstToken:
     return FirstToken(coordinator=7, dispatch=dispatch, index=0, token=5)

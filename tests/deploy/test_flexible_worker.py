@@ -1,0 +1,45 @@
+"""A process that changes its role: when a worker of the other role may begin beside the one that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from splitserve.bench.steer_workload import worker as profile
+from splitserve.deploy.flexible_settings import FlexibleSettings
+from splitserve.deploy.flexible_worker import FlexibleWorker
+from splitserve.deploy.settings import DEMO_MODEL
+from splitserve.engine.paced_runner import paced_model
+
+
+@pytest.fixture
+def flexible(tmp_path: Path) -> Iterator[FlexibleWorker]:
+    """A decode worker whose coordinator is not there."""
+    profile().write(tmp_path / "profile.json")
+    settings = FlexibleSettings(
+        model=DEMO_MODEL, name="w", insecure=True, mover="zmq", coordinator="tcp://127.0.0.1:9", runner=f"paced:{tmp_path / 'profile.json'}"
+    )
+    process = FlexibleWorker(settings, paced_model(settings), None, None)
+    yield process
+    process.leave()
+    process.leave()
+    process.run()
+
+
+def test_both_roles_for_a_moment(flexible: FlexibleWorker) -> None:
+    assert flexible.begin("prefill")
+    assert flexible.begin("prefill"), "said again, it has begun"
+
+
+def test_a_role_that_is_still_ending_does_not_begin_again(flexible: FlexibleWorker) -> None:
+    """Else who drains for its sake would leave no worker behind."""
+    flexible.begin("prefill")
+    flexible._workers["decode"]._core.drain(0.0)
+    assert not flexible.begin("decode")
+
+
+def test_a_process_that_is_to_end_begins_nothing(flexible: FlexibleWorker) -> None:
+    flexible.leave()
+    assert not flexible.begin("prefill")

@@ -1,0 +1,73 @@
+"""Roles change at random, and machines die at random, under load: every request still ends whole, and every block comes back."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+
+from splitserve.coordinator.lifecycle import Lifecycle
+from splitserve.coordinator.steering.controller import Decision
+from splitserve.coordinator.steering.options import SteeringOptions
+from splitserve.coordinator.steering.steering import Steering, fleet_of
+from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
+from splitserve.planner.simulator.cluster import Cluster, Pool, PoolRole
+from splitserve.planner.simulator.records import RequestRecord
+from splitserve.planner.simulator.simulation import Simulation
+from splitserve.planner.trace.request import Trace, TraceRequest
+from splitserve.transport.messages import Role
+
+WORKER = Profile(
+    name="small",
+    memory=Memory(block_size=16, num_blocks=96, block_bytes=1 << 14, num_layers=4, max_model_len=1024),
+    prefill=StepModel(pieces=(Piece(curve=((0, 0.02), (1000, 0.2))),)),
+    decode=StepModel(pieces=(Piece(curve=((0, 0.02), (100, 0.04))),)),
+    handoff=HandoffModel(put_s=1e-3, bytes_per_s=1e8, message_s=5e-4),
+    start_s=0.3,
+    flip_s=0.05,
+)
+OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
+
+
+class AtRandom(Steering):
+    """Has some worker change its role twice a second, and does not wait for what is under way."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(SteeringOptions(1.0, 0.1, mode="act", every_s=0.5), None)
+        self._draw = random.Random(seed)
+
+    def look(self, lifecycle: Lifecycle, now: float) -> list[Decision]:
+        able = [(name, role) for role, names in fleet_of(lifecycle).flexible.items() for name in names]
+        if not able:
+            return []
+        name, role = self._draw.choice(able)
+        return [Decision(now, "flip", name, OTHER[role], "at random")]
+
+
+def run(seed: int, mean_seconds_between_failures: float | None) -> tuple[Simulation, list[RequestRecord]]:
+    draw, records = random.Random(seed), list[RequestRecord]()
+    requests = [TraceRequest(0.05 * i, draw.randrange(8, 400), draw.randrange(2, 120)) for i in range(200)]
+    begins: tuple[PoolRole, ...] = ("prefill", "decode")
+    cluster = Cluster(
+        pools=tuple(Pool(role=role, count=2, profile=WORKER, flexible=True) for role in begins),
+        mean_seconds_between_failures=mean_seconds_between_failures,
+    )
+    simulation = Simulation(cluster, seed, on_record=records.append, steering=AtRandom(seed))
+    simulation.run(Trace("test", lambda: iter(requests), None))
+    return simulation, records
+
+
+@pytest.mark.parametrize("mean_seconds_between_failures", [None, 15.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_request_ends_whole_and_every_block_comes_back(seed: int, mean_seconds_between_failures: float | None) -> None:
+    simulation, records = run(seed, mean_seconds_between_failures)
+    assert [r for r in records if r.outcome != "finished" or r.num_received != r.num_asked_tokens] == []
+    assert len(records) == 200
+    assert simulation.coordinator.core.counters()["flips"] > 10
+    assert bool(simulation.num_killed) == (mean_seconds_between_failures is not None)
+    held: dict[int, set[int]] = defaultdict(set)
+    for shell in simulation.workers.values():
+        held[id(shell.core.blocks)] |= {block for table in shell.core.block_tables() for block in table}
+    for shell in simulation.workers.values():
+        assert shell.core.blocks.num_used == len(held[id(shell.core.blocks)])
