@@ -2,9 +2,9 @@
 
     python -m splitserve.bench.steer [--phases 4] [--phase-s 180] [--seed 1] [--json bench/results/steer.json]
 
-The oracle knows afterwards which static ratio was best in each phase, each phase tried alone with every ratio. Goodput is the number of
-requests a second that met both objectives. Beside it: constant load (no flip may follow another back), and a controller whose profile is
-three times wrong about prompts.
+The oracle knows afterwards which static ratio was best in each phase: it serves the very same requests, each phase's alone on idle workers,
+with every ratio. Goodput is the number of requests a second that met both objectives. Beside it: constant load (no flip may follow another
+back), and a controller whose profile is three times wrong about prompts.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..planner.simulator.cluster import Cluster, Pool, PoolRole
 from ..planner.simulator.records import RequestRecord
 from ..planner.simulator.simulation import Simulation
 from ..planner.simulator.tallies import Slo
+from ..planner.trace.operators import cut
 from .environment import environment
 from .steer_workload import CHAT, CODE, NUM_WORKERS, TPOT_S, TTFT_S, Phase, load, worker
 
@@ -57,9 +58,13 @@ def run(
     num_workers: int = NUM_WORKERS,
     steered: bool = False,
     believed: Profile | None = None,
+    only: int | None = None,
 ) -> Outcome:
-    """One cluster under the load. ``believed``: the profile that the controller goes by, where not the true one."""
-    true = worker()
+    """One cluster under the load. ``believed``: the profile that the controller goes by, where not the true one; ``only``: the phase whose
+    requests alone come."""
+    true, trace = worker(), load(phases, phase_s, seed, num_workers)
+    if only is not None:
+        phases, trace = [phases[only]], cut(trace, only * phase_s, (only + 1) * phase_s)
     outcome = Outcome(prefill, [0] * len(phases), [0] * len(phases))
 
     def count(record: RequestRecord) -> None:
@@ -71,7 +76,7 @@ def run(
     pools = [Pool(role=role, count=n, profile=true, max_batch_tokens=2048, max_num_seqs=128, flexible=True) for role, n in counts]
     steering = Steering(OPTIONS, believed or true) if steered else None
     simulation = Simulation(Cluster(pools=tuple(pools), max_queue=1 << 30), seed, SLO, count, steering=steering)
-    simulation.run(load(phases, phase_s, seed, num_workers))
+    simulation.run(trace)
     if steering is not None:
         outcome.flips = [d for d in steering.controller.decisions if d.kind == "flip"]
         outcome.state = steering.controller.state
@@ -84,14 +89,14 @@ def study(num_phases: int, phase_s: float, seed: int, ratios: Sequence[int], pro
     middle = NUM_WORKERS // 2
     wrong = worker("three times too slow", 3.0)
     with ProcessPoolExecutor(processes) as pool:
-        alone = {phase.name: [pool.submit(run, [phase], phase_s, p, seed) for p in ratios] for phase in (CODE, CHAT)}
+        alone = [[pool.submit(run, phases, phase_s, p, seed, only=i) for p in ratios] for i in range(num_phases)]
         static = [pool.submit(run, phases, phase_s, p, seed) for p in ratios]
         steered = pool.submit(run, phases, phase_s, middle, seed, NUM_WORKERS, True)
         constant = [pool.submit(run, [phase] * 2, phase_s, middle, seed, NUM_WORKERS, True) for phase in (CODE, CHAT)]
         misled = pool.submit(run, phases, phase_s, middle, seed, NUM_WORKERS, True, wrong)
-        best = {name: max((f.result() for f in futures), key=lambda o: o.num_good) for name, futures in alone.items()}
+        best = [max((f.result() for f in futures), key=lambda o: o.num_good) for futures in alone]
         statics = [future.result() for future in static]
-        oracle = sum(best[phase.name].num_good for phase in phases)
+        oracle = sum(outcome.num_good for outcome in best)
         single = max(statics, key=lambda outcome: outcome.num_good)
         found, span = steered.result(), num_phases * phase_s
         return {
@@ -99,7 +104,8 @@ def study(num_phases: int, phase_s: float, seed: int, ratios: Sequence[int], pro
             "phase_s": phase_s,
             "seed": seed,
             "num_requests": sum(found.total),
-            "best_ratio": {name: _ratio(outcome.prefill) for name, outcome in best.items()},
+            "best_ratio_by_phase": [_ratio(outcome.prefill) for outcome in best],
+            "oracle_good_by_phase": [outcome.num_good for outcome in best],
             "goodput": {
                 "oracle": oracle / span,
                 "steered": found.num_good / span,
@@ -145,7 +151,7 @@ def show(found: dict[str, object]) -> None:
         table.add_row(name.replace("_", " "), f"{value:.2f}")
     console = Console()
     console.print(table)
-    for name in ("best_ratio", "best_single_static", "of_oracle", "over_best_static", "flips_under_constant_load", "flips_misled"):
+    for name in ("best_ratio_by_phase", "best_single_static", "of_oracle", "over_best_static", "flips_under_constant_load", "flips_misled"):
         console.print(f"{name.replace('_', ' ')}: {found[name]}")
 
 

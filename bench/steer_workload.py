@@ -29,8 +29,8 @@ class Phase:
     cv: float = 0.6
 
 
-CODE = Phase("code-like", 1.0, 2600, 30)
-CHAT = Phase("conversation-like", 1.15, 500, 450)
+CODE = Phase("code-like", 0.8, 2600, 30)
+CHAT = Phase("conversation-like", 1.0, 500, 300)
 
 
 def worker(name: str = "round numbers", prefill_factor: float = 1.0) -> Profile:

@@ -101,7 +101,22 @@ class CoordinatorSettings(BaseModel):
         default=50,
         ge=1,
         le=1_000_000,
-        description="More requests than these waiting for 10 s: one more worker is wanted.",
+        description="More requests than these waiting for --steer-scale-up-after-s: one more worker is wanted.",
+    )
+    steer_scale_up_above: float = Field(
+        default=1.0,
+        gt=0,
+        le=10,
+        description="One more worker is wanted too where even the best ratio is predicted to be loaded more than this: 1 just meets the "
+        "objectives.",
+    )
+    steer_scale_down_below: float = Field(
+        default=0.6, ge=0, le=10, description="One fewer will do where the best ratio without it is predicted to be loaded less than this."
+    )
+    steer_scale_up_after_s: float = Field(default=10, ge=0, le=86_400, description="Seconds for which more must have been wanted.")
+    steer_scale_down_after_s: float = Field(default=120, ge=0, le=86_400, description="Seconds for which fewer must have been enough.")
+    steer_cooldown_s: float = Field(
+        default=60, ge=1, le=86_400, description="Seconds after a proposal of more or fewer workers before the next one."
     )
     steer_webhook: str | None = Field(
         default=None, pattern=r"^https?://\S+$", description="Every decision of the pool controller is posted here, as JSON."
@@ -236,6 +251,11 @@ class CoordinatorSettings(BaseModel):
             min_workers=self.steer_min_workers,
             max_workers=self.steer_max_workers,
             queue_depth=self.steer_queue_depth,
+            scale_up_above=self.steer_scale_up_above,
+            scale_down_below=self.steer_scale_down_below,
+            scale_up_after_s=self.steer_scale_up_after_s,
+            scale_down_after_s=self.steer_scale_down_after_s,
+            scale_cooldown_s=self.steer_cooldown_s,
         )
 
     @property
@@ -253,6 +273,8 @@ class CoordinatorSettings(BaseModel):
             raise ValueError(f"dead_after_s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more")
         if self.steer != "off" and not (self.steer_slo and self.steer_profile):
             raise ValueError("steer needs to know what is good enough and how fast workers are: give steer_slo and steer_profile")
+        if self.steer_scale_down_below >= self.steer_scale_up_above:
+            raise ValueError("steer_scale_down_below must be less than steer_scale_up_above: else one worker would come and go")
         if self.steer == "act" and self.processes > 1:
             raise ValueError("one of several coordinator processes sees a part of the load only: steer act needs processes 1")
         return self

@@ -116,8 +116,11 @@ class SystemCollector:
 
 
 def _steering(steering: Mapping[str, Any]) -> Iterator[Metric]:
-    wanted = "Workers that the pool controller would have: as many as there are, or one more or fewer."
-    yield GaugeMetricFamily("splitserve_steering_wanted_workers", wanted, value=steering["wanted_workers"])
+    text = "Workers of a role that the pool controller would have: as many as there are, or one more or fewer."
+    wanted = GaugeMetricFamily("splitserve_steering_wanted_workers", text, labels=["role"])
+    for role, count in steering["wanted_workers"].items():
+        wanted.add_metric([role], count)
+    yield wanted
     load = GaugeMetricFamily("splitserve_steering_load", "Predicted load of a role: 1 just meets the objectives.", labels=["role"])
     for role, value in (steering["load"] or {}).items():
         load.add_metric([role], value)

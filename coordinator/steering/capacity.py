@@ -1,16 +1,18 @@
 """How loaded so many prefill and decode workers would be, by the workers' latency model. Pure.
 
     prefill load = arrivals x worker seconds per prompt / (workers x highest utilisation at which prompts still make their TTFT)
-    decode load  = arrivals x worker seconds per answer / (workers x 0.9), at the largest batch that makes its TPOT
+    decode load  = batches that will run soon / (workers x 0.9), a batch being the largest that makes its TPOT
 
-1 means: the objectives are just met. What waits counts as further arrivals, spread over the time in which it is to be worked off. The
-wait for a prefill worker is Sakasegawa's approximation for several servers (https://doi.org/10.1007/BF00052925), its 90th percentile that
-of an exponential distribution.
+1 means: the objectives are just met. What waits counts as further arrivals, spread over the time in which it is to be worked off. Of what
+runs now a part still will after that time (short answers have given way to others, long ones have not); the rest is what arrivals come to.
+The wait for a prefill worker is Sakasegawa's approximation for several servers (https://doi.org/10.1007/BF00052925), its 90th
+percentile that of an exponential distribution.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...engine.latency_profile import Profile
@@ -35,6 +37,16 @@ class Pressure:
 
 
 @dataclass(frozen=True, slots=True)
+class _Demand:
+    """What a load asks of one worker, whatever the ratio; see ``Capacity``."""
+
+    prompt_s: float
+    answer_s: float
+    batch: int
+    staying: float  # share of the sequences that run now which will run still when ``work_off_s`` are over
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """``max_batch_tokens`` and ``max_num_seqs``: of the workers."""
 
@@ -45,21 +57,33 @@ class Capacity:
 
     def pressure(self, picture: LoadPicture, prefill: int, decode: int) -> Pressure:
         """With so many workers of each role."""
-        options = self.options
-        if not prefill or not decode:
-            return Pressure(math.inf, math.inf)
-        prompt_s, answer_s = self.prompt_s(picture), self.answer_s(picture)
-        late = max(0, picture.num_waiting - 2 * prefill)
-        rate = picture.rate + late / options.work_off_s
-        batch = self.batch(picture)
-        excess = max(0.0, picture.num_decoding - decode * batch) * answer_s / 2 / options.work_off_s
-        most = self._utilisation(picture, prefill, prompt_s)
-        return Pressure(rate * prompt_s / (prefill * most), (rate * answer_s + excess) / (decode * DECODE_UTILISATION))
+        return self._pressure(picture, self._demand(picture), prefill, decode)
+
+    def pressures(self, picture: LoadPicture, prefill: Iterable[int], num_workers: int) -> list[tuple[int, Pressure]]:
+        """Of so many workers, with so many each that compute prompts."""
+        demand = self._demand(picture)
+        return [(each, self._pressure(picture, demand, each, num_workers - each)) for each in prefill]
 
     def best(self, picture: LoadPicture, num_workers: int) -> tuple[int, Pressure]:
         """Of so many workers: how many should compute prompts."""
-        found = [(prefill, self.pressure(picture, prefill, num_workers - prefill)) for prefill in range(1, num_workers)]
+        found = self.pressures(picture, range(1, num_workers), num_workers)
         return min(found, key=lambda each: each[1].worst) if found else (0, Pressure(math.inf, math.inf))
+
+    def _demand(self, picture: LoadPicture) -> _Demand:
+        batch = self.batch(picture)
+        lasts_s = picture.remaining_tokens * self._step_s(batch, picture)
+        staying = math.exp(-self.options.work_off_s / lasts_s) if lasts_s else 0.0
+        return _Demand(self.prompt_s(picture), self._answer_s(picture, batch), batch, staying)
+
+    def _pressure(self, picture: LoadPicture, demand: _Demand, prefill: int, decode: int) -> Pressure:
+        options = self.options
+        if not prefill or not decode:
+            return Pressure(math.inf, math.inf)
+        late = max(0, picture.num_waiting - 2 * prefill)
+        rate = picture.rate + late / options.work_off_s
+        batches = demand.staying * picture.num_decoding / demand.batch + (1 - demand.staying) * rate * demand.answer_s
+        most = self._utilisation(picture, prefill, demand.prompt_s)
+        return Pressure(rate * demand.prompt_s / (prefill * most), batches / (decode * DECODE_UTILISATION))
 
     def prompt_s(self, picture: LoadPicture) -> float:
         """Seconds of one prefill worker for a mean prompt, in steps that are full."""
@@ -70,9 +94,8 @@ class Capacity:
         seqs = max(1.0, chunk / picture.new_tokens)
         return steps * (self.profile.prefill.seconds(chunk, reads, seqs) + self.profile.prefill_loop_s)
 
-    def answer_s(self, picture: LoadPicture) -> float:
-        """Seconds of one decode worker for a mean answer, as one of the largest batch that keeps the pace."""
-        batch = self.batch(picture)
+    def _answer_s(self, picture: LoadPicture, batch: int) -> float:
+        """Seconds of one decode worker for a mean answer, as one of a batch of so many."""
         return max(0.0, picture.output_tokens - 1) * self._step_s(batch, picture) / batch
 
     def batch(self, picture: LoadPicture) -> int:
@@ -94,9 +117,9 @@ class Capacity:
     def _utilisation(self, picture: LoadPicture, servers: int, service_s: float) -> float:
         """The highest at which nine of ten prompts make their TTFT."""
         left = self.options.ttft_s - service_s
+        power, scale = math.sqrt(2 * (servers + 1)) - 1, P90 * service_s * (1 + picture.variation) / (2 * servers)
         low, high = 0.05, 0.95
         for _ in range(20):
             middle = (low + high) / 2
-            wait = middle ** (math.sqrt(2 * (servers + 1)) - 1) / (servers * (1 - middle)) * service_s * (1 + picture.variation) / 2
-            low, high = (middle, high) if P90 * wait <= left else (low, middle)
+            low, high = (middle, high) if scale * middle**power <= left * (1 - middle) else (low, middle)
         return low

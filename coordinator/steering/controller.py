@@ -7,15 +7,16 @@ Once a second: the ratio that the latency model likes best for the load as it is
     what is won soon outweighs what the flips cost,                    (flip_cost_s, gain_over_s)
     and the last flips are over and have had time to show.             (settle_s)
 
-The model may be wrong. A change after which fewer requests are good than before, under the same load, is taken back, and the controller
-holds still for a while, longer each time.
+The model may be wrong. A change after which fewer requests than before, under the same load, meet the objective that the role which lost
+workers is there for, is taken back, and the controller holds still for a while, longer each time. (The other objective may be missed for
+long by what had queued up before the change.)
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Literal
 
 from ...engine.latency_profile import Profile
@@ -23,7 +24,7 @@ from ...transport.messages import Role
 from .capacity import Capacity, Pressure
 from .load_watch import LoadPicture
 from .options import SteeringOptions
-from .scaling import Scaling
+from .scaling import Kind, Scaling
 
 MIN_JUDGED = 20
 SAME_LOAD = 0.35  # relative difference of the mix up to which two pictures are of one load
@@ -34,7 +35,7 @@ MAX_HOLD_S = 1800.0
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """Who could do what. ``flexible``: processes that can change their role, by the one they have, those with least to do first;
-    ``changing``: how many are in mid-flip."""
+    ``changing``: how many are in mid-flip; ``spare``: the worker of a role that could go most easily, where it is not the last."""
 
     prefill: int
     decode: int
@@ -42,6 +43,7 @@ class Fleet:
     changing: int = 0
     max_batch_tokens: int = 512  # of a prefill step
     max_num_seqs: int = 64  # of a decode batch
+    spare: dict[Role, str] = field(default_factory=dict)
 
     @property
     def num_workers(self) -> int:
@@ -53,7 +55,7 @@ class Decision:
     """``at``: seconds of the monotonic clock. ``worker``: empty where it is up to whoever starts workers."""
 
     at: float
-    kind: Literal["flip", "scale_up", "scale_down"]
+    kind: Literal["flip"] | Kind
     worker: str
     role: Role  # that it is to have, or of the worker that is to come or go
     reason: str
@@ -68,6 +70,19 @@ class _Trial:
     prefill: int  # workers before
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A change that was decided, in prefill workers."""
+
+    at: float
+    before: int
+    wanted: int
+
+    def still_holds(self, present: int, wanted: int, since: float) -> bool:
+        """Whether nothing has come of it, and much the same is wanted again, so soon after."""
+        return self.at > since and present == self.before and (wanted > present) == (self.wanted > present)
+
+
 class PoolController:
     """``decide`` once a second. ``profile``: the workers' latency model; None: there is none, and no role is changed."""
 
@@ -79,6 +94,7 @@ class PoolController:
         self._wanted = 0
         self._quiet_until = -math.inf
         self._last: tuple[float, Role] | None = None  # when roles were last changed, and to what
+        self._told: _Told | None = None
         self._trial: _Trial | None = None
         self._hold_s = options.hold_s
         self.state = "nothing looked at yet"
@@ -86,19 +102,22 @@ class PoolController:
         self.pressure: Pressure | None = None
         self.picture: LoadPicture | None = None
         self.decisions: deque[Decision] = deque(maxlen=100)
-        self.wanted_workers = 0
-        """As many as there are, or one more or fewer as long as that is wanted."""
+        self.wanted: dict[Role, int] = {}
+        """As many of each role as there are, or one more or fewer as long as that is wanted."""
 
     def decide(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision]:
         """What is to be done now; already written down."""
         self.picture = picture
         if self._profile is not None:
             self._capacity = Capacity(self._profile, self._options, fleet.max_batch_tokens, fleet.max_num_seqs)
+        if not all(map(math.isfinite, astuple(picture))):
+            return self._rest("the load is not known: one of its numbers is none")
         found = self._flips(picture, fleet, now)
         if not found and not fleet.changing:
             scaled = self._scaling.decide(picture, self._capacity, fleet.prefill, fleet.decode, now)
-            found = [] if scaled is None else [Decision(now, scaled[0], "", scaled[1], scaled[2])]
-        self.wanted_workers = fleet.num_workers + self._scaling.change
+            found = [] if scaled is None else [_scale(*scaled, fleet, now)]
+            self.wanted = {"prefill": fleet.prefill, "decode": fleet.decode}
+            self.wanted[self._scaling.role] += self._scaling.change
         self.decisions += found
         return found
 
@@ -129,7 +148,7 @@ class PoolController:
         count = abs(prefill - fleet.prefill)
         suffers = picture.num_judged >= MIN_JUDGED and picture.attainment < options.attainment
         if not count:
-            return self._rest(f"{fleet.prefill}P:{fleet.decode}D is the best ratio")
+            return self._rest(self._why_it_stays(picture, fleet, present))
         if present.worst < options.act_above and not suffers:
             return self._rest(f"the load is {present.worst:.2f}: there is room")
         if best.worst > present.worst * (1 - self._hysteresis("prefill" if prefill > fleet.prefill else "decode", now)):
@@ -142,6 +161,9 @@ class PoolController:
         if now - self._better_since < options.confirm_s:
             self.state = f"{prefill}P:{fleet.num_workers - prefill}D seems better; waiting whether it stays so"
             return []
+        if self._told is not None and self._told.still_holds(fleet.prefill, prefill, now - options.repeat_s):
+            self.state = f"{prefill}P:{fleet.num_workers - prefill}D would be better; it was said, and has not been done"
+            return []
         reason = (
             f"load {present.prefill:.2f} on prefill and {present.decode:.2f} on decode with {fleet.prefill}P:{fleet.decode}D; "
             f"{prefill}P:{fleet.num_workers - prefill}D makes it {best.prefill:.2f} and {best.decode:.2f} "
@@ -149,7 +171,18 @@ class PoolController:
             f"{picture.num_waiting} waiting, {picture.attainment:.0%} good)"
         )
         self._trial = _Trial(now, picture, fleet.prefill)
+        self._told = _Told(now, fleet.prefill, prefill)
         return self._flip(fleet, prefill, reason, now)
+
+    def _why_it_stays(self, picture: LoadPicture, fleet: Fleet, present: Pressure) -> str:
+        assert self._capacity is not None
+        prefill, best = self._capacity.best(picture, fleet.num_workers)
+        if present.worst < self._options.act_above or best.worst > present.worst * (1 - self._options.hysteresis):
+            return f"{fleet.prefill}P:{fleet.decode}D is the best ratio"
+        return (
+            f"{prefill}P:{fleet.num_workers - prefill}D would make the load {best.worst:.2f} instead of {present.worst:.2f}, but no worker "
+            "there is that can change its role: start them as `splitserve worker`"
+        )
 
     def _hysteresis(self, role: Role, now: float) -> float:
         """Twice as much on the way back."""
@@ -162,7 +195,7 @@ class PoolController:
         assert self._capacity is not None
         low = max(1, fleet.prefill - len(fleet.flexible.get("prefill", ())))
         high = min(fleet.num_workers - 1, fleet.prefill + len(fleet.flexible.get("decode", ())))
-        found = [(p, self._capacity.pressure(picture, p, fleet.num_workers - p)) for p in range(low, high + 1)]
+        found = self._capacity.pressures(picture, range(low, high + 1), fleet.num_workers)
         return min(found, key=lambda each: (each[1].worst, abs(each[0] - fleet.prefill)))
 
     def _regret(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision] | None:
@@ -171,12 +204,16 @@ class PoolController:
         if trial is None or now - trial.at < self._options.regret_s:
             return None
         self._trial = None
-        worse = picture.num_judged >= MIN_JUDGED and picture.attainment < trial.before.attainment - WORSE
-        if not worse or not _same_load(picture, trial.before):
+        if fleet.prefill == trial.prefill:
+            return None  # nobody has done it
+        objective, before, after = ("TPOT", trial.before.in_pace, picture.in_pace)
+        if fleet.prefill < trial.prefill:
+            objective, before, after = ("TTFT", trial.before.in_time, picture.in_time)
+        if picture.num_judged < MIN_JUDGED or after >= before - WORSE or not _same_load(picture, trial.before):
             self._hold_s = self._options.hold_s
             return None
         reason = (
-            f"{picture.attainment:.0%} of requests are good where {trial.before.attainment:.0%} were, under the same load: "
+            f"{after:.0%} of requests make their {objective} where {before:.0%} did, under the same load: "
             f"back to {trial.prefill} prefill workers, and nothing more for {self._hold_s:.0f} s; is the profile of these workers?"
         )
         back = self._flip(fleet, trial.prefill, reason, now)
@@ -195,6 +232,10 @@ class PoolController:
     def _rest(self, why: str) -> list[Decision]:
         self._better_since, self.state = None, why
         return []
+
+
+def _scale(kind: Kind, role: Role, reason: str, fleet: Fleet, now: float) -> Decision:
+    return Decision(now, kind, fleet.spare.get(role, "") if kind == "scale_down" else "", role, reason)
 
 
 def _same_load(a: LoadPicture, b: LoadPicture) -> bool:

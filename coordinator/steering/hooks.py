@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import httpx
 
+from ...transport.messages import Role
 from .controller import Decision
 from .options import Mode
 
@@ -32,11 +33,11 @@ class Hooks:
         self._command = shlex.split(command) if command else []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def decided(self, decision: Decision, wanted_workers: int) -> None:
-        """To the webhook, whatever the mode."""
+    def decided(self, decision: Decision, wanted_workers: Mapping[Role, int]) -> None:
+        """To the webhook, whatever the mode. ``wanted_workers``: by role."""
         if self._webhook:
             body = {name: value for name, value in asdict(decision).items() if name != "at"}
-            self._begin(self._post(self._webhook, {**body, "mode": self._mode, "wanted_workers": wanted_workers}))
+            self._begin(self._post(self._webhook, {**body, "mode": self._mode, "wanted_workers": dict(wanted_workers)}))
 
     def start_worker(self, role: str) -> None:
         self._run("up", role)
@@ -44,6 +45,11 @@ class Hooks:
     def worker_gone(self, worker: str) -> None:
         """It has been told to leave, and has left."""
         self._run("down", worker)
+
+    @property
+    def starts_workers(self) -> bool:
+        """Whether there is a command for it."""
+        return bool(self._command)
 
     @property
     def busy(self) -> bool:

@@ -1,27 +1,34 @@
 """What arrives, what waits and how well it is served, as the pool controller sees it. Pure; times in seconds.
 
-A request's output length is known at its end only. Of those that still run one knows that it is more than they have: the mean is therefore
-tokens generated / requests ended (what is right for lengths without memory), over all that arrived in the window, with a few of those that
-ended before thrown in.
+A request's output length is known at its end only. Requests with prompts of about one length count as one kind; of a kind
+
+    mean output = tokens generated / requests ended, both of the last ``work_off_s``
+
+which in a steady state is exact whatever the lengths' distribution, and when a kind begins to answer at greater length says so long before
+its requests end. What the newest ended ones of the kind had is thrown in. The mean over all is that over what arrives, by kind: those that
+wait count too, of which nothing is known but the prompt.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from heapq import nlargest
+from typing import NamedTuple
 
 from ..flight import Flight
 from ..request import Ended, GenerationRequest
 from .options import SteeringOptions
 
-PRIOR_REQUESTS = 4.0
+PRIOR_REQUESTS = 8.0
 MEMORY = 4096  # ended requests
+OF_A_KIND = 50  # of these, the newest
+REMAINING = 0.7  # of the mean output: what a running sequence of a steady state has still before it, by lengths as they are found
 MIN_TOKENS = 8  # of a running sequence before its pace is judged
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """One request, ended or not. ``ttft_s``: so far, where it has no token; ``tpot_s`` None: not known."""
 
     arrival: float
@@ -32,6 +39,17 @@ class Note:
     ttft_s: float
     tpot_s: float | None
     has_token: bool
+
+    @property
+    def kind(self) -> int:
+        """By the prompt's length."""
+        return self.prompt.bit_length()
+
+    def recent_tokens(self, since: float, now: float) -> float:
+        """Generated after ``since``."""
+        if not self.tpot_s:
+            return self.output
+        return min(self.output, max(0.0, (now if self.ended is None else self.ended) - since) / self.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +65,11 @@ class LoadPicture:
     variation: float = 1.0  # squared coefficient of variation of new_tokens
     num_waiting: int = 0  # in the coordinator, or not begun on a prefill worker
     num_decoding: int = 0
+    remaining_tokens: float = 0.0  # that those have still before them, each
     num_judged: int = 0
-    attainment: float = 1.0  # of the judged: ended in the window, or late already
+    attainment: float = 1.0  # of the judged: ended lately, or late already
+    in_time: float = 1.0  # share of them with a first token in time
+    in_pace: float = 1.0  # share of them that made their TPOT
 
 
 class LoadWatch:
@@ -73,30 +94,36 @@ class LoadWatch:
     def look(self, flights: Iterable[Flight], now: float) -> LoadPicture:
         """``flights``: all that have not ended."""
         running = [_note_of(flight, now) for flight in flights]
-        notes = sorted([*self._ended, *running], key=lambda note: note.arrival)
-        window = self._window(notes, now)
+        notes = [*self._ended, *running]
+        window = self._window([note.arrival for note in notes], now)
         arrived = [note for note in notes if note.arrival > now - window]
-        waiting, decoding = sum(not n.has_token for n in running), sum(n.has_token for n in running)
         judged = self._judged(running, now)
-        good = sum(self._good(note) for note in judged)
+        means = self._means(running, now)
+        decoding = [n for n in running if n.has_token]
+        remaining = sum(max(REMAINING * means[n.kind], 1.0) for n in decoding) / max(1, len(decoding))
         picture = LoadPicture(
             num_requests=len(arrived),
             rate=len(arrived) / window,
-            num_waiting=waiting,
-            num_decoding=decoding,
+            num_waiting=len(running) - len(decoding),
+            num_decoding=len(decoding),
+            remaining_tokens=remaining,
             num_judged=len(judged),
-            attainment=good / len(judged) if judged else 1.0,
+            attainment=_share(judged, self._good),
+            in_time=_share(judged, self._in_time),
+            in_pace=_share(judged, self._in_pace),
         )
-        return self._with_means(picture, arrived)
+        return self._with_mix(picture, arrived, means)
 
-    def _window(self, notes: list[Note], now: float) -> float:
-        """Seconds back from now: few requests are no mix."""
-        options = self._options
-        if len(notes) < options.min_requests:
-            return options.longest_window_s
-        return min(max(options.window_s, now - notes[-options.min_requests].arrival + 1e-3), options.longest_window_s)
+    def _window(self, arrivals: list[float], now: float) -> float:
+        """Seconds back from now: few requests are no mix. All that came after the oldest end remembered is here; others may not be."""
+        options, longest = self._options, self._options.longest_window_s
+        if len(self._ended) == MEMORY and (oldest := self._ended[0].ended) is not None:
+            longest = min(longest, max(now - oldest, 1e-3))
+        if len(arrivals) < options.min_requests:
+            return longest
+        return min(max(options.window_s, now - nlargest(options.min_requests, arrivals)[-1] + 1e-3), longest)
 
-    def _with_means(self, picture: LoadPicture, arrived: list[Note]) -> LoadPicture:
+    def _with_mix(self, picture: LoadPicture, arrived: list[Note], means: dict[int, float]) -> LoadPicture:
         if not arrived:
             return picture
         known = [n for n in arrived if n.has_token] or arrived
@@ -104,37 +131,56 @@ class LoadWatch:
         new = [n.prompt * share for n in arrived]
         mean = sum(new) / len(new)
         variance = sum((one - mean) ** 2 for one in new) / len(new)
-        pairs = sum(one * (n.prompt - one) + one * (one + 1) / 2 for one, n in zip(new, arrived, strict=True)) / len(new)
-        output = self._output(arrived)
-        prompt = sum(n.prompt for n in arrived) / len(arrived)
-        return LoadPicture(
-            picture.num_requests,
-            picture.rate,
-            mean,
-            pairs,
-            output,
-            prompt + output / 2,
-            variance / mean**2 if mean else 1.0,
-            picture.num_waiting,
-            picture.num_decoding,
-            picture.num_judged,
-            picture.attainment,
+        output = sum(means[n.kind] for n in arrived) / len(arrived)
+        return replace(
+            picture,
+            new_tokens=mean,
+            pairs=sum(one * (n.prompt - one) + one * (one + 1) / 2 for one, n in zip(new, arrived, strict=True)) / len(new),
+            output_tokens=output,
+            context=sum(n.prompt for n in arrived) / len(arrived) + output / 2,
+            variation=variance / mean**2 if mean else 1.0,
         )
 
-    def _output(self, arrived: list[Note]) -> float:
-        before = list(self._ended)[-200:]
-        prior = sum(n.output for n in before) / len(before) if before else 0.0
-        weight = PRIOR_REQUESTS if before else 0.0
-        ended = sum(n.ended is not None for n in arrived) + weight
-        generated = sum(n.output for n in arrived) + prior * weight
-        return generated / ended if ended else generated
+    def _means(self, running: list[Note], now: float) -> dict[int, float]:
+        """Output tokens of a request, by kind; see above. A kind of which none has ended yet is thought to be as the rest."""
+        since = now - self._options.work_off_s
+        ended = [n for n in self._ended if n.has_token]
+        every = sum(n.output for n in ended[-OF_A_KIND:]) / len(ended[-OF_A_KIND:]) if ended else _so_far(running)
+        newest: dict[int, list[int]] = {note.kind: [] for note in [*running, *self._ended]}
+        for note in reversed(ended):
+            if len(outputs := newest.setdefault(note.kind, [])) < OF_A_KIND:
+                outputs.append(note.output)
+        tokens: defaultdict[int, float] = defaultdict(float)
+        ends: defaultdict[int, int] = defaultdict(int)
+        for note in [*running, *ended]:
+            if note.ended is None or note.ended > since:
+                tokens[note.kind] += note.recent_tokens(since, now)
+                ends[note.kind] += note.ended is not None
+        prior = {kind: sum(outputs) / len(outputs) if outputs else every for kind, outputs in newest.items()}
+        return {kind: (tokens[kind] + PRIOR_REQUESTS * mean) / (ends[kind] + PRIOR_REQUESTS) for kind, mean in prior.items()}
 
     def _judged(self, running: list[Note], now: float) -> list[Note]:
         recent = [n for n in self._ended if n.ended is not None and n.ended > now - self._options.work_off_s]
         return recent + [n for n in running if not self._good(n)]
 
     def _good(self, note: Note) -> bool:
-        return note.ttft_s <= self._options.ttft_s and (note.tpot_s is None or note.tpot_s <= self._options.tpot_s)
+        return self._in_time(note) and self._in_pace(note)
+
+    def _in_time(self, note: Note) -> bool:
+        return note.ttft_s <= self._options.ttft_s
+
+    def _in_pace(self, note: Note) -> bool:
+        return note.tpot_s is None or note.tpot_s <= self._options.tpot_s
+
+
+def _share(notes: list[Note], holds: Callable[[Note], bool]) -> float:
+    return sum(map(holds, notes)) / len(notes) if notes else 1.0
+
+
+def _so_far(running: list[Note]) -> float:
+    """Where none has ended: those that run are half-way."""
+    begun = [n.output for n in running if n.has_token]
+    return 2 * sum(begun) / len(begun) if begun else 0.0
 
 
 def _note_of(flight: Flight, now: float) -> Note:

@@ -26,6 +26,7 @@ class SteeringOptions:
     undo_s: float = 600.0  # for so long the way back must bring twice as much
     confirm_s: float = 2.0  # and go on being better for so long
     settle_s: float = 4.0  # after a flip, before the next one
+    repeat_s: float = 60.0  # what was not taken up is said again after so long
     flip_cost_s: float = 2.0  # of one worker's time; it must be won back within ``gain_over_s``
     gain_over_s: float = 30.0
     regret_s: float = 20.0  # a flip that has made things worse is taken back after so long

@@ -29,6 +29,7 @@ class Scaling:
         self._quiet_until = -math.inf
         self.change = 0
         """How many workers more there should be, as long as that is so."""
+        self.role: Role = "prefill"  # of these
 
     def decide(
         self, picture: LoadPicture, capacity: Capacity | None, prefill: int, decode: int, now: float
@@ -46,10 +47,12 @@ class Scaling:
             self.change = 1
         if self._idle_since is not None and now - self._idle_since >= options.scale_down_after_s and count > max(2, options.min_workers):
             self.change = -1
-        if not self.change or now < self._quiet_until:
+        if not self.change:
+            return None
+        self.role = role = self._role(picture, prefill, decode, self.change)
+        if now < self._quiet_until:
             return None
         self._quiet_until = now + options.scale_cooldown_s
-        role = self._role(picture, prefill, decode, self.change)
         if self.change > 0:
             return "scale_up", role, f"{short} for {options.scale_up_after_s:g} s"
         return "scale_down", role, f"{spare} for {options.scale_down_after_s:g} s"

@@ -18,7 +18,7 @@ from ..lifecycle import Lifecycle
 from ..request import Ended, GenerationRequest
 from .controller import Decision
 from .hooks import Hooks
-from .steering import Steering, least_busy
+from .steering import Steering
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ class SteeringShell:
 
     def __init__(self, steering: Steering, lifecycle: Lifecycle, workers: Workers, hooks: Hooks) -> None:
         self._core, self._lifecycle, self._workers, self._hooks = steering, lifecycle, workers, hooks
-        self._leaving: set[str] = set()
+        self._leaving: dict[str, str] = {}  # workers that have been told to, and what the command knows them by
+        self._broken = ""
         self.counts: Counter[str] = Counter()
         """Decisions by kind."""
 
@@ -47,26 +48,30 @@ class SteeringShell:
             while True:
                 await asyncio.sleep(self._core.options.every_s)
                 self._turn()
+        except Exception as error:  # the coordinator serves on: nothing of that depends on steering
+            self._broken = f"stopped by an error of its own, and changes nothing any more: {error!r}"
+            _log.exception("steering: stopped by an error of its own; roles stay as they are until the coordinator is started again")
         finally:
             await self._hooks.close()
 
     def as_json(self) -> dict[str, Any]:
         """For /debug/state, /metrics and the dashboard."""
-        return {**self._core.as_json(time.monotonic()), "counts": dict(self.counts)}
+        said = self._core.as_json(time.monotonic())
+        return {**said, "state": self._broken or said["state"], "counts": dict(self.counts)}
 
     def _turn(self) -> None:
         decisions = self._core.look(self._lifecycle, time.monotonic())
         for decision in decisions:
             self.counts[decision.kind] += 1
             self._say(decision)
-            self._hooks.decided(decision, self._core.controller.wanted_workers)
+            self._hooks.decided(decision, self._core.controller.wanted)
             if self._core.options.mode == "act":
                 self._act(decision)
         self._look_after_leaving()
 
     def _say(self, decision: Decision) -> None:
         verb = {"flip": f"{decision.worker} should become a {decision.role} worker", "scale_up": f"one more {decision.role} worker"}
-        what = verb.get(decision.kind, f"one {decision.role} worker fewer")
+        what = verb.get(decision.kind, f"one {decision.role} worker fewer, {decision.worker}")
         _log.info("steering (%s): %s: %s", self._core.options.mode, what, decision.reason)
 
     def _act(self, decision: Decision) -> None:
@@ -76,11 +81,18 @@ class SteeringShell:
                 _log.warning("steering: %s stays as it is: %s", decision.worker, done or "it is not here any more")
         elif decision.kind == "scale_up":
             self._hooks.start_worker(decision.role)
-        elif (name := least_busy(self._lifecycle, decision.role)) is not None and self._workers.drain(name, None) is not None:
-            self._leaving.add(name)
+        elif not self._hooks.starts_workers:
+            _log.info("steering: %s stays: without --steer-command nobody could start it again", decision.worker)
+        else:
+            self._let_go(decision.worker)
+
+    def _let_go(self, name: str) -> None:
+        """It drains first; the command is run when it has."""
+        worker = next((w for w in self._lifecycle.pools.workers.values() if w.hello.worker_id == name), None)
+        if worker is not None and self._workers.drain(name, None) is not None:
+            self._leaving[name] = worker.hello.process or name
 
     def _look_after_leaving(self) -> None:
         here = {w.hello.worker_id for w in self._lifecycle.pools.workers.values()}
-        for name in sorted(self._leaving - here):
-            self._leaving.discard(name)
-            self._hooks.worker_gone(name)
+        for name in sorted(self._leaving.keys() - here):
+            self._hooks.worker_gone(self._leaving.pop(name))

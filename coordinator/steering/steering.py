@@ -42,7 +42,7 @@ class Steering:
             "state": controller.state,
             "load": None if pressure is None else {"prefill": round(pressure.prefill, 3), "decode": round(pressure.decode, 3)},
             "mix": None if picture is None else {name: round(value, 4) for name, value in asdict(picture).items()},
-            "wanted_workers": controller.wanted_workers,
+            "wanted_workers": controller.wanted,
             "decisions": [
                 {"ago_s": round(now - d.at, 1), **{k: v for k, v in asdict(d).items() if k != "at"}} for d in reversed(controller.decisions)
             ],
@@ -53,29 +53,23 @@ def fleet_of(lifecycle: Lifecycle) -> Fleet:
     """Who takes new work, and who of those could change its role."""
     pools = lifecycle.pools
     prefills, decodes = pools.open_of_role("prefill"), pools.open_of_role("decode")
+    by_load: dict[Role, list[Worker]] = {"prefill": _by_load(prefills), "decode": _by_load(decodes)}
     changing = lifecycle.flips_under_way
-    flexible: dict[Role, list[str]] = {"prefill": _flexible(prefills, changing), "decode": _flexible(decodes, changing)}
     return Fleet(
         len(prefills),
         len(decodes),
-        flexible,
+        {role: _flexible(workers, changing) for role, workers in by_load.items()},
         sum(record.began_s is None for record in changing.values()),
         min((w.hello.max_batch_tokens for w in prefills), default=512),
         min((w.hello.max_num_seqs for w in decodes), default=64),
+        {role: workers[0].hello.worker_id for role, workers in by_load.items() if len(workers) > 1},
     )
 
 
-def least_busy(lifecycle: Lifecycle, role: Role) -> str | None:
-    """The worker of this role that could go most easily; None: it is the last one."""
-    workers = lifecycle.pools.open_of_role(role)
-    return min(workers, key=lambda w: (len(w.dispatches), w.id)).hello.worker_id if len(workers) > 1 else None
+def _by_load(workers: list[Worker]) -> list[Worker]:
+    """Those with least to do first."""
+    return sorted(workers, key=lambda w: (len(w.dispatches), w.id))
 
 
 def _flexible(workers: list[Worker], changing: Mapping[str, FlipRecord]) -> list[str]:
-    able = [w for w in workers if w.hello.process and w.hello.process not in changing]
-    return [w.hello.process for w in sorted(able, key=lambda w: (len(w.dispatches), w.id))]
-
-
-def _decision(decision: Decision, now: float) -> dict[str, Any]:
-    said = asdict(decision)
-    return {"ago_s": round(now - said.pop("at"), 1), **said}
+    return [w.hello.process for w in workers if w.hello.process and w.hello.process not in changing]

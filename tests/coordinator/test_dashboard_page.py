@@ -19,7 +19,7 @@ STEERING = {
     "state": "7P:1D is the best ratio",
     "load": {"prefill": 1.25, "decode": 0.5},
     "decisions": [{"ago_s": 4.0, "kind": "flip", "worker": "worker-3", "role": "prefill", "reason": HOSTILE}],
-    "wanted_workers": 8,
+    "wanted_workers": {"prefill": 7, "decode": 1},
     "counts": {"flip": 1},
 }
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")

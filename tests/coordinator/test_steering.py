@@ -29,7 +29,8 @@ class Cluster:
     @property
     def fleet(self) -> Fleet:
         names = {role: [f"w{i}" for i, r in enumerate(self.roles) if r == role] for role in ("prefill", "decode")}
-        return Fleet(len(names["prefill"]), len(names["decode"]), names, 0, 2048, 128)  # type: ignore[arg-type]
+        spare = {role: of_role[0] for role, of_role in names.items() if len(of_role) > 1}
+        return Fleet(len(names["prefill"]), len(names["decode"]), names, 0, 2048, 128, spare)  # type: ignore[arg-type]
 
     def run(self, seconds: int, picture: LoadPicture) -> list[Decision]:
         found = []
@@ -95,6 +96,7 @@ def test_where_there_is_room_nothing_is_changed() -> None:
         (CODE, Fleet(4, 4, {})),
         (replace(CODE, new_tokens=float("nan"), rate=float("nan")), Fleet(4, 4, {"decode": ["b"]})),
         (replace(CODE, new_tokens=float("inf")), Fleet(4, 4, {"decode": ["b"]})),
+        (replace(CODE, output_tokens=float("nan")), Fleet(4, 4, {"decode": ["b", "c"]})),
     ],
 )
 def test_missing_and_impossible_inputs_change_nothing(picture: LoadPicture, fleet: Fleet) -> None:
@@ -117,14 +119,30 @@ def test_the_last_worker_of_a_role_stays() -> None:
 
 def test_a_change_that_made_things_worse_is_taken_back_and_nothing_tried_for_a_while() -> None:
     tried = cluster()
-    before = replace(CODE, attainment=0.8)
+    before = replace(CODE, attainment=0.8, in_pace=0.9)
     tried.run(5, before)
     assert tried.fleet.prefill > 4
-    (*_, last) = tried.run(40, replace(CODE, attainment=0.4))
+    after = replace(CODE, attainment=0.4, in_pace=0.5)
+    (*_, last) = tried.run(40, after)
     assert tried.fleet.prefill == 4
     assert "back to 4 prefill workers" in last.reason
-    held = tried.run(30, replace(CODE, attainment=0.4))
+    assert "50% of requests make their TPOT where 90% did" in last.reason
+    held = tried.run(30, after)
     assert not held, "whatever the model says"
+
+
+def test_what_had_queued_up_before_a_change_is_no_reason_to_take_it_back() -> None:
+    tried = cluster()
+    tried.run(5, replace(CODE, attainment=0.8, in_time=0.8))
+    prefill = tried.fleet.prefill
+    tried.run(40, replace(CODE, attainment=0.2, in_time=0.2))
+    assert tried.fleet.prefill >= prefill > 4
+
+
+def test_sequences_that_run_for_long_keep_their_workers_busy_when_no_more_come() -> None:
+    capacity, batch = Capacity(worker(), OPTIONS, 2048, 128), Capacity(worker(), OPTIONS, 2048, 128).batch(CODE)
+    long, short = (replace(CODE, num_decoding=4 * batch, remaining_tokens=n) for n in (400.0, 20.0))
+    assert capacity.pressure(long, 5, 3).decode > 1.0 > capacity.pressure(short, 5, 3).decode
 
 
 def test_what_waits_counts_for_both_roles() -> None:
@@ -138,6 +156,8 @@ def test_scaling_up_by_queue_depth_within_bounds_and_with_a_pause() -> None:
     tried = cluster(4, 4, max_workers=9, scale_up_after_s=10.0, scale_cooldown_s=60.0)
     deep = replace(CHAT, rate=1.0, num_waiting=60)
     found = [d for d in tried.run(69, deep) if d.kind == "scale_up"]
+    assert sum(tried.controller.wanted.values()) == 9
+    assert tried.controller.wanted[found[0].role] == tried.roles.count(found[0].role) + 1
     assert [d.at - 100 for d in found] == [11.0]
     assert "60 requests waited" in found[0].reason
     tried.roles.append(found[0].role)
@@ -148,5 +168,36 @@ def test_scaling_down_when_one_fewer_would_do_but_not_below_the_least() -> None:
     tried = cluster(2, 2, max_workers=8, min_workers=3, scale_down_after_s=30.0)
     idle = replace(CODE, rate=0.2)
     (down,) = [d for d in tried.run(60, idle) if d.kind == "scale_down"]
+    assert down.worker in tried.fleet.spare.values(), "it says which"
     tried.roles.remove(down.role)
+    tried.run(1, idle)
+    assert tried.controller.wanted == {"prefill": tried.fleet.prefill, "decode": tried.fleet.decode}
     assert not tried.run(300, idle)
+
+
+class Advised(Cluster):
+    """Nobody does what is advised."""
+
+    def run(self, seconds: int, picture: LoadPicture) -> list[Decision]:
+        before = list(self.roles)
+        found = super().run(seconds, picture)
+        self.roles = before
+        return found
+
+
+def test_advice_that_nobody_takes_is_repeated_once_a_minute_and_never_regretted() -> None:
+    tried = Advised(PoolController(replace(OPTIONS, mode="advise"), worker()), 4, 4)
+    said: list[Decision] = []
+    for second in range(130):
+        said += tried.run(1, replace(CODE, attainment=0.9 - second / 200))
+    assert [at - 100 for at in sorted({d.at for d in said})] == [3.0, 63.0, 123.0]
+    assert {d.role for d in said} == {"prefill"}
+    assert "it was said" in tried.controller.state
+
+
+def test_where_no_worker_can_change_its_role_it_says_what_would_be_better() -> None:
+    controller = PoolController(OPTIONS, worker())
+    assert not controller.decide(CODE, Fleet(2, 6, {}, 0, 2048, 128), 1.0)
+    assert "start them as `splitserve worker`" in controller.state
+    assert not controller.decide(replace(CODE, rate=1.0), Fleet(4, 4, {}, 0, 2048, 128), 2.0)
+    assert "best ratio" in controller.state

@@ -52,11 +52,11 @@ class Workers:
 DECISIONS = (
     Decision(1.0, "flip", "w1", "prefill", "because"),
     Decision(1.0, "scale_up", "", "decode", "too few"),
-    Decision(1.0, "scale_down", "", "prefill", "too many"),
+    Decision(1.0, "scale_down", "p2", "prefill", "too many"),
 )
 
 
-async def carry_out(mode: Any, tmp_path: Path) -> tuple[Workers, list[dict[str, Any]], list[str], dict[str, Any]]:
+async def carry_out(mode: Any, tmp_path: Path, commanded: bool = True) -> tuple[Workers, list[dict[str, Any]], list[str], dict[str, Any]]:
     """What was done, posted and run."""
     posted: list[dict[str, Any]] = []
     heard = asyncio.Event()
@@ -76,11 +76,11 @@ async def carry_out(mode: Any, tmp_path: Path) -> tuple[Workers, list[dict[str, 
     script = f"import sys; open({str(told)!r}, 'a').write(' '.join(sys.argv[1:]) + chr(10))"
     bench, workers = Bench(), Workers()
     bench.hello("p2", "prefill")
-    hooks = Hooks(mode, f"http://127.0.0.1:{port}/", f'{sys.executable} -c "{script}"')
+    hooks = Hooks(mode, f"http://127.0.0.1:{port}/", f'{sys.executable} -c "{script}"' if commanded else None)
     shell = SteeringShell(Scripted(mode, *DECISIONS), bench.core, workers, hooks)
     task = asyncio.create_task(shell.run())
     await asyncio.wait_for(heard.wait(), PATIENCE_S)
-    if mode == "act":
+    if mode == "act" and commanded:
         bench.core.worker_ended((workers.done[-1][1], 1), bench.now)
         async with asyncio.timeout(PATIENCE_S):
             while not told.exists() or told.read_text().count("\n") < 2:
@@ -97,8 +97,8 @@ async def carry_out(mode: Any, tmp_path: Path) -> tuple[Workers, list[dict[str, 
 
 async def test_what_it_may_do_is_done(tmp_path: Path) -> None:
     workers, posted, told, state = await carry_out("act", tmp_path)
-    assert workers.done == [("flip", "w1", "prefill"), ("drain", "p")]
-    assert sorted(told) == ["down p", "up decode"]
+    assert workers.done == [("flip", "w1", "prefill"), ("drain", "p2")]
+    assert sorted(told) == ["down p2", "up decode"]
     assert sorted(d["kind"] for d in posted) == ["flip", "scale_down", "scale_up"]
     assert {d["reason"] for d in posted} == {"because", "too few", "too many"}
     assert state["counts"] == {"flip": 1, "scale_up": 1, "scale_down": 1}
@@ -110,9 +110,32 @@ async def test_advice_is_posted_and_nothing_done(tmp_path: Path) -> None:
     assert {d["mode"] for d in posted} == {"advise"}
 
 
+async def test_without_a_command_nobody_is_told_to_leave(tmp_path: Path) -> None:
+    workers, posted, told, _ = await carry_out("act", tmp_path, commanded=False)
+    assert (workers.done, told, len(posted)) == ([("flip", "w1", "prefill")], [], 3)
+
+
+async def test_decisions_are_logged_with_their_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    await carry_out("advise", tmp_path)
+    assert "steering (advise): w1 should become a prefill worker: because" in caplog.messages
+    assert "steering (advise): one prefill worker fewer, p2: too many" in caplog.messages
+
+
+async def test_an_error_of_its_own_ends_steering_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Scripted):
+        def look(self, lifecycle: Any, now: float) -> list[Decision]:
+            raise ZeroDivisionError("no workers")
+
+    shell = SteeringShell(Broken("act"), Bench().core, Workers(), Hooks("act", None, None))
+    await asyncio.wait_for(shell.run(), PATIENCE_S)
+    assert "no workers" in shell.as_json()["state"]
+    assert "roles stay as they are" in caplog.text
+
+
 async def test_a_hook_that_fails_is_said_and_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     hooks = Hooks("act", "http://127.0.0.1:9/", "/nowhere/start")
-    hooks.decided(DECISIONS[0], 3)
+    hooks.decided(DECISIONS[0], {"prefill": 2, "decode": 1})
     hooks.start_worker("decode")
     async with asyncio.timeout(PATIENCE_S):
         while len(caplog.records) < 2:
@@ -122,9 +145,9 @@ async def test_a_hook_that_fails_is_said_and_does_no_harm(caplog: pytest.LogCapt
 
 
 def test_metrics() -> None:
-    state = {"wanted_workers": 9, "load": {"prefill": 1.25, "decode": 0.5}, "counts": {"flip": 2}}
+    state = {"wanted_workers": {"prefill": 4, "decode": 5}, "load": {"prefill": 1.25, "decode": 0.5}, "counts": {"flip": 2}}
     families = {m.name: m for m in SystemCollector(lambda: SystemSnapshot(steering=state)).collect()}
-    assert families["splitserve_steering_wanted_workers"].samples[0].value == 9
+    assert {s.labels["role"]: s.value for s in families["splitserve_steering_wanted_workers"].samples} == {"prefill": 4, "decode": 5}
     assert {s.labels["role"]: s.value for s in families["splitserve_steering_load"].samples} == {"prefill": 1.25, "decode": 0.5}
     assert {s.labels["kind"]: s.value for s in families["splitserve_steering_decisions"].samples}["flip"] == 2
 
@@ -134,6 +157,7 @@ def test_metrics() -> None:
     [
         ({"steer": "act"}, "steer_slo"),
         ({"steer": "act", "steer_slo": "ttft=1,tpot=0.1", "steer_profile": "x", "processes": 2}, "processes 1"),
+        ({"steer_scale_down_below": 1.0}, "come and go"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(more: dict[str, Any], said: str) -> None:
@@ -143,6 +167,7 @@ def test_settings_that_cannot_work_are_refused(more: dict[str, Any], said: str) 
 
 def test_settings_as_options() -> None:
     more: dict[str, Any] = {"steer": "advise", "steer_slo": "ttft=1.5,tpot=0.05@p95", "steer_profile": "x", "steer_max_workers": 12}
-    options = CoordinatorSettings(model=Path("m"), insecure=True, **more).steering
+    options = CoordinatorSettings(model=Path("m"), insecure=True, steer_cooldown_s=5, **more).steering
     assert options is not None
     assert (options.ttft_s, options.tpot_s, options.attainment, options.mode, options.max_workers) == (1.5, 0.05, 0.95, "advise", 12)
+    assert (options.scale_cooldown_s, options.scale_down_below) == (5, 0.6)
