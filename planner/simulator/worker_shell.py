@@ -64,8 +64,8 @@ class Surroundings(Protocol):
     def next_number(self) -> int:
         """For an incarnation."""
 
-    def flip(self, shell: WorkerShell, role: Role) -> None:
-        """The process of this worker is also one of the other role from now on."""
+    def flip(self, shell: WorkerShell, role: Role) -> bool:
+        """The process of this worker is also one of the other role from now on. False: its worker of that role is still leaving."""
 
     def restart(self, shell: WorkerShell, down_s: float) -> None:
         """Its machine's processes end now and start again after ``down_s``."""
