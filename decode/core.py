@@ -13,6 +13,7 @@ import numpy as np
 from ..engine.batch import SamplingParams, SamplingState, StepOutput
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar, TokenMatcher
+from ..engine.step_failures import StepFailures
 from ..transport.actions import Join, ReceiverAction, SenderAction, Supersede, TellTokens, ToCoordinator, TokenRun
 from ..transport.block_hash import chain, root_hash
 from ..transport.handoff import Key, PeerId, Wait
@@ -69,6 +70,7 @@ class DecodeCore:
         self._actions: list[DecodeAction] = []
         self._owes_tokens = False  # of foretold steps
         self._unforetold: DecodeStep | None = None
+        self._step_failures = StepFailures()
         self._next_deadline = float("inf")  # of any sequence here; or earlier
         self.num_steps = 0
         self.num_step_sequences = 0
@@ -199,6 +201,7 @@ class DecodeCore:
         """The oldest step in flight has run: all its tokens go to the coordinator in one message, or to each its own."""
         self.num_steps += 1
         self.num_step_sequences += step.batch.num_seqs
+        self._step_failures.good_step()
         result = self.scheduler.complete(step, output)
         self._report(result)
         for sequence, reason in result.failed.items():
@@ -207,9 +210,16 @@ class DecodeCore:
             self.receiver.grant_waiting(now)
 
     def fail_step(self, step: DecodeStep, reason: str) -> None:
-        """The step raised: its sequences are given back to the coordinator."""
-        for sequence in self.scheduler.abort(step):
+        """The step raised: who was alone in it is given back to the coordinator. Several are tried apart, so that a request whose step
+        raises takes no other along."""
+        for sequence in self.scheduler.separate(step):
+            self._step_failures.book(sequence.request_id)
             self._say_failed(sequence.key, "internal", reason)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether steps raise whoever is in them."""
+        return self._step_failures.say_broken
 
     def shrink_step(self, step: DecodeStep) -> None:
         """The step ran out of memory: its younger sequences are given back to the coordinator, the others go on. One that was alone

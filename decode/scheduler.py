@@ -63,6 +63,7 @@ class DecodeScheduler:
         self._doomed: dict[DecodeSequence, None] = {}
         self._in_flight: deque[DecodeStep] = deque()  # oldest first
         self._failed = False  # a step did not run; what is in flight behind it will not either
+        self._apart: list[list[DecodeSequence]] = []  # of a step that raised: the last group is in the next step, and nobody else
         self.foretold: Foretold | None = None  # steps that run now; no other is in flight then
         self.preempted: list[DecodeSequence] = []
         self.num_preemptions = 0
@@ -138,7 +139,11 @@ class DecodeScheduler:
         if self._failed or len(self._in_flight) == MAX_IN_FLIGHT or self.foretold is not None:
             return None
         self._rows.freshen(TOKEN_ID)
-        if self._joining:
+        if self._apart:
+            if self._in_flight:
+                return None
+            self._admit_apart()
+        elif self._joining:
             self._admit()
         if self._in_flight and not self._may_run_ahead():
             return None
@@ -188,7 +193,7 @@ class DecodeScheduler:
     def foretell(self, most: int) -> Foretold | None:
         """Begins up to ``most`` steps of which all is known but when they end. None: the next step is not of that kind, and ``schedule`` is
         to be asked."""
-        if self._failed or self._in_flight or self.foretold is not None or self.row_limit < self.max_num_seqs:
+        if self._failed or self._in_flight or self._apart or self.foretold is not None or self.row_limit < self.max_num_seqs:
             return None
         if self._joining:
             self._admit()
@@ -230,14 +235,19 @@ class DecodeScheduler:
         self._joining = joining
         return step
 
-    def abort(self, step: DecodeStep) -> list[DecodeSequence]:
-        """The step raised: all its sequences are over here. Returns those that had not been dropped already."""
+    def separate(self, step: DecodeStep) -> list[DecodeSequence]:
+        """The step raised, and what it wrote will be written again: in halves, until it is known whose fault it was. Returns who was alone
+        in it, and is over here."""
         self._take_out(step)
-        alive = [s for s in step.sequences if not s.doomed]
-        for sequence in alive:
-            self._end(sequence)
+        left = [s for s in step.sequences if not s.doomed and not s.paused]
+        half = len(left) // 2
+        if half:
+            self._apart += [left[half:], left[:half]]
+        else:
+            for sequence in left:
+                self._end(sequence)
         self._after_failure(step)
-        return alive
+        return [] if half else left
 
     def shrink(self, step: DecodeStep) -> list[DecodeSequence]:
         """The step ran out of memory, and what it wrote will be written again. The younger half of its sequences leave, and no more than
@@ -286,6 +296,22 @@ class DecodeScheduler:
             if not sequence.state.lacks_matcher and not sequence.in_flight:
                 self._rows.enter(sequence)
         self._joining = [sequence for sequence in self._joining if sequence.row < 0]
+
+    def _admit_apart(self) -> None:
+        """Only the next group of a step that raised is in the batch; the others stay where who joins waits."""
+        group: list[DecodeSequence] = []
+        while self._apart and not group:
+            group = [s for s in self._apart.pop() if not s.doomed and not s.paused and self._by_key.get(s.key) is s]
+        if not group:  # they have ended meanwhile
+            self._admit()
+            return
+        for sequence in [s for s in self._rows.sequences if s not in group]:
+            self._rows.leave(sequence)
+            self._joining.append(sequence)
+        for sequence in group:
+            if sequence.row < 0:
+                self._joining.remove(sequence)
+                self._rows.enter(sequence)
 
     def _may_run_ahead(self) -> bool:
         """Whether a step can be made of what is known while another runs. What that one gives its last token is in no further one."""

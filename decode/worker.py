@@ -22,10 +22,12 @@ import zmq
 
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar
+from ..engine.errors import EngineError
 from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
 from ..engine.load_model import load_model
 from ..engine.role_host import RoleHost
+from ..engine.step_failures import BROKEN_AFTER
 from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import Join, Supersede, TellTokens, ToCoordinator, ToPeer
@@ -155,6 +157,7 @@ class DecodeWorker:
         self._launch(now)  # what was just verified joins at once
         self._report(now)
         self._leave_if_drained(now)
+        self._end_if_broken()
 
     # --- the loop's verbs ------------------------------------------------------------------------
 
@@ -204,7 +207,8 @@ class DecodeWorker:
             self._core.shrink_step(finished.step)
         else:
             named = {"request_ids": [sequence.request_id for sequence in finished.step.sequences]}
-            _log.error("a decode step failed; its requests go back to the coordinator", exc_info=finished.error, extra={"fields": named})
+            said = "a decode step of %d sequences failed; who is alone in one goes back to the coordinator, several are tried apart"
+            _log.error(said, finished.step.batch.num_seqs, exc_info=finished.error, extra={"fields": named})
             self._core.fail_step(finished.step, f"decode failed: {finished.error}")
 
     def _launch(self, now: float) -> None:
@@ -243,6 +247,13 @@ class DecodeWorker:
         _log.info("drained: nothing is left here, leaving")
         self._links.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._links.incarnation))
         self.stopped = True
+
+    def _end_if_broken(self) -> None:
+        """Raises EngineError: whoever started this process starts it anew, and its requests go on elsewhere meanwhile."""
+        if self._core.is_broken:
+            raise EngineError(
+                f"the last {BROKEN_AFTER} requests' steps all failed, one by one: this worker ends, to be started anew; see above for why"
+            )
 
     def _may_leave(self, now: float) -> bool:
         """A process that ends takes its memory along; one that goes on in the other role must have every block back."""

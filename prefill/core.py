@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ..engine.batch import Logprobs, StepOutput
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar, TokenMatcher
+from ..engine.step_failures import StepFailures
 from ..engine.stopping import finish_reason, last_output_index, stop_set
 from ..transport.actions import Delivered, SenderAction, ToCoordinator, Undelivered
 from ..transport.handoff import HandoffTimes, Key, PeerId, Wait
@@ -65,6 +66,7 @@ class PrefillCore:
         self.num_output_tokens = 0  # first tokens
         self.num_full_step_tokens = 0
         self.full_step_s = 0.0
+        self._step_failures = StepFailures()
         self._num_in_flight = 0  # steps that are neither booked nor skipped
         self._lost_ahead = False  # one has failed, and what follows it counts for nothing
         self._step_began = 0.0  # the oldest of them
@@ -172,6 +174,7 @@ class PrefillCore:
     def complete(self, step: PrefillStep, output: StepOutput, now: float) -> None:
         """A step has run: its finished blocks leave, and a prompt that is complete reports its first token."""
         self.num_steps += 1
+        self._step_failures.good_step()
         self.num_step_sequences += len(step.chunks)
         if self.scheduler.is_full(step):
             self.num_full_step_tokens += step.batch.num_tokens
@@ -187,7 +190,20 @@ class PrefillCore:
                     self._blocks_ready(chunk.sequence)
 
     def fail_step(self, step: PrefillStep, reason: str) -> None:
-        """The step raised: its prompts are given back to the coordinator. What follows it is to be skipped."""
+        """The step raised: the prompt that was alone in it is given back to the coordinator. Several are tried apart, so that a request
+        whose step raises takes no other along. What follows the step is to be skipped."""
+        if not self.scheduler.separate(step):
+            self._step_failures.book(step.chunks[0].sequence.spec.request_id)
+            self._give_up_step(step, reason)
+        else:
+            self._step_is_over(lost=True)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether steps raise whoever is in them."""
+        return self._step_failures.say_broken
+
+    def _give_up_step(self, step: PrefillStep, reason: str) -> None:
         failed = [chunk.sequence.key for chunk in step.chunks if not chunk.sequence.doomed]
         self.scheduler.skip(step)
         for key in failed:
@@ -200,7 +216,7 @@ class PrefillCore:
         if self.scheduler.shrink(step):
             self._step_is_over(lost=True)
         else:
-            self.fail_step(step, reason)
+            self._give_up_step(step, reason)
 
     def skip_step(self, step: PrefillStep) -> None:
         """It followed one that failed, and was not run."""

@@ -48,6 +48,7 @@ class PrefillSequence:
     num_cached_tokens: int = 0
     started: float = 0.0
     doomed: bool = False  # cancelled while a step that writes its blocks is running
+    alone: bool = False  # a step raised that it was in: nobody else is in its next ones
 
     @property
     def num_tokens(self) -> int:
@@ -214,14 +215,14 @@ class PrefillScheduler:
                 if block_hash := self._next_hash(sequence, sequence.num_computed // self.block_size):
                     computing.add(block_hash)
             count = min(budget, sequence.unscheduled)
-            if count == 0 or sequence.doomed:
+            if count == 0 or sequence.doomed or (sequence.alone and chunks):
                 continue
             if sequence.state.lacks_matcher and count == sequence.unscheduled and not sequence.scores_only:
                 continue  # nothing could be sampled yet
             chunks.append(Chunk(sequence, sequence.num_scheduled, count))
             sequence.num_scheduled += count
             sequence.num_steps += 1
-            budget -= count
+            budget = 0 if sequence.alone else budget - count
         return PrefillStep(chunks, self._batch(chunks)) if chunks else None
 
     def take_started(self) -> list[PrefillSequence]:
@@ -242,6 +243,16 @@ class PrefillScheduler:
         if step.batch.num_tokens <= self.block_size:
             return False
         self._budget, self._steps_at_budget = step.batch.num_tokens // 2, 0
+        self.skip(step)
+        return True
+
+    def separate(self, step: PrefillStep) -> bool:
+        """The step raised: each of its prompts is computed with nobody else in its steps from now on. False: one was alone in it, and
+        nothing was done."""
+        if len(step.chunks) == 1:
+            return False
+        for chunk in step.chunks:
+            chunk.sequence.alone = True
         self.skip(step)
         return True
 

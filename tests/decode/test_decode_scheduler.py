@@ -200,3 +200,30 @@ def test_a_sequence_waits_for_its_grammar_and_leaves_when_that_fails() -> None:
     assert scheduler.held == [(1, 1)]
     scheduler.drop((1, 1))
     assert scheduler.blocks.num_used == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(num=st.integers(1, 16), poison=st.integers(0, 15), late=st.integers(0, 6))
+def test_a_sequence_whose_step_raises_takes_no_other_along(num: int, poison: int, late: int) -> None:
+    """Whoever is in a step with it; ``late`` others join when it has raised for the first time."""
+    scheduler, ended, failed = make(200, 24), dict[int, int](), list[int]()
+    for dispatch in range(num):
+        join(scheduler, dispatch, 5, max_tokens=6 + dispatch)
+    num_raised = num_steps = 0
+    while (step := scheduler.schedule()) is not None:
+        check(step)
+        num_steps += 1
+        if any(sequence.key[1] == poison for sequence in step.sequences):
+            failed += [sequence.key[1] for sequence in scheduler.separate(step)]
+            num_raised += 1
+            while num_raised == 1 and late:
+                join(scheduler, 100 + late, 3, max_tokens=4)
+                late -= 1
+        else:
+            result = scheduler.complete(step, output(step))
+            ended |= {step.sequences[row].key[1]: len(step.sequences[row].state.output_token_ids) for row in result.finished}
+    assert failed == [poison] * (poison < num)
+    assert num_raised <= 1 + (num - 1).bit_length(), "in halves"
+    assert {d: n for d, n in ended.items() if d < 100} == {d: 6 + d for d in range(num) if d != poison}
+    assert scheduler.num_running == scheduler.blocks.num_used == 0
+    assert num_steps <= 6 + num + 4 + 2 * num_raised + 4

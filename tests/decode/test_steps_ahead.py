@@ -84,7 +84,7 @@ class Bench:
                 self.ended[step.sequences[row].key[1]] = reason
             return
         step = self.device.queue.popleft()
-        gone = self.scheduler.abort(step) if how == "abort" else self.scheduler.shrink(step)
+        gone = self.scheduler.separate(step) if how == "separate" else self.scheduler.shrink(step)
         for sequence in gone:
             self.ended[sequence.key[1]] = how
         while self.device.queue:
@@ -104,14 +104,14 @@ class Bench:
 def test_any_order_of_events_gives_the_same_answers(data: st.DataObject, num_blocks: int) -> None:
     bench, dispatches = Bench(num_blocks), iter(range(1000))
     often = ["schedule"] * 5 + ["complete"] * 4 + ["join"] * 3
-    events = st.sampled_from([*often, "pause", "resume", "drop", "abort", "shrink"])
+    events = st.sampled_from([*often, "pause", "resume", "drop", "separate", "shrink"])
     for event in data.draw(st.lists(events, max_size=60)):
         held = [key[1] for key in bench.scheduler.held]
         if event == "schedule":
             bench.schedule()
         elif event == "join":
             bench.join(next(dispatches), data.draw(st.integers(1, 9)), data.draw(st.integers(2, 12)))
-        elif event in ("complete", "abort", "shrink"):
+        elif event in ("complete", "separate", "shrink"):
             bench.end_one(event)
         elif held and event == "resume":
             bench.scheduler.resume((1, data.draw(st.sampled_from(held))))

@@ -14,6 +14,7 @@ import numpy as np
 from splitserve.bench.null_workers import null_model
 from splitserve.decode.settings import DecodeSettings
 from splitserve.decode.worker import DecodeWorker
+from splitserve.engine.errors import EngineError
 from splitserve.engine.step_thread import Runner
 from splitserve.prefill.settings import PrefillSettings
 from splitserve.prefill.worker import PrefillWorker
@@ -58,21 +59,30 @@ class WorkerPair:
         self.prefill = PrefillWorker(PrefillSettings.model_validate({**common, "name": "p"}), models["prefill"], None)
         self.decode = DecodeWorker(DecodeSettings.model_validate({**common, "name": "d"}), models["decode"], None, shared)
         self.threads: dict[str, threading.Thread] = {}
+        self.errors: dict[str, EngineError] = {}
+        """By role, what ended a worker's loop."""
         self.heard: list[Message] = []
         self._hellos: dict[str, tuple[bytes, Hello]] = {}
 
     def __enter__(self) -> Self:
         for role, worker in (("prefill", self.prefill), ("decode", self.decode)):
-            self.threads[role] = threading.Thread(target=worker.run, name=role, daemon=True)
+            self.threads[role] = threading.Thread(target=self._run, args=(role, worker), name=role, daemon=True)
             self.threads[role].start()
         self.until(lambda: len(self._hellos) == 2)
         return self
 
     def __exit__(self, *_: object) -> None:
         for role, worker in (("prefill", self.prefill), ("decode", self.decode)):
-            worker.stop()
+            if role not in self.errors:
+                worker.stop()
             self.threads[role].join(DEADLINE_S)
         self._stack.close()
+
+    def _run(self, role: str, worker: PrefillWorker | DecodeWorker) -> None:
+        try:
+            worker.run()
+        except EngineError as error:
+            self.errors[role] = error
 
     def ask(self, *specs: RequestSpec) -> None:
         """Sends these prompts to the prefill worker."""
