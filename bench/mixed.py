@@ -164,7 +164,7 @@ def compare(seen: Sequence[Seen], before: Sums, after: Sums) -> Iterator[str]:
         if one.status not in expected.get(one.kind, {200}):
             yield f"{one.kind}: status {one.status}"
         record = new.get(one.id)
-        if one.id and record is None:
+        if one.id and record is None and one.status == 200:  # who is refused has an id too, and no record
             yield f"{one.kind}: {one.id} is not metered"
         if record is None:
             continue
