@@ -92,9 +92,9 @@ def fuzz(num_requests: int, seed: int, num_connections: int = 64, stalls: bool =
 
 
 def attack(server: Server, client: HostileClient, workers: FakeWorkers, num_requests: int, deadline: float) -> dict[str, float]:
-    """Until all is sent and answered; nothing more is sent after ``deadline``. Resident MB: at the begin, after a quarter of the requests,
-    the most, at the end."""
-    memory = {"begin": server.rss_mb(), "most": 0.0}
+    """Until all is sent and answered; nothing more is sent after ``deadline``. Resident MB: at the begin, after a quarter of the requests
+    or of the time, the most, at the end."""
+    memory, begin = {"begin": server.rss_mb(), "most": 0.0}, time.monotonic()
     stepped = sampled = 0.0
     while not client.done:
         client.turn(0.001)
@@ -109,7 +109,7 @@ def attack(server: Server, client: HostileClient, workers: FakeWorkers, num_requ
             if now > deadline:
                 client.send_no_more()
             memory["most"] = max(memory["most"], server.rss_mb())
-            if "quarter" not in memory and client.tally.requests >= num_requests // 4:
+            if "quarter" not in memory and (client.tally.requests >= num_requests // 4 or now >= begin + (deadline - begin) / 4):
                 memory["quarter"] = server.rss_mb()
     return {name: round(mb, 1) for name, mb in {**memory, "end": server.rss_mb()}.items()}
 
