@@ -6,6 +6,7 @@ It needs nothing but ``POST /v1/completions`` with streaming, so that other serv
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ def main(settings: LoadSettings) -> int:
             task = progress.add_task("requests", total=len(requests))
             samples, duration_s = asyncio.run(generate_load(settings, lambda: progress.advance(task), requests))
     except LoadError as error:
-        console.print(f"splitserve bench: {error}", highlight=False)
+        print(f"splitserve: {error}", file=sys.stderr)
         return 1
     report: Report = summarize(samples, duration_s, settings.slo)
     print_report(report, settings, console)

@@ -13,7 +13,7 @@ const CHARTS = [
     { label: "of it cached", colour: "--parse", of: (p) => p.cached }] },
   { title: "Requests", unit: count, series: [
     { label: "waiting", colour: "--queue", of: (p) => p.waiting }, { label: "running", colour: "--decode", of: (p) => p.running },
-    { label: "ended a second", colour: "--parse", of: (p) => p.requests }] },
+    { label: "ended a second", colour: "--parse", of: (p) => p.requests }, { label: "429 and 5xx", colour: "--bad", of: (p) => p.errors }] },
   { title: "KV blocks in use", unit: percent, top: 1, series: [
     { label: "prefill", colour: "--prefill", of: (p) => p.kv_prefill }, { label: "decode", colour: "--decode", of: (p) => p.kv_decode }] },
 ];

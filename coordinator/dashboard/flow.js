@@ -4,6 +4,7 @@ import { $, el, count, percent } from "./dom.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const MAX_LABELLED = 8; // with more workers, rates would stand on each other
+const DOTS_MS = 800; // as in panels.css
 const DENSE = 6; // so many in one lane are shown as bars alone
 
 export class Flow {
@@ -61,7 +62,7 @@ export class Flow {
     if (this.state.workers.length <= MAX_LABELLED) this.svg.append(...labels.filter(Boolean));
   }
 
-  /** Returns the rate as a label above the line, `at` this share of the way. */
+  /** Returns the rate as a label on the line, `at` this share of the way. Dots run along it to where requests go. */
   link(source, target, rate, most, kind, at) {
     const base = this.root.getBoundingClientRect(), a = source.getBoundingClientRect(), b = target.getBoundingClientRect();
     const [x1, y1, x2, y2] = [a.right - base.left + 3, (a.top + a.bottom) / 2 - base.top, b.left - base.left - 3, (b.top + b.bottom) / 2 - base.top];
@@ -70,10 +71,17 @@ export class Flow {
       "stroke-width": rate ? 1.5 + (4.5 * rate) / most : 1, "stroke-opacity": rate ? 0.75 : 1 });
     this.svg.append(path);
     if (!rate) return null;
-    const there = path.getPointAtLength(at * path.getTotalLength());
-    const label = shape("text", { x: there.x, y: there.y - 8 });
-    label.textContent = `${count(rate)}/s`;
-    return label;
+    const dots = shape("path", { d: path.getAttribute("d"), class: "dots" });
+    dots.style.animationDelay = `${-(performance.now() % DOTS_MS)}ms`; // drawn anew every second, they go on where they were
+    this.svg.append(dots);
+    const there = path.getPointAtLength(at * path.getTotalLength()), words = `${count(rate)}/s`;
+    const [width, height] = [6.4 * words.length + 8, 17];
+    const ground = shape("rect", { x: there.x - width / 2, y: there.y - height / 2, width, height, rx: 4, class: kind });
+    const label = shape("text", { x: there.x, y: there.y + 4 });
+    label.textContent = words;
+    const both = shape("g", {});
+    both.append(ground, label);
+    return both;
   }
 }
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from support.fake_openai import fake_openai
 
-from splitserve.bench.load import LoadError, generate_load
+from splitserve.bench.load import LoadError, generate_load, main
 from splitserve.bench.load_report import draw_plot, print_report, summarize, times_of, write_json
 from splitserve.bench.load_sample import Sample
 from splitserve.bench.settings import LoadSettings
@@ -104,3 +104,10 @@ async def test_failures_are_reported_not_hidden() -> None:
         assert summarize(samples, duration_s).num_failed == 3
     with pytest.raises(LoadError, match=r"does not list its models \(cannot connect to 127\.0\.0\.1:\d+: .*\); is it running"):
         await generate_load(LoadSettings(url=server.url, requests=1))
+
+
+def test_no_server_is_one_sentence_among_the_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(LoadSettings(url="http://127.0.0.1:9", requests=1)) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("splitserve: http://127.0.0.1:9 does not list its models")
+    assert "does not list" not in said.out
