@@ -158,6 +158,8 @@ def _body(request: LoadRequest, model: str, settings: LoadSettings) -> bytes:
 async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get("/v1/models") as response:
+            if response.status != 200:
+                raise LoadError(f"{url} does not list its models (status {response.status}: {(await response.text())[:300]})")
             listed: Sequence[dict[str, Any]] = (await response.json())["data"]
             return str(listed[0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:

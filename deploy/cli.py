@@ -86,7 +86,9 @@ def run_coordinator(settings: Any) -> None:
     require_port(settings.listen_host, settings.port)
     try:
         admin_key(settings.admin_key_file)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"--admin-key-file: cannot read {settings.admin_key_file} ({error.strerror})") from error
+    except ValueError as error:
         raise ConfigError(f"--admin-key-file: {error}") from error
     try:
         run(settings, coordinator_child.run)

@@ -132,16 +132,18 @@ def build(model: type[Settings], layers: Sequence[Layer]) -> Settings:
     try:
         return model(**{name: value.value for name, value in chosen.items()})
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(problem, chosen) for problem in error.errors())) from None
+        raise ConfigError("\n".join(_sentence(problem, chosen, model) for problem in error.errors())) from None
 
 
-def _sentence(problem: Mapping[str, Any], chosen: Mapping[str, Value]) -> str:
+def _sentence(problem: Mapping[str, Any], chosen: Mapping[str, Value], model: type[BaseModel]) -> str:
     message = str(problem["msg"]).removeprefix("Value error, ")
     if not problem["loc"]:
         return message
     name = str(problem["loc"][0])
     if problem["type"] == "missing":
         return f"{flag_of(name)} is needed: {variable_of(name)} or a line `{name}:` in the configuration file do as well"
+    if problem["type"] == "string_pattern_mismatch":  # the pattern is for machines
+        message = f"it has another form. {model.model_fields[name].description}"
     message = message[0].lower() + message[1:]
     return f"{chosen[name].origin}: {chosen[name].value!r} cannot be used: {message}"
 
@@ -189,7 +191,7 @@ def _from_file(path: Path) -> dict[str, dict[str, Value]]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error}") from None
+        raise ConfigError(f"cannot read the configuration file {path}: {_reason(error)}") from None
     found: dict[str, dict[str, Value]] = {}
     known = known_names()
     for section, fields in _mapping(content, f"{path}").items():
@@ -200,6 +202,13 @@ def _from_file(path: Path) -> dict[str, dict[str, Value]]:
                 raise ConfigError(f"{path}: unknown setting {name!r} in section {section!r}{nearest(str(name), known[section])}")
             found.setdefault(section, {})[name] = Value(value, f"{path}: {section}.{name}")
     return found
+
+
+def _reason(error: Exception) -> str:
+    """On one line, with the place in the file where there is one."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _mapping(content: Any, place: str) -> dict[Any, Any]:

@@ -24,6 +24,7 @@ from .top_view import Picture, render, trouble
 MAX_POINTS = 450
 MAX_REQUESTS = 120
 PATIENCE_S = 4.0
+MIN_WIDTH = 100  # of a picture that goes to a file or a pipe
 QUIT = ("q", "Q", "\x04")
 
 
@@ -79,7 +80,7 @@ def main(settings: TopSettings) -> int:
     with httpx.Client(base_url=settings.url, timeout=PATIENCE_S, trust_env=False) as client:
         feed = Feed(client, key)
         if not console.is_terminal:
-            return _once(feed, console)
+            return _once(feed, Console(width=max(MIN_WIDTH, console.width)))
         live = Live(Text("asking ..."), console=console, screen=True, auto_refresh=False)
         with _keys() as pressed, live, contextlib.suppress(KeyboardInterrupt):
             live.update(_look(feed, console), refresh=True)
@@ -97,7 +98,7 @@ def _look(feed: Feed, console: Console) -> Any:
 
 def _once(feed: Feed, console: Console) -> int:
     try:
-        console.print(render(feed.picture(), max(100, console.width), 60))
+        console.print(render(feed.picture(), console.width, 60))
     except TopError as error:
         print(f"splitserve: {error}", file=sys.stderr)
         return 1

@@ -90,8 +90,7 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     computes = any(_worker(role, "", coordinator, flags, sources).runner == "model" for role in (PrefillSettings, DecodeSettings))
     require_model(coordinator.model, weights=computes)
     require_port(coordinator.listen_host, coordinator.port)
-    run_dir = (up.run_dir or Path(tempfile.mkdtemp(prefix="splitserve-"))).resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir = _run_dir(up.run_dir)
     if "key_file" in derived:
         coordinator = coordinator.model_copy(update={"key_file": _own_key(run_dir)})
     coordinator = coordinator.model_copy(
@@ -138,6 +137,17 @@ def _worker(
     decided = {field: Value(value, "up") for field, value in fixed.items()}
     said = [{k: v for k, v in layer.items() if k not in FIXED} for layer in (for_role, _only(model, flags), *sources.of(model.role))]
     return build(model, [decided, *said])
+
+
+def _run_dir(named: Path | None) -> Path:
+    """Raises ConfigError where it cannot be made."""
+    if named is None:
+        return Path(tempfile.mkdtemp(prefix="splitserve-")).resolve()
+    try:
+        named.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run-dir: cannot make the folder {named} ({error.strerror or error}); name another") from error
+    return named.resolve()
 
 
 def _own_key(run_dir: Path) -> Path:

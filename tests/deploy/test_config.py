@@ -68,7 +68,7 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest(env: dict[str, s
         ("common: {max_num_seq: 1}", "did you mean 'max_num_seqs'"),
         ("coordinator: [port]", "should hold `name: value` lines"),
         ("just text", "should hold `name: value` lines"),
-        ("a: {b: [", "cannot read the configuration file"),
+        ("a: {b: [", r"cannot read the configuration file .*c\.yaml: line 1, column 9: expected the node content"),
     ],
 )
 def test_a_wrong_file_is_an_error_that_says_where(tmp_path: Path, text: str, message: str) -> None:
@@ -87,6 +87,13 @@ def test_a_wrong_value_is_traced_to_its_origin(tmp_path: Path) -> None:
         coordinator(file=file)
     with pytest.raises(ConfigError, match=r"SPLITSERVE_ROUTING: 'best' cannot be used: .*'hybrid'"):
         coordinator(env={"SPLITSERVE_ROUTING": "best"})
+
+
+def test_a_value_of_another_form_is_answered_with_the_form_in_words() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--steer-slo: 'fast' cannot be used: it has another form\. What requests may take, .*ttft=2,tpot=0"
+    ):
+        load("coordinator", {**FLAGS, "steer_slo": Value("fast", "--steer-slo")}, Sources.read(None, {}))
 
 
 def test_what_is_needed_is_said() -> None:

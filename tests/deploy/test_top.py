@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -119,10 +120,14 @@ def test_q_leaves_the_terminal_as_it_was(coordinator: str, tmp_path: object) -> 
     os.close(keyboard)
 
 
-def test_without_a_terminal_it_prints_once_or_says_why_not(coordinator: str) -> None:
+def test_without_a_terminal_it_prints_once_or_says_why_not(coordinator: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "splitserve.deploy.cli", "top", "--url", coordinator]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (refused.returncode, refused.stderr) == (1, "splitserve: This needs the admin key.\n")
+    (tmp_path / "key").write_text(KEY)
+    command += ["--admin-key-file", str(tmp_path / "key")]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert re.search(r"time to first token +3\.00 s +3\.00 s +3\.00 s", shown.stdout)  # nothing is cut off for want of columns
 
 
 def own_terminal() -> None:

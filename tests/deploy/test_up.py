@@ -85,6 +85,12 @@ def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_directory_that_cannot_be_made_is_said_so(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--run-dir: cannot make the folder .*run .Not a directory.; name another"):
+        planned(model, tmp_path, run_dir=str(tmp_path / "file" / "run"))
+
+
 def test_a_chat_needs_a_key_where_keys_are_asked_for(model: Path, tmp_path: Path) -> None:
     tenants, key = str(tmp_path / "tenants.sqlite"), tmp_path / "key"
     with pytest.raises(ConfigError, match="need --api-key-file"):
