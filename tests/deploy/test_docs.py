@@ -57,7 +57,7 @@ def commands(page: Path) -> Iterator[Command]:
 def ours(line: str) -> list[str]:
     """The words of a command that is ours, up to the next one on the line; empty where it is none."""
     line = re.sub(r"^(\w*\$)? *(cd tests && |\.\./|\./|\.venv/bin/)*", "", line.strip())
-    if not re.match(r"splitserve |python -m (splitserve\.|simulation )|deploy/\w+\.sh\b", line):
+    if not re.match(r"splitserve |python -m (splitserve\.[\w.]*\w(?= |$)|simulation )|deploy/\w+\.sh\b", line):
         return []
     words = shlex.split(line, comments=True)
     end = next((i for i, word in enumerate(words) if word in ("|", ">", "&&", "...")), len(words))
@@ -156,6 +156,11 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
     named = [code.rstrip("/") for code in inline_code(page) if re.fullmatch(r"[\w.]+/[\w./-]*", code)]
     missing = [name for name in named if name.partition("/")[0] in FOLDERS and not (ROOT / name).exists()]
     assert missing == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"({page.name})" not in index] == []
 
 
 @each_page
