@@ -37,7 +37,7 @@ def worker(name: str, role: str, device: str = "", **more: float) -> WorkerSnaps
 def everything() -> SystemSnapshot:
     """Workers with GPUs, and whatever the lifecycle counts."""
     counters = Lifecycle(1, "hybrid").counters()
-    steering = {"wanted_workers": 3, "load": {"prefill": 0.5, "decode": 0.9}, "counts": {"flip": 1}}
+    steering = {"wanted_workers": {"prefill": 2, "decode": 1}, "load": {"prefill": 0.5, "decode": 0.9}, "counts": {"flip": 1}}
     workers = [worker("p", "prefill", "GPU-1"), worker("d", "decode", "GPU-2")]
     return SystemSnapshot(ready=True, workers=workers, counters=counters, steering=steering)
 
