@@ -348,6 +348,10 @@ class HandoffSender:
         self._actions.append(Undelivered(out.key, kind, message))
 
     def _release(self, out: Outgoing) -> None:
+        """Its blocks may be anybody's from now on: what was still to be put of them, or said of it, is not."""
+        if out.grant is not None:
+            lease = out.grant.lease
+            self._actions = [a for a in self._actions if not (isinstance(a, Put | SendPlaced | SendHandoff) and a.lease == lease)]
         if self._met(out) is not None:
             lease = out.grant.lease if out.grant else 0
             if lease:

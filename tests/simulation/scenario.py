@@ -117,6 +117,7 @@ NAMED = {
     "memory": Scenario(Faults(cancel=0.1, spill_every=0.5, step_no_memory=0.01), FEW_BLOCKS),
     "echoes": Scenario(Faults(drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1)),
     "meetings": Scenario(Faults(mover_error=0.03, double=0.2, late=0.1, kill_every=0.3), Cluster(one_sided=1.0)),
+    "ahead": Scenario(Faults(late=0.1, drop=0.05, cancel=0.2, step_error=0.01, step_no_memory=0.01), Cluster(prefill_ahead=1.0)),
     "coordinators": Scenario(Faults(coordinator_restart_every=2.5, cancel=0.1), Cluster(num_coordinators=3)),
     "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2)),
 }

@@ -28,7 +28,6 @@ from splitserve.transport.handoff_sender import HandoffSender
 from splitserve.transport.lease_table import LeaseTable
 from splitserve.transport.messages import u32
 from splitserve.transport.movers.lease_book import LeaseBook
-from splitserve.transport.writers import Writers
 
 BUDGET = 6_000
 """Requests within which each must be found; the everyday run makes 20,000."""
@@ -139,17 +138,6 @@ def free_the_prompt_before_the_ack(patch: Patch) -> None:
         self.scheduler.unpin(sequence.key)
 
     patch.setattr(PrefillCore, "_first_token", broken)
-
-
-def answer_the_echo_of_a_meeting_like_a_meeting(patch: Patch) -> None:
-    meet = Writers.meet
-
-    def broken(self: Any, peer: Any, message: Any, worker: Any) -> Any:
-        met = meet(self, peer, message, worker)
-        named = {"mover": message.movers[0], "data_address": self._endpoints.data_address}
-        return met if met.mover or met.refused else met.model_copy(update=named)
-
-    patch.setattr(Writers, "meet", broken)
 
 
 def send_blocks_before_they_are_full(patch: Patch) -> None:
@@ -338,7 +326,6 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (say_release_and_put_on, "network"),
     (never_repeat_what_was_not_answered, "network"),
     (free_the_prompt_before_the_ack, "memory"),
-    (answer_the_echo_of_a_meeting_like_a_meeting, "meetings"),
     (send_blocks_before_they_are_full, "calm"),
     (write_parcels_of_leases_that_have_ended, "network"),
     (send_layers_before_they_are_computed, "calm"),

@@ -47,8 +47,10 @@ class WatchedBlocks(BlockManager):
                 self._violated(f"block {block} is sent, but nothing here holds it")
 
     def begin_step(self, step: object, blocks: set[int], written: Iterable[int]) -> None:
-        """A step is going to run: what it writes is one sequence's alone."""
+        """A step is going to run: what it writes is one sequence's alone, and every block is somewhere."""
         self._in_flight[id(step)] = blocks
+        if self.num_blocks - self._references.count(0) != self.num_used:
+            self._violated("blocks are not conserved")
         for block in written:
             if self._references[block] != 1:
                 self._violated(f"block {block} is written with {self._references[block]} references")

@@ -26,6 +26,18 @@ from splitserve.transport.messages import (
 )
 
 
+def test_what_was_not_put_yet_is_not_put_of_a_dropped_prompt() -> None:
+    """A step had ended, and a Cancel came before its blocks left: when they were put they were free, and a new step perhaps wrote them;
+    their checksums were of what they held by then, and the Handoff told the decode worker to join them."""
+    pair = Pair()
+    pair.offer(spec())
+    pair.deliver()
+    pair.compute(spec())
+    pair.sender.abandon((7, 1))
+    actions = pair.sender.take()
+    assert [type(action) for action in actions] == [act.CancelPuts, act.ToPeer]
+
+
 def test_a_lease_revoked_under_a_new_incarnation_is_not_written_any_more() -> None:
     pair = Pair(movers=("shm",))
     pair.offer(spec())
