@@ -12,6 +12,7 @@ settings.register_profile("suite", deadline=None)  # how long an example takes s
 settings.load_profile("suite")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own hook reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """How two test processes share the work (``deploy/test.sh``): the tests of real processes, which need both cores, come first and in
     turn, the others file by file beside them."""
