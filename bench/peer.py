@@ -30,11 +30,11 @@ LOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(url: str, loads: list[str]) -> dict[str, float]:
+def measure(url: str, loads: list[str], num_requests: list[int] | None = None) -> dict[str, float]:
     """The figures by name: times in milliseconds, rates in output tokens a second."""
     figures: dict[str, float] = {}
     for seed, name in enumerate(loads):
-        report = _run(url, name, seed)
+        report = _run(url, name, seed, num_requests[seed] if num_requests else None)
         if name.startswith("single"):
             figures[f"ttft_ms_{name[7:]}"] = report.latencies["ttft"]["p50"] * 1e3
         if name == "single_512":
@@ -46,8 +46,9 @@ def measure(url: str, loads: list[str]) -> dict[str, float]:
     return figures
 
 
-def _run(url: str, name: str, seed: int) -> Report:
-    settings = LoadSettings(url=url, vocab_size=30_000, seed=seed, timeout_s=900, **LOADS[name])
+def _run(url: str, name: str, seed: int, num_requests: int | None) -> Report:
+    load = {**LOADS[name], "requests": num_requests or LOADS[name]["requests"]}
+    settings = LoadSettings(url=url, vocab_size=30_000, seed=seed, timeout_s=900, **load)
     samples, duration_s = asyncio.run(generate_load(settings))
     report = summarize(samples, duration_s)
     if report.num_failed:
@@ -66,10 +67,14 @@ def main() -> None:
     parser.add_argument("--url", required=True)
     parser.add_argument("--name", required=True, help="what the server is, with version and options")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--requests", type=int, nargs="+", help="of each of the loads, for slow servers")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--against", type=Path, help="figures of this script for the other server: print the ratios")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"environment": environment(), "name": arguments.name, "figures": measure(arguments.url, arguments.loads)}
+    if arguments.requests and len(arguments.requests) != len(arguments.loads):
+        parser.error(f"--requests: {len(arguments.requests)} numbers for {len(arguments.loads)} loads")
+    figures = measure(arguments.url, arguments.loads, arguments.requests)
+    result: dict[str, Any] = {"environment": environment(), "name": arguments.name, "figures": figures}
     if arguments.against:
         other = json.loads(arguments.against.read_text())
         result["against"] = other["name"]
