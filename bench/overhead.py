@@ -8,7 +8,7 @@
 2. Time to first token of single requests through the real coordinator, prefill worker and handoff: all of it is overhead. Beside it, in the
    same run, what no code of ours can avoid: a bare HTTP exchange with uvicorn's parser, and a bare ZeroMQ round trip between two processes.
 3. The same once more while a loop of the scheduler's idle class runs on each core. It yields to everything, but keeps the cores from
-   going to sleep: on a virtual machine each wake-up of a sleeping core takes tens of microseconds, and a request's way has about ten of them.
+   going to sleep: on a virtual machine each wake-up of a sleeping core takes tens of microseconds, and a request's way has about ten.
 """
 
 from __future__ import annotations
