@@ -22,7 +22,7 @@ import zmq
 
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar
-from ..engine.errors import EngineError
+from ..engine.errors import DeviceLostError, EngineError
 from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
 from ..engine.load_model import load_model
@@ -200,6 +200,8 @@ class DecodeWorker:
             self._core.complete(finished.step, finished.output, now)
         elif finished.error is None:
             self._core.skip_step(finished.step)
+        elif isinstance(finished.error, DeviceLostError):  # no request's fault: all of them go on elsewhere
+            raise finished.error
         elif finished.out_of_memory:
             _log.warning(
                 "a decode step of %d sequences ran out of memory, half of them leave: %s", finished.step.batch.num_seqs, finished.error

@@ -5,6 +5,7 @@
     ├── WeightsError        weights missing, of the wrong shape, or in a format that is not loaded
     ├── ProfileError        a latency profile cannot be read or used (latency_profile.py)
     ├── OutOfMemoryError    the KV cache does not fit; says how many blocks would, and which option to lower
+    ├── DeviceLostError     the GPU serves this process no longer; another has to take its place
     └── GrammarError        a grammar that cannot be compiled or followed; the fault of one request
 
 Each message says what was wrong, what is allowed and what to do.
@@ -27,6 +28,10 @@ class WeightsError(EngineError):
 
 class OutOfMemoryError(EngineError):
     """The KV cache does not fit into memory."""
+
+
+class DeviceLostError(EngineError):
+    """The GPU's context is lost: every further step would fail."""
 
 
 class GrammarError(EngineError):

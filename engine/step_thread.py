@@ -14,6 +14,8 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from .batch import Batch, StepOutput
+from .errors import DeviceLostError
+from .lost_device import is_device_lost
 from .out_of_memory import is_out_of_memory, release_memory_of
 
 OnLayer = Callable[[int], None]
@@ -42,7 +44,8 @@ S = TypeVar("S", bound=Step)
 
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[S]):
-    """A step that is over: it has an output, or an error; neither if it was not run, because the step before it failed."""
+    """A step that is over: it has an output, or an error; neither if it was not run, because the step before it failed. After a
+    DeviceLostError no other step can run."""
 
     step: S
     output: StepOutput | None
@@ -155,9 +158,7 @@ class StepThread(Generic[S]):
             try:
                 finished = Finished(step, output(), None)
             except Exception as error:  # reported to the loop, which gives the step's requests back or tries a smaller one
-                if out_of_memory := is_out_of_memory(error):
-                    release_memory_of(error)
-                finished, self._broken = Finished(step, None, error, out_of_memory), True
+                finished, self._broken = _failed(step, error), True
         self._outbox.put(finished)
         self._wake()
 
@@ -165,3 +166,17 @@ class StepThread(Generic[S]):
         if num_layers == self._ahead_at_layer:
             self._num_nearly_done = self._num_begun
             self._wake()
+
+
+def _failed(step: S, error: Exception) -> Finished[S]:
+    """What the loop is to know of it; where memory was short, what the step held is free again."""
+    out_of_memory = is_out_of_memory(error)
+    if out_of_memory:
+        try:
+            release_memory_of(error)
+        except RuntimeError as worse:  # the GPU has more than too little memory
+            error, out_of_memory = worse, False
+    if is_device_lost(error):
+        lost = DeviceLostError(f"the GPU serves this process no longer ({str(error).splitlines()[0]}): it ends, to be started anew")
+        lost.__cause__, error = error, lost
+    return Finished(step, None, error, out_of_memory)

@@ -1,4 +1,5 @@
-"""Steps that raise, between two real workers: a request that makes them raise fails alone; a worker whose steps all raise ends."""
+"""Steps that raise, between two real workers: a request that makes them raise fails alone; a worker whose steps all raise ends, at once
+where its GPU is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from support.worker_pair import WorkerPair, spec
 
 from splitserve.bench.null_workers import NullRunner
 from splitserve.engine.batch import Batch, StepOutput
-from splitserve.engine.errors import EngineError
+from splitserve.engine.errors import DeviceLostError, EngineError
 from splitserve.engine.step_failures import BROKEN_AFTER
 from splitserve.transport.messages import RequestFailed, StepTokens, from_u32
 
@@ -19,12 +20,15 @@ NUM_SEQS, POISON, NUM_TOKENS = 6, 3, 50
 class Fragile(NullRunner):
     """Raises where a sequence of these prompts is in the batch."""
 
-    def __init__(self, *poisonous: int) -> None:
+    def __init__(self, *poisonous: int, error: Exception | None = None) -> None:
         self._poisonous = {number + 1 for number in poisonous}
+        self._error = error or ValueError("this model cannot do that")
+        self.num_failed_steps = 0
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         if any(state is not None and state.prompt_token_ids[0] in self._poisonous for state in batch.sampling):
-            raise ValueError("this model cannot do that")
+            self.num_failed_steps += 1
+            raise self._error
         return super().execute(batch, on_layer)
 
 
@@ -58,3 +62,14 @@ def test_a_worker_whose_steps_all_raise_ends_and_gives_back_what_failed(role: st
         error = pair.errors[role]
     assert isinstance(error, EngineError)
     assert "requests' steps all failed" in str(error)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_whose_gpu_is_lost_ends_with_that_step(role: str) -> None:
+    runner = Fragile(*range(NUM_SEQS), error=RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    with WorkerPair(runners={role: runner}) as pair:
+        pair.ask(*(spec(i) for i in range(NUM_SEQS)))
+        pair.threads[role].join(10)
+        assert not pair.threads[role].is_alive()
+    assert isinstance(pair.errors[role], DeviceLostError)
+    assert runner.num_failed_steps == 1, "who was in it is not tried apart, here"
