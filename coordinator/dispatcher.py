@@ -38,6 +38,7 @@ class SocketDispatcher:
         """Binds at once. Raises AddressError."""
         self._core = lifecycle
         self._channel = RouterChannel.bind(control_address, key, FROM_WORKER)
+        self._channel.watch_connections()
         self.address = self._channel.address
         self._attachment: Attachment | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -161,7 +162,10 @@ class SocketDispatcher:
         # The next one first: whatever this one raises, deadlines and dead workers are looked at again.
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self._receive(self._channel.receive(TICK_LIMIT))  # after a stall, first hear who has spoken
-        self._carry_out(self._core.tick(time.monotonic()))
+        now = time.monotonic()
+        if self._channel.lost_any(now):
+            self._core.connection_lost(now)
+        self._carry_out(self._core.tick(now))
         self._tell_changes()
 
     def _carry_out(self, actions: list[Action]) -> None:

@@ -13,6 +13,8 @@ from .routing import Policy
 
 DRAINED = "drained"
 """Why a worker that left in good order is gone."""
+FIND_OUT_S = 0.2
+"""So long after a connection has ended everybody is spoken to: what is sent in the first moments may seem to reach who is gone."""
 
 
 class Membership:
@@ -23,6 +25,7 @@ class Membership:
         self.evacuation = Evacuation(state.table, state.pools, policy, state.incarnation, state.limits.lost_after_s)
         self.flips = Flips(state)
         self._fenced: dict[WorkerId, float] = {}
+        self._finds_out_until = float("-inf")  # whose connection has ended
         self.expected_until = float("-inf")  # who left in good order is expected back by then
         self.reasons_lost: dict[WorkerId, str] = {}
         self.num_workers_lost = 0
@@ -79,8 +82,14 @@ class Membership:
         """Gives up who is dead, and says something to who has been silent: whether it can be reached shows in sending."""
         for worker, reason in self._state.pools.dead(now):
             self.lose(worker, reason, now)
-        for worker in self._state.pools.overdue(self._state.limits.heartbeat_s, now):
+        pools = self._state.pools
+        finds_out = now < self._finds_out_until
+        for worker in list(pools.workers.values()) if finds_out else pools.overdue(self._state.limits.heartbeat_s, now):
             self._state.send(worker, Alive(coordinator=self._state.incarnation))
+
+    def connection_lost(self, now: float) -> None:
+        """Of some worker: whose, shows in speaking to all."""
+        self._finds_out_until = now + FIND_OUT_S
 
     def fence(self, worker_id: WorkerId, now: float) -> None:
         """Whoever is not known here takes a new incarnation, and says hello."""

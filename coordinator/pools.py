@@ -192,8 +192,9 @@ class Pools:
         return found
 
     def overdue(self, heartbeat_s: float, now: float) -> list[Worker]:
-        """Those whose heartbeat should have come."""
-        return [worker for worker in self.workers.values() if now - worker.heard > 1.2 * heartbeat_s]
+        """Those whose heartbeat should have come, or that could not be reached the last time."""
+        workers = self.workers.values()
+        return [worker for worker in workers if now - worker.heard > 1.2 * heartbeat_s or worker.unreached_since is not None]
 
     def forgive(self, seconds: float) -> None:
         """So long the coordinator itself stood still: it counts as nobody's silence."""

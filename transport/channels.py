@@ -27,7 +27,7 @@ import zmq
 
 from .authenticator import Authenticator
 from .codec import MAX_MESSAGE_BYTES, decode, encode
-from .connection_watch import ConnectionWatch
+from .connection_watch import ConnectionWatch, LostConnections
 from .errors import AddressError, BadMessage
 from .keys import ClusterKey
 from .listening import refuse_taken, shared_listener
@@ -41,6 +41,7 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 2_000
 """The coordinator's own heartbeats are tighter. These tell a prefill worker that it is cut off from a decode worker, and replace a
 connection that a network has lost: TCP by itself would stand still for about as long again."""
 BACKLOG = 1_024
+REJOIN_S = 2.0  # after a change of keys that ends all connections they come back within so long
 MAX_TOGETHER = 256  # messages of one call of ``send``; a receiver refuses more
 LOG_EVERY_S = 5.0
 
@@ -160,6 +161,8 @@ class RouterChannel(_Channel):
     ):
         super().__init__(context, socket, allowed)
         self._authenticator = authenticator
+        self._lost: LostConnections | None = None
+        self._rejoined_by = float("-inf")
         self._key: ClusterKey | None = None
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -196,6 +199,7 @@ class RouterChannel(_Channel):
         before, self._key = self._key.pairs, key
         if not set(before) <= set(key.pairs):
             self.socket.unbind(self.address)
+            self._rejoined_by = time.monotonic() + REJOIN_S
             before = ()
         for pair in key.pairs:
             if pair not in before:
@@ -214,7 +218,18 @@ class RouterChannel(_Channel):
             if (message := self._decode(data, frames)) is not None
         ]
 
+    def watch_connections(self) -> None:
+        """From now on ``lost_any`` tells."""
+        self._lost = LostConnections(self.socket)
+
+    def lost_any(self, now: float) -> bool:
+        """Whether a peer's connection has ended since the last call, which must come again and again. (Whose: ``send`` tells.) What ended
+        because keys were changed does not count."""
+        return self._lost is not None and self._lost.any_since_last_asked() and now >= self._rejoined_by
+
     def close(self, linger_s: float = 0.0) -> None:
+        if self._lost is not None:
+            self._lost.close()
         super().close(linger_s)
         if self._authenticator is not None:
             self._authenticator.join()

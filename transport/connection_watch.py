@@ -1,4 +1,4 @@
-"""Whether a connecting socket's connection is there, by the events that ZeroMQ tells of it."""
+"""Whether a socket's connections are there, by the events that ZeroMQ tells of it."""
 
 from __future__ import annotations
 
@@ -29,3 +29,28 @@ class ConnectionWatch:
         """Before the socket is closed."""
         self._watched.disable_monitor()
         self._events.close()
+
+
+class LostConnections:
+    """Of a listening socket: that one of its connections has ended. Whose, ZeroMQ does not tell: it shows in sending."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._watched = socket
+        address = f"inproc://lost-connections-{id(self)}"
+        socket.monitor(address, zmq.EVENT_DISCONNECTED)
+        self._events = socket.context.socket(zmq.PAIR)
+        self._events.rcvhwm = 0  # a full queue would stop the thread that carries the messages
+        self._events.connect(address)
+
+    def any_since_last_asked(self) -> bool:
+        """To be asked again and again: what is not asked for is kept."""
+        found = False
+        while self._events.poll(0):
+            self._events.recv_multipart()
+            found = True
+        return found
+
+    def close(self) -> None:
+        """Before the socket is closed."""
+        self._watched.disable_monitor()
+        self._events.close(linger=0)

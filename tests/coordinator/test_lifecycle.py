@@ -137,6 +137,51 @@ def test_a_worker_whose_connection_is_gone_is_dead_sooner_unless_it_comes_back()
     assert "its connection is gone" in bench.core.reasons_lost[("d", 1)]
 
 
+def _found_dead_after(phase: float, told: bool) -> float:
+    """Seconds from the end of worker d's process, on another host, until its requests go elsewhere. ``phase``: of its heartbeats, and of
+    the coordinator's ticks; ``told``: ZeroMQ says that some connection has ended."""
+    bench = Bench()
+    killed, heartbeat, tick = 2.0, 0.25 * phase, 0.05 * ((7 * phase) % 1)
+    while ("d", 1) in bench.core.pools.workers:
+        assert bench.now < killed + 5
+        bench.now = min(heartbeat, tick)
+        if bench.now == heartbeat:
+            bench.load("p", [])
+            if bench.now < killed:
+                bench.load("d", [])
+            heartbeat += 0.25
+        else:
+            if told and killed <= bench.now < killed + 0.05:
+                bench.core.connection_lost(bench.now)
+            for said in bench.core.tick(bench.now):
+                if isinstance(said, Send):
+                    too_early = bench.now < killed + 0.002  # ZeroMQ has not taken the connection down yet
+                    bench.core.reached(said.worker, said.worker[0] == "p" or too_early, bench.now)
+            tick += 0.05
+    assert ("p", 1) in bench.core.pools.workers
+    return bench.now - killed
+
+
+def test_a_killed_worker_of_another_host_is_found_within_0_4_s() -> None:
+    """In virtual time with the ordinary limits, whenever it dies. (On the coordinator's host its end is seen at once.) Without word of a
+    lost connection it is 0.65 s: a heartbeat has to be late first."""
+    phases = [i / 97 for i in range(97)]
+    assert 0.25 < max(_found_dead_after(phase, told=True) for phase in phases) <= 0.4
+    assert 0.5 < max(_found_dead_after(phase, told=False) for phase in phases) <= 0.65
+
+
+def test_whose_connection_comes_back_in_time_is_not_dead() -> None:
+    bench = Bench(dead_after_s=5.0)
+    bench.core.connection_lost(bench.now)
+    for spoken in (False, False, False, True, True, True, True, True):
+        bench.now += 0.05
+        said = [a for a in bench.core.tick(bench.now) if isinstance(a, Send)]
+        assert said or bench.now > 0.2, "until it is reached again it is spoken to"
+        for send in said:
+            bench.core.reached(send.worker, send.worker[0] == "p" or spoken, bench.now)
+    assert len(bench.core.pools.workers) == 2
+
+
 def test_the_coordinators_own_stall_is_nobodys_silence() -> None:
     bench = Bench()
     bench.core.tick(bench.now)

@@ -1,4 +1,4 @@
-"""A connection that is not there is known, with the time since when."""
+"""A connection that is not there is known: by who connects with the time since when, by who listens only that one has ended."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import zmq
 
 from splitserve.transport.channels import DealerChannel, RouterChannel
+from splitserve.transport.keys import new_key
 from splitserve.transport.messages import FROM_DECODE, FROM_PREFILL
 
 DEADLINE_S = 10.0
@@ -44,3 +45,29 @@ def test_who_has_never_answered_is_missing_from_the_start() -> None:
             since = dealer.gone_since(time.monotonic())
             assert since is not None
             assert before <= since <= time.monotonic()
+
+
+def test_who_listens_hears_that_a_connection_has_ended() -> None:
+    with RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_PREFILL) as router:
+        router.watch_connections()
+        with DealerChannel.connect(router.address, b"p", None, FROM_DECODE) as dealer:
+            until_gone(dealer, False)
+            assert not router.lost_any(time.monotonic())
+        deadline = time.monotonic() + DEADLINE_S
+        while not router.lost_any(time.monotonic()):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert not router.lost_any(time.monotonic()), "it is told once"
+
+
+def test_a_change_of_keys_is_no_loss() -> None:
+    """It ends all connections, which come back; who asked at once would find everybody missing."""
+    key = new_key()
+    with RouterChannel.bind("tcp://127.0.0.1:*", key, FROM_PREFILL) as router:
+        router.watch_connections()
+        with DealerChannel.connect(router.address, b"p", key, FROM_DECODE) as dealer:
+            until_gone(dealer, False)
+            before = time.monotonic()
+            router.change_key(new_key())
+            until_gone(dealer, True)
+            assert not router.lost_any(before)
