@@ -180,7 +180,7 @@ class WaitingLine:
                 self.charge(flight)
                 self.leave(flight)
             return
-        turns = _Turns(self._classes, self._shares)
+        turns = self._turns()
         too_long = inf  # where a prompt finds no room, no longer one does
         for _ in range(4 * LOOK_AHEAD + len(self._entries)):
             if turns.num_passed_over == 4 * LOOK_AHEAD or (entry := turns.next()) is None:
@@ -196,6 +196,12 @@ class WaitingLine:
                 too_long = min(too_long, num_tokens)
                 turns.pass_over()
 
+    def _turns(self) -> _Turns | _OnlyTenant:
+        waiting = [tenants for line in self._classes.values() if (tenants := line.tenants)]
+        if len(waiting) == 1 and len(waiting[0]) == 1:  # mostly
+            return _OnlyTenant(next(iter(waiting[0].values())))
+        return _Turns(self._classes, self._shares)
+
 
 def _service(flight: Flight) -> float:
     """What it has been given since it was last asked."""
@@ -203,6 +209,24 @@ def _service(flight: Flight) -> float:
     cost = PROMPT_WEIGHT * max(0, prompt) + OUTPUT_WEIGHT * len(flight.tokens)
     service, flight.charged = cost - flight.charged, cost
     return service
+
+
+class _OnlyTenant:
+    """``_Turns`` where but one tenant's requests wait: in their order."""
+
+    def __init__(self, tenant: _Tenant) -> None:
+        self._entries = tenant.entries
+        self.num_passed_over = 0
+
+    def next(self) -> Entry | None:
+        at = self.num_passed_over
+        return self._entries[at] if at < LOOK_AHEAD and at < len(self._entries) else None
+
+    def served(self) -> None:
+        """It has left the entries."""
+
+    def pass_over(self) -> None:
+        self.num_passed_over += 1
 
 
 class _Turns:

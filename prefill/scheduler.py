@@ -196,8 +196,11 @@ class PrefillScheduler:
             return None
         budget = self._budget
         chunks: list[Chunk] = []
-        computing = {h for s in self.running.values() if (h := self._next_hash(s, s.num_computed // self.block_size))}
-        crowding = self._crowding_peers()
+        computing: set[bytes] = set()
+        crowding: set[PeerId] = set()
+        if self.waiting:
+            computing = {h for s in self.running.values() if (h := self._next_hash(s, s.num_computed // self.block_size))}
+            crowding = self._crowding_peers()
         starved = False
         candidates = [*self.running.values(), *self.waiting.values()]
         if len(candidates) > 1:
@@ -334,6 +337,8 @@ class PrefillScheduler:
         sequence.blocks = []
 
     def _batch(self, chunks: Sequence[Chunk]) -> Batch:
+        if len(chunks) == 1:
+            return self._batch_of_one(chunks[0])
         tables = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int32)
         for row, chunk in enumerate(chunks):
             tables[row, : len(chunk.sequence.blocks)] = chunk.sequence.blocks
@@ -353,6 +358,27 @@ class PrefillScheduler:
             sampling=[c.sequence.state if c.is_last and not c.sequence.scores_only else None for c in chunks],
             prompt_logprobs=[c.sequence.spec.prompt_logprobs for c in chunks],
             next_prompt_ids=[_next_prompt_ids(c) for c in chunks],
+        )
+
+    def _batch_of_one(self, chunk: Chunk) -> Batch:
+        """The same, of fewer operations: most steps have one chunk."""
+        sequence, end = chunk.sequence, chunk.start + chunk.count
+        positions = np.arange(chunk.start, end, dtype=np.int32)
+        tables = np.array([sequence.blocks], np.int32)
+        at_block = positions // self.block_size
+        slots = (tables[0] - np.arange(len(sequence.blocks), dtype=np.int64))[at_block]  # of each token, less its position's block
+        slots *= self.block_size
+        slots += positions
+        return Batch(
+            token_ids=sequence.token_ids[chunk.start : end].copy(),
+            positions=positions,
+            query_start_loc=np.array([0, chunk.count], np.int32),
+            seq_lens=np.array([end], np.int32),
+            block_tables=tables,
+            slot_mapping=slots,
+            sampling=[sequence.state if chunk.is_last and not sequence.scores_only else None],
+            prompt_logprobs=[sequence.spec.prompt_logprobs],
+            next_prompt_ids=[_next_prompt_ids(chunk)],
         )
 
 

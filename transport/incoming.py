@@ -59,8 +59,8 @@ class Incoming:
 
     def checks(self) -> Verify | None:
         """What has arrived, has a checksum, and is not checked yet."""
-        due = sorted(self.arrived & self.checksums.keys() - self.checking - self.right - self.wrong)
-        if not due:
+        told = self.checksums
+        if not told or not (due := sorted(p for p in self.arrived - self.checking - self.right - self.wrong if p in told)):
             return None
         self.checking.update(due)
         return Verify(self.lease, due, [self.blocks[p] for p in due], [self.checksums[p] for p in due])

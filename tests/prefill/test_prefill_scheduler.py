@@ -49,6 +49,7 @@ def run(scheduler: PrefillScheduler, now: float) -> list[int] | None:
 def check(step: PrefillStep) -> None:
     """The batch's arrays say what the chunks say."""
     batch = step.batch
+    assert [a.dtype for a in (batch.token_ids, batch.block_tables, batch.slot_mapping)] == [np.int32, np.int32, np.int64]
     assert batch.num_tokens == sum(c.count for c in step.chunks)
     for row, chunk in enumerate(step.chunks):
         start, end = batch.query_start_loc[row], batch.query_start_loc[row + 1]

@@ -121,7 +121,7 @@ def run(first_seed: int, num_requests: int, name: str = "drawn", stop_at_failure
 def rare_garbage_collection() -> Iterator[None]:
     """A world makes many small objects, and hardly any cycle before it ends: looking for cycles as often as usual costs a tenth."""
     before = gc.get_threshold()
-    gc.set_threshold(200_000, *before[1:])
+    gc.set_threshold(400_000, *before[1:])
     try:
         yield
     finally:

@@ -85,13 +85,15 @@ class Memory:
 
     def _total(self, table: list[int], length: int) -> int:
         """The sum of a sequence's values; a whole block's is kept until the block is written again."""
-        size, sums, total = self.block_size, self._sums, 0
+        size, sums = self.block_size, self._sums
         full, rest = divmod(length, size)
-        for block in table[:full]:
-            known = sums[block]
-            if known is None:
-                known = sums[block] = sum(self.read(block))
-            total += known
+        known = [sums[block] for block in table[:full]]
+        if None in known:
+            for block in table[:full]:
+                if sums[block] is None:
+                    sums[block] = sum(self.read(block))
+            known = [sums[block] for block in table[:full]]
+        total: int = sum(known)  # type: ignore[arg-type]
         if rest:
             values, start = self.values, table[full] * NUM_LAYERS * size
             for first in range(start, start + NUM_LAYERS * size, size):

@@ -142,10 +142,12 @@ class WorkerProcess(Process):
 
     def turn(self) -> None:
         """One turn of the loop."""
-        if self.steps.any_ended:
+        steps = self.steps
+        if steps.any_ended:
             self._collect()
-        self._launch()
-        if self.carry_out_all():
+        if steps.wants_next:
+            self._launch()
+        if self.core.stirs and self.carry_out_all() and steps.wants_next:
             self._launch()  # what was just verified joins at once
         if self.core.may_leave and not self.frozen:
             self._tell(Goodbye(worker_id=self.name, incarnation=self.incarnation))
@@ -155,11 +157,16 @@ class WorkerProcess(Process):
     def carry_out_all(self) -> bool:
         """Whatever the core wants done now. False: nothing."""
         busy = False
-        run, carry_out = self.run, self._carry_out
+        run, do, queue = self.run, self.do, self._queue
         while self.core.stirs and (actions := self.take()):
             busy, me = True, self.id
             for action in actions:
-                run(carry_out, action, me)
+                if not self.alive or queue.now < self._frozen_until or not self._inside:
+                    run(self._carry_out, action, me)
+                elif type(action) is ToCoordinator:
+                    self._tell(action.message, me)
+                else:
+                    do(action)
         return busy
 
     def _collect(self) -> None:
