@@ -57,6 +57,9 @@ def show(profile: Profile, console: Console) -> None:
     for name, handoff in (profile.movers or {"": profile.handoff}).items():
         rate, put, message = handoff.bytes_per_s / 1e9, 1e3 * handoff.put_s, 1e3 * handoff.message_s
         console.print(f"handoff{f' by {name}' if name else ''}: {rate:.2f} GB/s, {put:.3f} ms a put, {message:.3f} ms a message")
+    if profile.start_s or profile.flip_s is not None:
+        flip = f", a change of role {1e3 * profile.flip_s:.1f} ms" if profile.flip_s is not None else ""
+        console.print(f"from the start of a process to being ready: {profile.start_s:.1f} s{flip}")
 
 
 def _errors(residuals: Residuals | None) -> tuple[str, ...]:
@@ -66,7 +69,10 @@ def _errors(residuals: Residuals | None) -> tuple[str, ...]:
 
 
 def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Profile:
+    from ..decode.settings import DecodeSettings
     from ..engine.load_model import load_model
+    from ..prefill.settings import PrefillSettings
+    from .profile.flip import measure_flip
     from .profile.handoff import measure_movers
     from .profile.measure import decode_loop_s, fitted, measure, noise_cv
 
@@ -92,6 +98,11 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
             console.print(f"{role} steps that were not fitted to: off by {residuals.mean:.1%} on average, {residuals.worst:.1%} at worst")
     loop_s = decode_loop_s(min(16, settings.max_num_seqs))
     movers = measure_movers(block_bytes, model.num_layers)
+    flip_s = measure_flip(
+        model,
+        PrefillSettings(model=folder, insecure=True, max_batch_tokens=settings.max_batch_tokens, **shared),
+        DecodeSettings(model=folder, insecure=True, max_num_seqs=settings.max_num_seqs, **shared),
+    )
     power = _power(model, found, block_size)
     made = Profile(
         name=settings.name or f"{folder.resolve().name} on {model.device}",
@@ -111,6 +122,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
         handoff=movers["shm"],
         movers=movers,
         start_s=start_s,
+        flip_s=flip_s,
         noise_cv=noise_cv(found),
         power=power,
     )

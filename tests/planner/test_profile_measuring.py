@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from splitserve.decode.settings import DecodeSettings
+from splitserve.decode.worker import DecodeWorker
+from splitserve.deploy.settings import DEMO_MODEL
 from splitserve.engine.batch import Batch, StepOutput
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepClock, StepModel
+from splitserve.engine.load_model import load_model
+from splitserve.engine.settings import WorkerSettings
 from splitserve.planner.profile.design import Bounds, experiments
+from splitserve.planner.profile.flip import measure_flip
 from splitserve.planner.profile.handoff import measure_movers
 from splitserve.planner.profile.measure import MIN_REPEATS, batch_of, decode_loop_s, fitted, measure, noise_cv
 from splitserve.planner.profile.power import measure_power
+from splitserve.prefill.settings import PrefillSettings
+from splitserve.prefill.worker import PrefillWorker
 
 BOUNDS = Bounds(max_batch_tokens=256, max_num_seqs=32, max_model_len=1024, num_blocks=512, block_size=16)
 TRUTH = Profile(
@@ -74,6 +83,26 @@ def test_the_handoff_and_the_loop_of_this_machine_can_be_measured() -> None:
         assert 1e7 < handoff.bytes_per_s < 1e12
         assert 0 < handoff.message_s < 1
     assert 0 < decode_loop_s(4, num_steps=20) < 1
+
+
+def test_a_change_of_role_is_timed_on_real_workers_that_no_coordinator_hears_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    TRUTH.write(tmp_path / "profile.json")
+    runner = f"paced:{tmp_path / 'profile.json'}"
+    options = {"model": DEMO_MODEL, "runner": runner, "insecure": True, "num_blocks": 64, "block_size": 16, "device": "cpu"}
+    decode, prefill = DecodeSettings.model_validate(options), PrefillSettings.model_validate(options)
+    model = load_model(decode, max_decode_seqs=8, max_prefill_tokens=64)
+    made: list[tuple[str, str]] = []
+    for kind in (DecodeWorker, PrefillWorker):
+        begin = kind.__init__
+
+        def noted(worker: object, settings: WorkerSettings, *rest: object, begin: Callable[..., None] = begin) -> None:
+            made.append((settings.role, settings.coordinator))
+            begin(worker, settings, *rest)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    assert 0 < measure_flip(model, prefill, decode, num_flips=2) < 30
+    assert [role for role, _ in made] == ["prefill", "decode", "prefill"]
+    assert decode.coordinator not in {coordinator for _, coordinator in made}
 
 
 class Driver:
