@@ -316,11 +316,13 @@ class Lifecycle:
         self._ticked = now
 
     def _is_lost(self, flight: Flight, now: float) -> bool:
-        """No worker that should hold this dispatch has reported it, though each had time to."""
+        """Every worker that should hold this dispatch has reported since it had time to take it, and not named it. One that is silent has
+        said nothing of it: whether that one is dead is another question, and no failure of the request's."""
         if now - flight.mark < self.limits.lost_after_s:
             return False
         holders = {"prefill": [flight.prefill], "handoff": [flight.prefill, flight.decode], "decode": [flight.decode]}[flight.stage]
-        return not any(w is not None and flight.dispatch in w.held for w in holders)
+        told_by = flight.mark + self.limits.lost_after_s
+        return all(w is None or (w.held_at >= told_by and flight.dispatch not in w.held) for w in holders)
 
     def _serve_or_give_up(self, now: float) -> None:
         """Admitted requests wait a while for workers to come back, not for ever."""

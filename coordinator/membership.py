@@ -50,7 +50,7 @@ class Membership:
         if worker.role == "prefill":
             self._state.forecast.hear(worker, load)
         held = set(from_u32(load.dispatches))
-        worker.held = held
+        worker.held, worker.held_at = held, now
         self._state.send(worker, Alive(coordinator=self._state.incarnation))
         if worker.drain is not None:  # it has not heard yet
             self._state.send(worker, worker.drain)

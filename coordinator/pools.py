@@ -24,6 +24,7 @@ class Worker:
     asked_for_cache: float = -1e9
     dispatches: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # what it says it holds
+    held_at: float = float("-inf")  # when it last said so
     pending: dict[int, int] = field(default_factory=dict)  # prefill: by dispatch, prompt tokens not yet computed
     pending_blocks: int = 0  # decode: blocks of prompts dispatched and not yet joined
     unreached_since: float | None = None  # its connection is gone since then

@@ -250,6 +250,28 @@ def test_notes_are_compared_with_every_heartbeat() -> None:
     assert again.spec.epoch == 1
 
 
+@pytest.mark.parametrize("silent", ["p", "d"])
+def test_a_silent_worker_has_lost_nothing_until_it_is_dead(silent: str) -> None:
+    """A worker that got no processor for some seconds, and was allowed to, used to be four "lost" attempts in a row: status 500."""
+    bench = Bench(dead_after_s=60.0)
+    bench.submit()
+    bench.load("p", [])
+    bench.load("d", [])
+    if silent == "d":
+        bench.first(1)
+    actions: list[Action] = []
+    while bench.now < 20:
+        bench.now += 0.2
+        actions += bench.load("d" if silent == "p" else "p", [])
+        actions += bench.core.tick(bench.now)
+    assert not ends(actions)
+    assert not sent(actions, Prefill)
+    assert not sent(actions, Cancel)
+    actions = bench.load("p", []) + bench.load("d", [])  # now it speaks, and does not know of it
+    (again,) = sent(actions + bench.core.tick(bench.now), Prefill)
+    assert again.spec.epoch == 1
+
+
 def test_requests_wait_here_while_the_workers_are_full_and_priorities_matter() -> None:
     bench = Bench()
     assert len(sent(bench.submit("a", prompt_token_ids=[1] * 40), Prefill)) == 1
