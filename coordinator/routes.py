@@ -7,13 +7,14 @@ from time import monotonic
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from .bodies import fields
 from .bodies.tokens import DetokenizeRequest, TokenizeRequest
 from .body import ClientGone, read_body
 from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable, from_validation
@@ -24,8 +25,9 @@ from .openapi import document
 from .prompts import chat_prompt
 from .request import Dispatcher
 from .served_model import ServedModel
+from .unknown_fields import UnknownFields
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=fields.Body)
 
 
 class OrdinaryRoutes:
@@ -39,6 +41,7 @@ class OrdinaryRoutes:
         self._limits = limits
         self._metrics = metrics
         self._more = more
+        self._unknown = UnknownFields()
 
     def application(self) -> Starlette:
         """As an ASGI application whose every error has OpenAI's shape."""
@@ -121,9 +124,11 @@ class OrdinaryRoutes:
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         body = await read_body(dict(request.scope["headers"]), request.receive, self._limits.max_body_bytes)
         try:
-            return kind.model_validate_json(body)
+            found = kind.model_validate_json(body)
         except ValidationError as error:
             raise from_validation(error) from error
+        self._unknown.note(found.unknown_fields())
+        return found
 
 
 def error_handlers() -> Any:

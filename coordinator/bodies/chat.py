@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..chat_output.tool_choice import MAX_TOOLS, TOOL_CHOICE, Tool, check_tool_choice
-from .fields import INT64, NULL, Body, invalid, only, schema
+from .fields import INT64, NULL, Body, invalid, only, schema, unknown_within
 from .sampling import SamplingFields
 
 MAX_MESSAGES = 10_000
@@ -54,6 +55,10 @@ class ToolCall(Body):
     type: str | None = None
     function: CalledFunction
 
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        return super().unknown_fields() + unknown_within("function", self.function)
+
 
 class Message(Body):
     """One message of a chat."""
@@ -72,6 +77,19 @@ class Message(Body):
         if self.content is None and self.role != "assistant":
             raise invalid(f"a message of role {self.role!r} needs `content`")
         return self
+
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        found = super().unknown_fields()
+        for i, call in enumerate(self.tool_calls or ()):
+            found += unknown_within(f"tool_calls[{i}]", call)
+        return found
+
+
+def unknown_of_messages(messages: Sequence[Message]) -> list[str]:
+    """Unknown fields of a body's ``messages``; mostly there are none, and this is asked for every request."""
+    odd = [(i, message) for i, message in enumerate(messages) if message.model_extra or message.tool_calls]
+    return [path for i, message in odd for path in unknown_within(f"messages[{i}]", message)]
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -97,6 +115,13 @@ class ChatCompletionRequest(SamplingFields):
         if self.max_tokens == 0:
             raise PydanticCustomError("invalid", "max_tokens: must be at least 1")
         return self if self.tool_choice is None and not self.tools else self._calls_are_possible()
+
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        found = super().unknown_fields() + unknown_of_messages(self.messages)
+        for i, tool in enumerate(self.tools or ()):
+            found += unknown_within(f"tools[{i}]", tool)
+        return found
 
     @property
     def max_new_tokens(self) -> int | None:

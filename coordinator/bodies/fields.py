@@ -18,8 +18,13 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 
     def unknown_fields(self) -> list[str]:
-        """Names of fields that this server does not know."""
-        return sorted(self.model_extra or ())
+        """Paths of fields that have a value and that this server does not know."""
+        return sorted(name for name, value in self.model_extra.items() if value is not None) if self.model_extra else []
+
+
+def unknown_within(path: str, inner: Body) -> list[str]:
+    """Unknown fields of what a field holds, with its path before theirs."""
+    return [f"{path}.{name}" for name in inner.unknown_fields()]
 
 
 def invalid(message: str) -> PydanticCustomError:

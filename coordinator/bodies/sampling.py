@@ -18,7 +18,7 @@ from ..output_format import (
     check_structured_outputs,
 )
 from ..service_tier import ServiceTier
-from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, invalid, schema
+from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, invalid, schema, unknown_within
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 32
@@ -130,6 +130,11 @@ class SamplingFields(Body):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise invalid(f"{name}: not allowed together with `{wanted.param}`, which says where the output ends")
         return self
+
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        found = super().unknown_fields()
+        return found if self.stream_options is None else found + unknown_within("stream_options", self.stream_options)
 
     @property
     def output_format(self) -> OutputFormat | None:

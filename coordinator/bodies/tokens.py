@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from .chat import MAX_MESSAGES, Message
+from .chat import MAX_MESSAGES, Message, unknown_of_messages
 from .fields import INT64, MAX_TOKENS, Body
 
 
@@ -26,6 +26,10 @@ class TokenizeRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("invalid", "prompt: give either `prompt` or `messages`")
         return self
+
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        return super().unknown_fields() + unknown_of_messages(self.messages or ())
 
 
 class DetokenizeRequest(Body):

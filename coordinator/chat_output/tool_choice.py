@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+from ..bodies.fields import Body, unknown_within
 
 MAX_TOOLS = 128
 Mode = Literal["none", "auto", "required"]
-_STRICT = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
 
 
 def _object(value: Any) -> Any:
@@ -19,10 +20,8 @@ def _object(value: Any) -> Any:
     return value
 
 
-class Function(BaseModel):
+class Function(Body):
     """What a tool is called with; ``parameters`` is a JSON schema. ``strict``: also a call that the model need not make follows it."""
-
-    model_config = _STRICT
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -30,13 +29,15 @@ class Function(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(Body):
     """One tool: functions are all there is."""
-
-    model_config = _STRICT
 
     type: Literal["function"]
     function: Function
+
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        return super().unknown_fields() + unknown_within("function", self.function)
 
 
 class ToolChoice(NamedTuple):

@@ -237,6 +237,23 @@ async def test_nulls_and_unknown_fields_are_accepted(http: httpx.AsyncClient, ca
     assert lines == ["ignored unknown fields of a request: 'frobnicate', 'store'"]  # once, not twice
 
 
+async def test_unknown_fields_are_named_with_their_path(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    """Not those that have no value: clients send back all fields of an answer's message."""
+    function = {"name": "f", "arguments": "{}", "thought": 1}
+    call = {"id": "c", "type": "function", "function": function, "index": 0}
+    called = {"role": "assistant", "tool_calls": [call], "audio": None}
+    messages = [{"role": "user", "content": "Hi", "mood": "good"}, called, *CHAT["messages"]]
+    tool = {"type": "function", "function": {"name": "f", "cost": 1}, "free": True}
+    body = {**CHAT, "messages": messages, "tools": [tool], "stream": True, "stream_options": {"pace": 1}, "frobnicate": 1, "audio": None}
+    paths = ["messages[0].mood", "messages[1].tool_calls[0].index", "messages[1].tool_calls[0].function.thought"]
+    with caplog.at_level(logging.INFO, "splitserve.coordinator"):
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+        assert (await http.post("/tokenize", json={"messages": messages[:1]})).status_code == 200
+    paths = ["frobnicate", "stream_options.pace", *paths, "tools[0].free", "tools[0].function.cost"]
+    lines = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert lines == [", ".join(map(repr, paths)), "'messages[0].mood'"]
+
+
 async def test_no_worker_is_503_at_once(http: httpx.AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.workers = False
     for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", {**CHAT, "stream": True})):
