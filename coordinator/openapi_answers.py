@@ -101,6 +101,15 @@ FILE = record(
     }
 )
 DELETED = record({"id": STRING, "object": {"const": "file"}, "deleted": {"const": True}})
+_BATCH_USAGE = record(
+    {
+        "input_tokens": COUNT,
+        "input_tokens_details": record({"cached_tokens": COUNT}),
+        "output_tokens": COUNT,
+        "output_tokens_details": record({"reasoning_tokens": COUNT}),
+        "total_tokens": COUNT,
+    }
+)
 BATCH = record(
     {
         "id": STRING,
@@ -110,6 +119,7 @@ BATCH = record(
         "created_at": INTEGER,
         "status": {"enum": [*OPEN, "failed", "completed", "expired", "cancelled"]},
         "request_counts": record({"total": COUNT, "completed": COUNT, "failed": COUNT}),
+        "usage": _BATCH_USAGE,
         "output_file_id": STRING_OR_NULL,
         "error_file_id": STRING_OR_NULL,
     }

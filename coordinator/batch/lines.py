@@ -18,6 +18,15 @@ class Line(NamedTuple):
     body: bytes
 
 
+class Used(NamedTuple):
+    """Tokens of an answer, or of many."""
+
+    prompt: int = 0
+    cached: int = 0  # of the prompt's
+    completion: int = 0
+    reasoning: int = 0  # of the completion's
+
+
 class LineError(NamedTuple):
     """Why a batch cannot be taken."""
 
@@ -68,6 +77,15 @@ def _line(number: int, raw: bytes, endpoint: str, seen: set[str]) -> Line:
     if value["body"].get("stream"):
         raise ValueError("stream: a batch's answers are not streamed")
     return Line(number, custom_id, orjson.dumps(value["body"]))
+
+
+def used_by(status: int, body: bytes) -> Used:
+    """What an answer says that it used: nothing where it is an error."""
+    if status != 200:
+        return Used()
+    told = orjson.loads(body)["usage"]
+    cached, reasoning = told["prompt_tokens_details"]["cached_tokens"], told["completion_tokens_details"]["reasoning_tokens"]
+    return Used(told["prompt_tokens"], cached, told["completion_tokens"], reasoning)
 
 
 def output_line(batch_id: str, line: Line, status: int, body: bytes, request_id: str) -> bytes:

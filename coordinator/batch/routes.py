@@ -6,18 +6,21 @@ import time
 from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..bodies.fields import Body
 from ..body import read_body
 from ..errors import BodyTooLarge, InvalidRequest, NotFound, from_validation
 from ..tenants.limits import ANONYMOUS, Account
+from ..unknown_fields import UnknownFields
+from .lines import Used
 from .runner import BatchRunner, pack_account
-from .store import Counts, StoredBatch, StoredFile
+from .store import BatchStore, StoredBatch, StoredFile
 
 MAX_FILE_BYTES = 200 << 20
 MAX_BODY_BYTES = 1 << 20
@@ -27,10 +30,8 @@ MAX_FILES_PAGE = 10_000
 TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
 
 
-class BatchRequest(BaseModel):
+class BatchRequest(Body):
     """POST /v1/batches."""
-
-    model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
@@ -43,6 +44,7 @@ class BatchRoutes:
 
     def __init__(self, runner: BatchRunner) -> None:
         self._runner = runner
+        self._unknown = UnknownFields()
 
     def routes(self) -> list[Route]:
         return [
@@ -103,18 +105,21 @@ class BatchRoutes:
             asked = BatchRequest.model_validate_json(body)
         except ValidationError as error:
             raise from_validation(error) from error
+        self._unknown.note(asked.unknown_fields())
         account, now = _account(request), time.time()
         if await self._runner.call(lambda store: store.file(account.tenant, asked.input_file_id)) is None:
             raise NotFound(f"There is no file {asked.input_file_id!r}.", param="input_file_id")
-        details = {**asked.model_dump(), "created_at": int(now), "expires_at": int(now) + WINDOW_S}
+        known = asked.model_dump(include=set(BatchRequest.model_fields))
+        details = {**known, "created_at": int(now), "expires_at": int(now) + WINDOW_S}
         batch = await self._runner.call(lambda store: store.add_batch(account.tenant, pack_account(account), details, now))
+        told = await self._runner.call(lambda store: _batch(store, batch))
         self._runner.wake()
-        return _json(_batch(batch, Counts(0, 0, 0)))
+        return _json(told)
 
     async def _list_batches(self, request: Request) -> Response:
         tenant, after, limit = _account(request).tenant, request.query_params.get("after"), _limit(request, PAGE, MAX_PAGE)
-        found = await self._runner.call(lambda store: [(b, store.counts(b.id)) for b in store.batches(tenant, after, limit)])
-        return _list([_batch(batch, counts) for batch, counts in found[:limit]], more=len(found) > limit)
+        found = await self._runner.call(lambda store: [_batch(store, batch) for batch in store.batches(tenant, after, limit)])
+        return _list(found[:limit], more=len(found) > limit)
 
     async def _batch(self, request: Request) -> Response:
         return _json(await self._found_batch(request))
@@ -142,7 +147,7 @@ class BatchRoutes:
         batch = await self._runner.call(lambda store: store.batch(tenant, id))
         if batch is None:
             raise NotFound(f"There is no batch {id!r}.", param="batch_id")
-        return _batch(batch, await self._runner.call(lambda store: store.counts(id)))
+        return await self._runner.call(lambda store: _batch(store, batch))
 
 
 def _account(request: Request) -> Account:
@@ -169,10 +174,22 @@ def _file(file: StoredFile) -> dict[str, Any]:
     }
 
 
-def _batch(batch: StoredBatch, counts: Counts) -> dict[str, Any]:
-    times = dict.fromkeys(TIMES)
-    more = {"output_file_id": None, "error_file_id": None, "errors": None}
-    return {"id": batch.id, "object": "batch", "status": batch.status, **times, **more, **batch.details, "request_counts": counts._asdict()}
+def _batch(store: BatchStore, batch: StoredBatch) -> dict[str, Any]:
+    """OpenAI's object, as things stand."""
+    empty: dict[str, Any] = dict.fromkeys((*TIMES, "output_file_id", "error_file_id", "errors"))
+    counts, used = store.counts(batch.id)._asdict(), _usage(store.used(batch.id))
+    return {**empty, **batch.details, "id": batch.id, "object": "batch", "status": batch.status, "request_counts": counts, "usage": used}
+
+
+def _usage(used: Used) -> dict[str, Any]:
+    """Of the requests that were answered, named as OpenAI names a batch's."""
+    return {
+        "input_tokens": used.prompt,
+        "input_tokens_details": {"cached_tokens": used.cached},
+        "output_tokens": used.completion,
+        "output_tokens_details": {"reasoning_tokens": used.reasoning},
+        "total_tokens": used.prompt + used.completion,
+    }
 
 
 def _list(items: list[dict[str, Any]], *, more: bool) -> Response:

@@ -17,7 +17,7 @@ import msgpack
 from ..call import CallHandler, Endpoint, Headers
 from ..inner_call import InnerCall
 from ..tenants.limits import Account
-from .lines import Line, output_line, read_lines, unanswered_line
+from .lines import Line, output_line, read_lines, unanswered_line, used_by
 from .store import BatchStore, Status, StoredBatch
 
 T = TypeVar("T")
@@ -144,7 +144,8 @@ class BatchRunner:
             answer = await self._ask_until_answered(batch, line)
             request_id = dict(answer.headers).get(b"x-request-id", b"").decode()
             output = output_line(batch_id, line, answer.status, answer.body, request_id)
-            await self.call(lambda store: store.answer(batch_id, line.number, answer.status, output))
+            used = used_by(answer.status, answer.body)
+            await self.call(lambda store: store.answer(batch_id, line.number, answer.status, output, used))
         finally:
             del self._running[batch_id, line.number]
             self.wake()

@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from .lines import Line
+from .lines import Line, Used
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+NOTHING = Used()
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -25,6 +26,9 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE TABLE IF NOT EXISTS lines (
     batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB NOT NULL, status INTEGER, output BLOB,
     PRIMARY KEY (batch, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS used (
+    batch TEXT PRIMARY KEY, prompt INTEGER NOT NULL, cached INTEGER NOT NULL, completion INTEGER NOT NULL, reasoning INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS open_lines ON lines (number, batch) WHERE status IS NULL;
 """
@@ -130,7 +134,8 @@ class BatchStore:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             over = f"SELECT id FROM batches WHERE created < ? AND status NOT IN ({marks})"
-            self._db.execute(f"DELETE FROM lines WHERE batch IN ({over})", (before, *OPEN))
+            for table in ("lines", "used"):
+                self._db.execute(f"DELETE FROM {table} WHERE batch IN ({over})", (before, *OPEN))
             batches = self._db.execute(f"DELETE FROM batches WHERE id IN ({over})", (before, *OPEN)).rowcount
             used = [batch.details["input_file_id"] for batch in self.open_batches()]
             unused = f"created < ? AND id NOT IN ({', '.join('?' * len(used))})"
@@ -156,10 +161,15 @@ class BatchStore:
         )
         return [(row[0], Line(row[1], row[2], bytes(row[3]))) for row in rows]
 
-    def answer(self, batch: str, number: int, status: int, output: bytes) -> None:
+    def answer(self, batch: str, number: int, status: int, output: bytes, used: Used = NOTHING) -> None:
         """For good. A second answer changes nothing."""
         query = "UPDATE lines SET status = ?, output = ? WHERE batch = ? AND number = ? AND status IS NULL"
-        self._db.execute(query, (status, output, batch, number))
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            if self._db.execute(query, (status, output, batch, number)).rowcount and used != NOTHING:
+                self._db.execute(_ADD_USED, (batch, *used))
+        finally:
+            self._db.execute("COMMIT")
 
     def outputs(self, batch: str, *, good: bool) -> bytes:
         """The content of the output file, or of the error file."""
@@ -170,11 +180,20 @@ class BatchStore:
         query = "SELECT count(*), coalesce(sum(status = 200), 0), coalesce(sum(status <> 200), 0) FROM lines WHERE batch = ?"
         return Counts(*self._db.execute(query, (batch,)).fetchone())
 
+    def used(self, batch: str) -> Used:
+        """By all of its requests that are answered."""
+        row = self._db.execute("SELECT prompt, cached, completion, reasoning FROM used WHERE batch = ?", (batch,)).fetchone()
+        return Used(*row) if row is not None else NOTHING
+
     def tenant_of(self, batch: str) -> str:
         tenant: str = self._db.execute("SELECT tenant FROM batches WHERE id = ?", (batch,)).fetchone()[0]
         return tenant
 
 
+_ADD_USED = (
+    "INSERT INTO used VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET prompt = prompt + excluded.prompt,"
+    " cached = cached + excluded.cached, completion = completion + excluded.completion, reasoning = reasoning + excluded.reasoning"
+)
 _FILE = "SELECT id, filename, purpose, num_bytes, created FROM files"
 _BATCH = "SELECT id, status, details, account FROM batches"
 

@@ -91,6 +91,11 @@ async def test_every_request_is_answered_in_a_file(client: AsyncOpenAI, dispatch
     assert bad["custom_id"] == "r9"
     assert bad["response"]["status_code"] == 400
     assert bad["response"]["body"]["error"]["param"] == "temperature"
+    told = [each["response"]["body"]["usage"] for each in good]
+    assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in told) > 0
+    assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in told) > 0
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
+    assert batch.usage.input_tokens_details.cached_tokens == sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in told)
     assert {request.priority_class for request in dispatcher.requests} == {"batch"}
     assert [listed.id async for listed in client.batches.list()] == [batch.id]
     assert {file.purpose async for file in client.files.list()} == {"batch", "batch_output"}
@@ -113,6 +118,20 @@ async def test_a_restart_goes_on_with_what_was_not_answered(dispatcher: FakeDisp
         assert batch.request_counts.completed == num_lines
         assert [each["custom_id"] for each in await answers(client, batch.output_file_id)] == [f"r{i}" for i in range(num_lines)]
     assert len(dispatcher.requests) - num_asked == num_lines - num_answered  # nothing answered was asked again
+
+
+async def test_an_unknown_field_is_not_kept_and_says_nothing_of_the_batch(client: AsyncOpenAI, caplog: pytest.LogCaptureFixture) -> None:
+    """A field named as one of the answer's was given back as if it were that, and cancelling took its ``id`` for the batch's."""
+    mine = await submit(client, jsonl(line(0)))
+    file = await client.files.create(file=("in.jsonl", jsonl(line(0))), purpose="batch")
+    false = {"id": mine.id, "status": "expired", "output_file_id": "file-0", "output_expires_after": {"seconds": 3600}}
+    with caplog.at_level("INFO", "splitserve.coordinator"):
+        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", extra_body=false)
+    assert batch.id != mine.id
+    assert batch.status == "validating"
+    assert not set(batch.model_extra or {}) & {"output_expires_after"}
+    assert "'id', 'output_expires_after', 'output_file_id', 'status'" in caplog.text
+    assert (await ended(client, batch.id)).output_file_id != "file-0"
 
 
 async def test_no_room_is_no_failure(client: AsyncOpenAI, dispatcher: FakeDispatcher) -> None:
