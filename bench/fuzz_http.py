@@ -126,6 +126,7 @@ def told(tally: Tally) -> dict[str, Any]:
         "answers_by_status": sorted_counts(tally.statuses),
         "slowest": {"seconds": round(tally.slowest_s, 3), "kind": tally.slowest_kind},
         "failed_attempts": tally.num_failures,
+        "client_stood_still_s": round(tally.stood_still_s, 1),
     }
 
 

@@ -1,7 +1,7 @@
 """Sends hostile requests over many connections in one thread, and holds the server to its promises.
 
 Each request that is well framed gets its answers, none of which is a 500; each connection that is broken is closed; nothing takes longer
-than ``deadline_s``.
+than ``deadline_s``, not counted while this process itself, in which the workers are played, got no processor.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from .hostile_requests import Attempt, HostileRequests
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 READ_BYTES = 1 << 18
 PIECE_EVERY_S = 0.005
+STOOD_STILL_S = 0.5
+"""Turns are a few milliseconds: after so long between two of them this process got no processor."""
 MAX_STALLED = 256
 MAX_FAILURES = 20
 GOOD = frozenset({"valid", "slow"})  # kinds that must be answered with 200
@@ -38,6 +40,7 @@ class Tally:
     num_failures: int = 0
     slowest_s: float = 0.0
     slowest_kind: str = ""
+    stood_still_s: float = 0.0
 
     def fail(self, attempt: Attempt, what: str) -> None:
         self.num_failures += 1
@@ -94,6 +97,7 @@ class HostileClient:
         self._unfinished: set[_Connection] = set()  # have more to send
         self._num_stalled = 0
         self._piece_at = self._looked_at = 0.0
+        self._turned_at = time.monotonic()
         for _ in range(num_connections):
             self._next(None)
 
@@ -107,6 +111,7 @@ class HostileClient:
 
     def turn(self, timeout_s: float) -> None:
         """Sends and receives what can be."""
+        self._forgive_own_stall(time.monotonic())
         for fd, _ in self._epoll.poll(timeout_s):
             if (connection := self._connections.get(fd)) is not None:
                 self._receive(connection)
@@ -120,6 +125,14 @@ class HostileClient:
             for connection in list(self._connections.values()):
                 if now > connection.began + self._deadline_s:
                     self._over(connection, "no answer, and the connection is open")
+
+    def _forgive_own_stall(self, now: float) -> None:
+        """Nobody was slow while nobody listened."""
+        if (stall := now - self._turned_at) > STOOD_STILL_S:
+            self.tally.stood_still_s += stall
+            for connection in self._connections.values():
+                connection.began += stall
+        self._turned_at = now
 
     def close(self) -> None:
         for connection in self._connections.values():
