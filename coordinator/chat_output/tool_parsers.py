@@ -9,6 +9,7 @@ What begins like a call and is none is content.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import Literal
 
@@ -24,7 +25,7 @@ MARKS: dict[ToolStyle, tuple[str, ...]] = {"hermes": (OPEN, CLOSE), "llama3": (P
 """Marks that may be tokens of their own."""
 
 
-class _Parser:
+class _Parser(ABC):
     """Reads in modes: each takes what it wants of the text and returns the rest."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
@@ -48,11 +49,13 @@ class _Parser:
         self._end()
         return self._take()
 
+    @abstractmethod
     def _first(self, text: str) -> str:
-        raise NotImplementedError
+        """The mode at the beginning."""
 
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """No text follows: what was held back is said."""
 
     def _take(self) -> list[Event]:
         events, self._events = joined(self._events), []
