@@ -97,13 +97,16 @@ class ChatTemplate:
         role = message.role
         if role == "developer" and not self._knows_developer:
             role = "system"  # what it was called before
-        fields: dict[str, Any] = {
-            "name": message.name,
-            "tool_calls": [_as_templates_want(call) for call in message.tool_calls] if message.tool_calls else None,
-            "tool_call_id": message.tool_call_id,
-            "reasoning_content": message.reasoning_content,
-        }
-        return {"role": role, "content": message.content or "", **{key: value for key, value in fields.items() if value is not None}}
+        fields: dict[str, Any] = {"role": role, "content": message.content or ""}
+        if message.name is not None:
+            fields["name"] = message.name
+        if message.tool_calls:
+            fields["tool_calls"] = [_as_templates_want(call) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            fields["tool_call_id"] = message.tool_call_id
+        if message.reasoning_content is not None:
+            fields["reasoning_content"] = message.reasoning_content
+        return fields
 
 
 def _as_templates_want(call: ToolCall) -> dict[str, Any]:

@@ -134,13 +134,13 @@ class GenerationApi:
     def _prepare_here(self, call: Call, request: GenerateRequest, arrival: float) -> _Inputs | None:
         """None where that takes long: a thread does it, and the request goes on from there."""
         if not is_long(request) and not has_grammar(request):
-            return self._prepare(request)
+            return _Inputs(prompts_of(request, self._model))
         preparing = self._model.tokenizer.aside(lambda: self._prepare(request))
         preparing.add_done_callback(lambda inputs: self._stage(call, self._prepared, call, request, inputs, arrival))
         return None
 
     def _prepare(self, request: GenerateRequest) -> _Inputs:
-        """May be called on a thread."""
+        """Called on a thread."""
         prompts = prompts_of(request, self._model)
         grammar, param = grammar_for(request, self._model, prompts[0])
         if grammar:

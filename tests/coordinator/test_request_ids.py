@@ -41,10 +41,10 @@ async def test_what_is_refused_has_an_id_and_is_no_line(http: httpx.AsyncClient,
 async def test_an_error_of_ours_names_the_id_under_which_the_log_has_it(
     http: httpx.AsyncClient, server: HttpServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(request: object) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(server.app.generation, "_prepare", broken)
+    monkeypatch.setattr(server.app.generation, "_exchange", broken)
     response = await http.post("/v1/completions", json={"prompt": "quick"})
     (line,) = caplog.records
     assert response.status_code == 500
