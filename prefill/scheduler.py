@@ -158,7 +158,7 @@ class PrefillScheduler:
             key=(spec.coordinator, spec.dispatch),
             spec=spec,
             decode=decode,
-            token_ids=np.asarray(tokens, dtype=np.int32),
+            token_ids=np.frombuffer(spec.token_ids, "<u4").astype(np.int32),  # of the list: 0.2 ms for 8,192
             hashes=chain(root_hash(self._fingerprint, spec.salt), spec.token_ids, self.block_size),
             state=state,
             arrival=now,
