@@ -57,7 +57,7 @@ class Membership:
         if load.num_cache_reports > worker.num_cache_reports and now - worker.asked_for_cache >= self._state.limits.lost_after_s:
             worker.asked_for_cache = now
             self._welcome(worker.id)
-        orphans = sorted(d for d in held if d not in self._state.table.by_dispatch)
+        orphans = sorted(held.difference(self._state.table.by_dispatch))
         if orphans:
             self._state.disown(worker, orphans)
         if worker.draining:

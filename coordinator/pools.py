@@ -43,7 +43,8 @@ class Worker:
     """Dispatches of other coordinators that it held when it last reported."""
     pending_tokens: int = field(init=False, default=0)
     """Prompt tokens dispatched to this prefill worker, by whatever coordinator, and not yet computed."""
-    _blocks_reported: int = field(init=False)
+    blocks_reported: int = field(init=False)
+    """That it could give out when it last reported; those that are promised since are ``pending_blocks``."""
 
     def __post_init__(self) -> None:
         hello = self.hello
@@ -51,13 +52,13 @@ class Worker:
         self.peer = Peer(worker_id=hello.worker_id, incarnation=hello.incarnation, address=hello.peer_address)
         self.role, self.block_size = hello.role, hello.model.block_size
         self.max_num_seqs, self.max_batch_tokens = max(1, hello.max_num_seqs), hello.max_batch_tokens
-        self.num_blocks, self._blocks_reported = max(1, hello.num_blocks), hello.num_blocks
+        self.num_blocks, self.blocks_reported = max(1, hello.num_blocks), hello.num_blocks
 
     def report(self, load: Load) -> None:
         """Its newest load report."""
         self.pending_tokens += load.num_others_tokens - (self.load.num_others_tokens if self.load else 0)
         self.load, self.accepting, self.num_others = load, load.accepting, load.num_others
-        self._blocks_reported = load.blocks_free + load.blocks_cached
+        self.blocks_reported = load.blocks_free + load.blocks_cached
 
     def promise(self, dispatch: int, num_tokens: int) -> None:
         """This prefill worker is to compute a prompt."""
@@ -82,17 +83,12 @@ class Worker:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    @property
-    def blocks_available(self) -> int:
-        """Blocks that could be given out now, less those already promised."""
-        return self._blocks_reported - self.pending_blocks
-
     def has_room_for(self, num_tokens: int) -> bool:
         """Whether this decode worker can take a sequence of this length now."""
         num_rows = len(self.dispatches) + self.num_others
         if not num_rows:
             return True  # what does not even fit into an idle worker is refused by it, with the reason
-        return num_rows < self.max_num_seqs and self._blocks_reported - self.pending_blocks > -(-num_tokens // self.block_size)
+        return num_rows < self.max_num_seqs and self.blocks_reported - self.pending_blocks > -(-num_tokens // self.block_size)
 
     def match_prefix(self, hashes: list[bytes]) -> int:
         """How many leading blocks of a prompt this worker really has."""

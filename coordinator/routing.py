@@ -38,7 +38,9 @@ def choose_prefill(policy: Policy, workers: Sequence[Worker], need: Need) -> Wor
     if len(workers) < 2:
         return next(iter(workers), None)
     if policy == "hybrid":
-        costs = [need.num_tokens - _num_cached(w, need) * w.block_size + w.pending_tokens for w in workers]
+        hashes, first = need.hashes, _first(need)
+        cached = [w.match_prefix(hashes) * w.block_size if first in w.cached else 0 for w in workers]
+        costs = [need.num_tokens - tokens + w.pending_tokens for tokens, w in zip(cached, workers, strict=True)]
         best = min(costs)
         near = [(cost, w) for cost, w in zip(costs, workers, strict=True) if cost - best < w.block_size]
         if need.session:
@@ -68,19 +70,18 @@ def _by_policy(policy: Policy, workers: Sequence[Worker], need: Need, load: Call
     return min(workers, key=lambda w: (load(w), _turn(w, need)))
 
 
-def _num_cached(worker: Worker, need: Need) -> int:
-    """How many leading blocks of the prompt it has."""
-    cached = worker.cached
-    return worker.match_prefix(need.hashes) if cached and need.hashes and need.hashes[0] in cached else 0
+def _first(need: Need) -> bytes | None:
+    """Who has not even this one has none of the prompt's blocks."""
+    return need.hashes[0] if need.hashes else None
 
 
 def _shares_left(workers: Sequence[Worker], need: Need) -> list[float]:
     """Room left on each, as the smaller share of rows and of blocks, once this sequence is there; and something for what it has cached."""
-    shares = []
+    shares, hashes, first, num_tokens = [], need.hashes, _first(need), need.num_tokens
     for worker in workers:
-        needed, cached = -(-need.num_tokens // worker.block_size), _num_cached(worker, need)
+        needed, cached = -(-num_tokens // worker.block_size), worker.match_prefix(hashes) if first in worker.cached else 0
         rows = 1 - (len(worker.dispatches) + worker.num_others + 1) / worker.max_num_seqs
-        blocks = (worker.blocks_available + cached - needed) / worker.num_blocks
+        blocks = (worker.blocks_reported - worker.pending_blocks + cached - needed) / worker.num_blocks
         share = rows if rows < blocks else blocks
         shares.append(share + cached / max(1, needed) * 0.25 if cached else share)
     return shares

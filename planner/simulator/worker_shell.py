@@ -85,6 +85,7 @@ class WorkerShell:
         self.simulation, self.queue = simulation, simulation.queue
         self.name, self.pool, self.num_blocks, self.model, self.device = name, pool, num_blocks, model, device
         self.incarnation = simulation.next_number()
+        self.id: PeerId = (name, self.incarnation)
         self.alive = True
         self.out_free_at = self.in_free_at = 0.0  # until then its link is taken
         self.num_bytes_out = 0
@@ -92,10 +93,6 @@ class WorkerShell:
         self._welcomed = False
         self._connected: set[PeerId] = set()
         self._puts_done: dict[PeerId, float] = {}  # when the last put to this peer has arrived
-
-    @property
-    def id(self) -> PeerId:
-        return (self.name, self.incarnation)
 
     def start(self) -> None:
         """Says hello, and lives."""
