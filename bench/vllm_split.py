@@ -6,7 +6,7 @@
 Needs vLLM's CPU build, with ``nixl`` (and ``nixl-cu12``: UCX is in it) in its own environment. The proxy does what vLLM's documentation
 asks of one: the prompt goes to the first server with ``max_tokens=1`` and ``do_remote_decode``; what that says of its blocks goes with the
 prompt to the second server, whose stream is the client's. The client's first token is thus the *second* server's: the first server's is
-thrown away. Ctrl-C ends all of it.
+thrown away. Ctrl-C or SIGTERM ends all of it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("--side-channel-port", type=int, default=5600, help="NIXL's handshakes; the second server takes the next")
     arguments = parser.parse_args()
     ports = [arguments.port + 1, arguments.port + 2]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # uvicorn raises it again after its own shutdown: the servers must not outlive that
     with servers(arguments, ports):
         proxy = Proxy(*ports)
         routes = [Route("/v1/models", proxy.models), Route("/v1/completions", proxy.complete, methods=["POST"])]
