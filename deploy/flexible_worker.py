@@ -98,7 +98,7 @@ def run(settings: FlexibleSettings) -> None:
 
     settings = settings.model_copy(update={"name": settings.worker_id})
     shm = settings.mover in ("auto", "shm")
-    model = load_model(settings, allocate if shm else None, settings.max_num_seqs, settings.max_batch_tokens)
+    model = load_model(settings, allocate if shm else None, settings.max_num_seqs, settings.chunk_budget)
     worker = FlexibleWorker(settings, model, key, shared[0] if shared else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())

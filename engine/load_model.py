@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -20,13 +21,17 @@ _log = logging.getLogger(__name__)
 
 
 def load_model(
-    settings: WorkerSettings, allocate: PoolAllocator | None = None, max_decode_seqs: int = 0, max_prefill_tokens: int = 0
+    settings: WorkerSettings,
+    allocate: PoolAllocator | None = None,
+    max_decode_seqs: int = 0,
+    prefill_tokens: Callable[[str], int] | None = None,
 ) -> WorkerModel:
     """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. ``max_decode_seqs``: what a decode worker's batch
-    holds at most; ``max_prefill_tokens``: what a prefill worker's does. Raises EngineError with what to do."""
+    holds at most; ``prefill_tokens``: what a prefill worker's does on a device of this type. Raises EngineError with what to do."""
     if settings.runner != "model":
         return paced_model(settings, allocate)
-    on_gpu = select_device(settings.device).type != "cpu"
+    device_type = select_device(settings.device).type
+    on_gpu = device_type != "cpu"
     cache_gib = settings.kv_cache_gib or (DEFAULT_GPU_CACHE_GIB if on_gpu and not settings.num_blocks else None)
     runner = ModelRunner(
         EngineConfig(
@@ -42,7 +47,7 @@ def load_model(
             kv_dtype=settings.kv_dtype,
             quantization=settings.quantization,
             max_decode_seqs=max_decode_seqs,
-            max_prefill_tokens=max_prefill_tokens,
+            max_prefill_tokens=prefill_tokens(device_type) if prefill_tokens else 0,
             pool_allocator=None if on_gpu else allocate,
         )
     )

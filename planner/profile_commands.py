@@ -78,7 +78,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
 
     shared = {name: getattr(settings, name) for name in SHARED}
     worker = WorkerSettings(model=folder, insecure=True, **shared)
-    model = load_model(worker, max_decode_seqs=settings.max_num_seqs, max_prefill_tokens=settings.max_batch_tokens)
+    model = load_model(worker, max_decode_seqs=settings.max_num_seqs, prefill_tokens=lambda _: settings.max_batch_tokens)
     start_s = time.time() - psutil.Process().create_time()
     block_size, block_bytes = int(model.identity["block_size"]), int(model.identity["block_bytes"])
     bounds = Bounds(settings.max_batch_tokens, settings.max_num_seqs, model.max_model_len, len(model.pool), block_size)

@@ -141,7 +141,12 @@ class ProfileSettings(BaseModel):
     exact: bool = Field(default=False, description="Measure the batch-invariant kernels.")
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
     runner: str = Field(default="model", pattern=r"^(model|paced:.+)$", description="As the workers' option: what is measured.")
-    max_batch_tokens: int = Field(default=512, ge=1, le=1 << 20, description="Largest prefill step that is measured.")
+    max_batch_tokens: int = Field(
+        default=512,
+        ge=1,
+        le=1 << 20,
+        description="Largest prefill step that is measured. As the prefill workers' option, whose default on GPUs is 2048.",
+    )
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Largest decode batch that is measured.")
     precision: float = Field(
         default=0.02, gt=0, le=1, description="A step is measured until its time is known to this share of itself (95%)."
@@ -180,7 +185,9 @@ class SimulateSettings(BaseModel):
     prefill: int = Field(default=0, ge=0, le=100_000, description="Prefill workers.")
     decode: int = Field(default=0, ge=0, le=100_000, description="Decode workers.")
     colocated: int = Field(default=0, ge=0, le=100_000, description="Workers that compute prompts and generate in the same steps.")
-    max_batch_tokens: int = Field(default=512, ge=1, le=1 << 20, description="As the prefill workers' option.")
+    max_batch_tokens: int = Field(
+        default=512, ge=1, le=1 << 20, description="As the prefill workers' option, whose default on GPUs is 2048."
+    )
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="As the decode workers' option.")
     routing: Routing = Field(default="hybrid", description="As the coordinator's option.")
     max_queue: int = Field(default=1024, ge=0, le=1_000_000, description="As the coordinator's option.")

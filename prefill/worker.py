@@ -77,7 +77,7 @@ class PrefillWorker:
             host.blocks if host else BlockManager(len(model.pool)),
             self._identity.block_size,
             self._identity.fingerprint,
-            settings.max_batch_tokens,
+            settings.chunk_budget(model.device.type),
             settings.max_num_seqs,
         )
         slicing = LayerSlicing(model.num_layers, self._identity.block_bytes, settings.kv_slicing)
@@ -285,7 +285,7 @@ class PrefillWorker:
             vocab_size=model.vocab_size,
             num_blocks=len(model.pool),
             max_num_seqs=settings.max_num_seqs,
-            max_batch_tokens=settings.max_batch_tokens,
+            max_batch_tokens=settings.chunk_budget(model.device.type),
             device=self._telemetry.uuid if self._telemetry else "",
             process=self._host.process if self._host else "",
         )
@@ -334,7 +334,7 @@ class PrefillWorker:
 def run(settings: PrefillSettings) -> None:
     """The process: until SIGTERM or Ctrl-C."""
     key = None if settings.insecure or settings.key_file is None else load_key(settings.key_file)
-    model = load_model(settings, max_prefill_tokens=settings.max_batch_tokens)
+    model = load_model(settings, prefill_tokens=settings.chunk_budget)
     worker = PrefillWorker(settings, model, key)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.leave())

@@ -49,7 +49,7 @@ def load(folder: Path) -> WorkerModel:
     settings = WorkerSettings(
         model=folder, insecure=True, device="cuda", dtype="float32", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=40
     )
-    return load_model(settings, max_decode_seqs=2, max_prefill_tokens=5)
+    return load_model(settings, max_decode_seqs=2, prefill_tokens=lambda _: 5)
 
 
 def generate(runner: ModelRunner, ahead: bool, waits: list[str] | None = None) -> list[StepOutput]:
