@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--side-channel-port", type=int, default=5600, help="NIXL's handshakes; the second server takes the next")
     arguments = parser.parse_args()
     ports = [arguments.port + 1, arguments.port + 2]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # uvicorn raises it again after its own shutdown: the servers must not outlive that
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # uvicorn raises it again when it has shut down: the servers end too
     with servers(arguments, ports):
         proxy = Proxy(*ports)
         routes = [Route("/v1/models", proxy.models), Route("/v1/completions", proxy.complete, methods=["POST"])]
