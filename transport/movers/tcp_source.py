@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -211,7 +212,8 @@ class _Connection(threading.Thread):
         if not hmac.compare_digest(answer[NONCE_BYTES:], transcript.server_proof):
             raise EOFError("whoever listens there is not that decode worker")
         stream.sendall(transcript.client_proof)
-        stream.settimeout(STALL_S)
+        stream.settimeout(None)  # a call then ends when all has left, without Python's lock in between; for the stall the kernel's timeout
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *divmod(int(STALL_S * 1e6), 1_000_000)))
         self._seal = transcript.seal()
 
     def _send(self, parcel: _Parcel) -> None:

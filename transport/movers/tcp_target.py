@@ -99,14 +99,17 @@ class _Connection:
         while taken < TURN_BYTES:
             with self._lock:
                 self._buffers = self.inbound.safe(self._buffers)
+                window = self._window()
                 try:
-                    count = self.stream.recvmsg_into(self._window())[0]
+                    count = self.stream.recvmsg_into(window)[0]
                 except BlockingIOError:
                     return
             if count == 0:
                 raise EOFError
             taken += count
             self._advance(count)
+            if count < sum(map(len, window)):
+                return  # that was all there was: to ask again would be to be refused
 
     def close(self) -> None:
         self._talk.close()
