@@ -111,10 +111,10 @@ class StepThread(Generic[S]):
         self._num_in_flight += 1
         self._num_submitted += 1
 
-    def collect(self) -> Finished[S] | None:
-        """The oldest step that is over and has not been collected."""
+    def collect(self, patience_s: float = 0.0) -> Finished[S] | None:
+        """The oldest step that is over and has not been collected, or is over within ``patience_s``."""
         try:
-            finished = self._outbox.get_nowait()
+            finished = self._outbox.get(patience_s > 0, patience_s)
         except queue.Empty:
             return None
         self._num_in_flight -= 1

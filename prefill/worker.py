@@ -4,7 +4,7 @@ wait for sockets, the step thread or the clock
 receive   what coordinator and decode workers said     -> core
 collect   the step that has run                        -> core
 tell      the coordinator what came of it: the first tokens
-launch    the core's next step                         -> step thread
+launch    the core's next step                         -> step thread, which begins at once
 carry out what the core wants done: messages, KV puts
 report    heartbeat and cache events
 """
@@ -49,6 +49,7 @@ from .scheduler import PrefillScheduler, PrefillStep
 from .settings import PrefillSettings
 
 TICK_S = 0.05
+HEAD_START_S = 1e-4  # of a step, before its prompts are offered to decode workers
 SWITCH_S = 1e-4  # the step thread and the loop take turns: the default of 5 ms would show in every token
 LINGER_S = 0.5  # for the last words
 _log = logging.getLogger(__name__)
@@ -125,7 +126,8 @@ class PrefillWorker:
         self._collect(now)
         self._tell()  # the step that is over first: someone waits for its tokens
         self._receive(ready, now)
-        self._launch(now)
+        if self._launch(now):
+            self._give_head_start()
         self._carry_out()
         self._launch(now)  # blocks that were just freed are used at once
         self._report(now)
@@ -190,11 +192,21 @@ class PrefillWorker:
         if reports := self._core.take_reports():
             self._tell_coordinators(*reports)
 
-    def _launch(self, now: float) -> None:
-        if self._wants_step() and (step := self._core.schedule(now)) is not None:
-            running = RunningStep(step, self._core.layer_stride(step), self._model, self._wakeup.set)
-            self._running.append(running)
-            self._steps.submit(step, running.progress.reached)
+    def _launch(self, now: float) -> bool:
+        """Whether a step has begun."""
+        if not self._wants_step() or (step := self._core.schedule(now)) is None:
+            return False
+        running = RunningStep(step, self._core.layer_stride(step), self._model, self._wakeup.set)
+        self._running.append(running)
+        self._steps.submit(step, running.progress.reached)
+        return True
+
+    def _give_head_start(self) -> None:
+        """A step needs Python's lock to begin, and what the loop does next would hold it. One that is over by then is told of at once."""
+        if (finished := self._steps.collect(HEAD_START_S)) is not None:
+            self._running.popleft()
+            self._book(finished, time.monotonic())
+            self._tell()
 
     def _wants_step(self) -> bool:
         """A GPU gets the next one before it is through with the last, so that it has no gap, but late: what arrives until then takes

@@ -99,6 +99,16 @@ def test_the_next_step_is_wanted_when_the_running_one_is_nearly_done() -> None:
         assert not steps.wants_next
 
 
+def test_a_step_may_be_waited_for() -> None:
+    gate = Gate()
+    with thread(gate, ahead_at_layer=0) as (steps, _):
+        steps.submit(step(1))
+        assert steps.collect(patience_s=0.001) is None
+        gate.may_end.release()
+        assert steps.collect(patience_s=TIMEOUT_S) is not None
+        assert not steps.busy
+
+
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("shapes do not fit")])
 def test_what_follows_a_failed_step_is_not_run(error: Exception) -> None:
     gate = Gate()
