@@ -39,6 +39,7 @@ CONTEXT = 256  # tokens: what a request gets that sets no bound
 RECEIVE_TIMEOUT_S = 20.0
 STEP_EVERY_S = 0.002
 SAMPLE_EVERY_S = 0.5
+START_S = 300.0  # long enough also where others have the processor: a coordinator that has ended is seen at once
 MAX_GROWTH_MB = 64.0  # from the first quarter to the end
 
 
@@ -172,7 +173,7 @@ def attacked(folder: Path) -> Iterator[tuple[Server, str, Path]]:
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_S
         while not _answers(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the coordinator did not start: {log.read_text()[-2000:]}")

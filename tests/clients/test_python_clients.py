@@ -1,4 +1,4 @@
-"""LiteLLM and LangChain, where they are installed: `pip install "splitserve[clients]"`."""
+"""LiteLLM and LangChain, where they are installed: in the environment that deploy/test_clients.sh makes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.http_fakes import ANSWER, CITY
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::UserWarning")
 PARAMETERS: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": PARAMETERS}}
-HOW = 'needs `pip install "splitserve[clients]"`'
+HOW = "runs by deploy/test_clients.sh"
 
 
 @pytest.fixture
