@@ -34,7 +34,7 @@ PROFILE = Profile(
     memory=Memory(block_size=64, num_blocks=26_000, block_bytes=20 << 20, num_layers=80, max_model_len=16_384),
     prefill=StepModel(pieces=(Piece(curve=((0, 0.03), (512, 0.054), (2048, 0.134), (8192, 0.53))),)),
     decode=StepModel(pieces=(Piece(curve=((0, 0.03), (64, 0.044), (512, 0.15)), read_s=1.8e-7),)),
-    handoff=HandoffModel(bytes_per_s=2e11),
+    handoff=HandoffModel(bytes_per_s=2e11, check_bytes_per_s=2e12),  # checked where they arrive, on GPUs
 )
 LENGTHS = {
     "conversation": MarginalLengths(prompt="lognormal:1020,0.7", output="lognormal:129,0.9"),
@@ -97,7 +97,9 @@ def main() -> int:
             found = measure(kind, num_workers, trace, not arguments.stepped)
             results[kind].append(found)
             rate, busy = found["requests_per_cpu_s"], ", ".join(f"{share:.0%}" for share in found["busy"])
-            print(f"{kind}, {num_workers} workers: {rate:,.0f} requests/s of processor time (busy {busy})", flush=True)
+            unfinished = found["requests"] - found["finished"]
+            note = f"; {unfinished} not served, prompts too long for the workers among them" if unfinished else ""
+            print(f"{kind}, {num_workers} workers: {rate:,.0f} requests/s of processor time (busy {busy}){note}", flush=True)
     if arguments.json:
         said = {"environment": environment(), "command": sys.argv[1:]}
         arguments.json.write_text(json.dumps({**said, "results": results}, indent=1) + "\n")
