@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING
 
 from simulation.process import Process
@@ -38,6 +39,9 @@ class CoordinatorProcess(Process):
         siblings = tuple(other for other in world.coordinator_names if other != name)
         self.core = Lifecycle(world.next_number(), world.scenario.cluster.policy, replace(LIMITS, siblings=siblings))
         self._num_ticks = 0
+        # Half of them see that a worker's connection is gone, as ZeroMQ tells; the others go by its silence.
+        kills = world.scenario.faults.kill_every > 0
+        self._sees_connections = kills and Random(f"{world.seed} {name} {self.core.incarnation}").random() < 0.5
         self._tick()
 
     def submit(self, request: GenerationRequest) -> None:
@@ -48,6 +52,11 @@ class CoordinatorProcess(Process):
 
     def drain(self, worker_id: str, timeout_s: float | None) -> None:
         self._carry_out(self.core.drain(worker_id, timeout_s)[1])
+
+    def connection_lost(self) -> None:
+        """Some worker's process has ended."""
+        if self._sees_connections:
+            self.core.connection_lost(self.now)
 
     def hear(self, worker: PeerId, message: Message) -> None:
         self._carry_out(self.core.receive(worker, message, self.now))
@@ -75,7 +84,15 @@ class CoordinatorProcess(Process):
 
     def _send(self, send: Send) -> None:
         worker = self.world.workers.get(send.worker[0])
+        if self._sees_connections:
+            self._see_connection(send.worker, worker is not None and worker.alive and worker.id == send.worker)
         if worker is not None:
             self.world.network.send(
                 self.name, worker.name, send.message, worker.run, worker.hear_coordinator, self.name, self.core.incarnation, send.worker
             )
+
+    def _see_connection(self, worker: PeerId, connected: bool) -> None:
+        """Whether there is one to send to. (A partition, or a frozen process, leaves it as it is.)"""
+        if not connected and worker in self.core.pools.workers:
+            self.world.counts["connections found gone"] += 1
+        self.core.reached(worker, connected, self.now)

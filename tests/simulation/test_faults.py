@@ -46,7 +46,7 @@ HAPPENS = """
 messages dropped|messages doubled|messages late|messages mangled|messages lost in a partition|messages held by a partition
 puts corrupted|puts cut short|puts doubled|puts late|puts lost|parcels refused|corrupt blocks found|mover errors
 freezes in mid-put|deaths in mid-put|steps failed|steps out of memory|steps skipped|steps made ahead|prefill steps made ahead
-kills|freezes|hangs|slow workers|partitions|one-way partitions|spills
+kills|connections found gone|freezes|hangs|slow workers|partitions|one-way partitions|spills
 coordinator restarts|coordinator freezes|fenced by one of several|drains by signal|drains by the coordinator|workers drained
 layers put|cancellations
 ended: stop|ended: length|ended: deadline|ended: cancelled|ended: overloaded

@@ -98,6 +98,8 @@ class World:
         if not worker.alive:
             return
         worker.die()
+        for coordinator in self.coordinators.values():
+            coordinator.run(coordinator.connection_lost)
         for other in self.workers.values():
             other.writers.pop(worker, None)
         self.queue.after(0.05 + 1.5 * self.random.random() ** 3, self._start_again, worker)
