@@ -25,6 +25,7 @@ class Adversary:
             (faults.spill_every, self.spill),
             (faults.coordinator_restart_every, self.restart_coordinator),
             (faults.coordinator_freeze_every, self.freeze_coordinator),
+            (faults.flip_every, self.flip),
         ):
             if every:
                 self._again(every, strike)
@@ -79,11 +80,18 @@ class Adversary:
         worker = self.world.workers[self._some_worker()]
         if self.random.random() < 0.5:
             self.counts["drains by signal"] += 1
-            worker.told_to_leave = True
+            worker.leave()
         else:
             self.counts["drains by the coordinator"] += 1
             coordinator = self.world.some_coordinator()
             coordinator.run(coordinator.drain, worker.name, self.random.choice((None, 0.3)))
+
+    def flip(self) -> None:
+        """By a person's word, or the pool controller's; whether it may be is the coordinator's to say."""
+        if self.world.processes:
+            coordinator, process = self.world.some_coordinator(), self.random.choice(sorted(self.world.processes))
+            role = self.random.choice(("prefill", "decode"))
+            coordinator.run(coordinator.flip, process, role, self.random.choice((None, 0.3)))
 
     def spill(self) -> None:
         self.counts["spills"] += 1

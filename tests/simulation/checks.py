@@ -30,7 +30,7 @@ class Checks:
             if not worker.now < wait.until < inf:
                 self.world.violated(f"{worker.name}: {wait.key} waits for {wait.what} until {wait.until}, and it is {worker.now}")
         if thorough:
-            worker.blocks.audit(worker.block_tables())
+            worker.blocks.audit(worker.owners())
 
     def look_at_coordinator(self, coordinator: CoordinatorProcess) -> None:
         """Every client that waits is known, and its wait ends."""
@@ -56,10 +56,15 @@ class Checks:
         for worker in self.world.workers.values():
             if not worker.awake:
                 yield f"{worker.name} is dead or frozen"
+            elif worker.core.drains:
+                yield f"{worker.name} leaves"
             elif worker.blocks.num_used:
                 yield f"{worker.name}: {worker.blocks.num_used} blocks are in use"
             elif list(worker.core.waits()):
                 yield f"{worker.name}: waits for {next(iter(worker.core.waits()))}"
+        for process in self.world.processes.values():
+            if not process.alive:
+                yield f"{process.name} is dead"
         for coordinator in self.world.coordinators.values():
             yield from self._left_at(coordinator)
 
@@ -84,7 +89,7 @@ class Checks:
         if self.world.scenario.faults == Faults() and (again := self._done_again()):
             self.world.violated(f"without any fault: {again}")
         for worker in self.world.workers.values():
-            worker.blocks.audit(worker.block_tables())
+            worker.blocks.audit(worker.owners())
             if worker.blocks.num_free + worker.blocks.num_cached != worker.num_blocks:
                 self.world.violated(f"{worker.name}: {worker.blocks.num_used} blocks leaked")
             cached = set(worker.blocks.cached_hashes())

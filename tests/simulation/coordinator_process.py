@@ -10,9 +10,10 @@ from simulation.process import Process
 from simulation.worker_process import HEARTBEAT_S, PeerId
 
 from splitserve.coordinator.flight import Action, End, Push, PushPromptLogprobs, Send
+from splitserve.coordinator.flips import FlipRecord
 from splitserve.coordinator.lifecycle import Lifecycle, LifecycleLimits
 from splitserve.coordinator.request import GenerationRequest
-from splitserve.transport.messages import Message
+from splitserve.transport.messages import Message, Role
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -52,6 +53,11 @@ class CoordinatorProcess(Process):
 
     def drain(self, worker_id: str, timeout_s: float | None) -> None:
         self._carry_out(self.core.drain(worker_id, timeout_s)[1])
+
+    def flip(self, process: str, role: Role, timeout_s: float | None) -> None:
+        ordered, actions = self.core.flip(process, role, timeout_s, self.now)
+        self.world.counts["flips ordered"] += isinstance(ordered, FlipRecord)
+        self._carry_out(actions)
 
     def connection_lost(self) -> None:
         """Some worker's process has ended."""

@@ -19,6 +19,7 @@ from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoint
 from splitserve.transport.messages import FROM_DECODE, Meet, Message
 
 if TYPE_CHECKING:
+    from simulation.flexible_process import FlexibleProcess
     from simulation.world import World
 
 Channel = tuple[SendingEnd, PeerId]
@@ -32,8 +33,8 @@ class DecodeProcess(WorkerProcess):
     base_step_s = 0.02
     core: DecodeCore
 
-    def __init__(self, world: World, name: str, host: str, num_blocks: int) -> None:
-        super().__init__(world, name, host, num_blocks)
+    def __init__(self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None) -> None:
+        super().__init__(world, name, host, num_blocks, process)
         self._target = ParcelTarget(self.memory)
         self._checks: deque[act.Verify] = deque()
         self._peers: dict[PeerId, Channel] = {}  # who can be answered
@@ -52,7 +53,7 @@ class DecodeProcess(WorkerProcess):
 
     def make_core(self) -> DecodeCore:
         scheduler = DecodeScheduler(self.blocks, BLOCK_SIZE, self.world.scenario.cluster.max_num_seqs, MAX_MODEL_LEN, EOS)
-        endpoints = MoverEndpoints(("shm", "zmq"), self.host, shm_name="shm", data_address=str(self.pid))
+        endpoints = MoverEndpoints(("shm", "zmq"), self.host, shm_name="shm", data_address=str(self.endpoint))
         receiver = HandoffReceiver(
             self.id, MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: self.world.random.randbytes(16), TIMES
         )
@@ -87,7 +88,7 @@ class DecodeProcess(WorkerProcess):
 
     def heartbeat(self) -> None:
         for peer, writer in list(self._watched.items()):
-            if not writer.alive:
+            if not writer.process_alive:
                 del self._watched[peer]
                 self._peers.pop(peer, None)
                 self.core.receiver.writer_gone(peer)

@@ -38,8 +38,8 @@ class Source:
 
     def target(self) -> DecodeProcess | None:
         """The process that was met, if it still lives."""
-        target = self.world.workers[self.peer]
-        return target if target.alive and target.pid == self.process else None  # type: ignore[return-value]
+        target = self.world.workers.get(self.peer)
+        return target if target is not None and target.alive and target.endpoint == self.process else None  # type: ignore[return-value]
 
     def content(self, block: int, first: int, end: int) -> list[int]:
         """What leaves: these layers of the block, or something else."""
@@ -90,6 +90,8 @@ class SharedMemorySource(Source):
     def _copy(self, target: DecodeProcess, lease: int, block: int, start: int, values: list[int]) -> None:
         if target.alive:
             target.written_by_peer(lease, block, start, values)
+        elif target.process_alive:
+            self.world.violated(f"{target.name}: block {block} was written under lease {lease}, and its process has another role now")
 
     def _copied(self, target: DecodeProcess, block: int) -> None:
         counter = target.writers.get(self.writer, Counter())

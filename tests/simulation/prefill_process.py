@@ -16,6 +16,7 @@ from splitserve.transport.layer_slicing import LayerSlicing, SlicingMode
 from splitserve.transport.messages import Message
 
 if TYPE_CHECKING:
+    from simulation.flexible_process import FlexibleProcess
     from simulation.world import World
 
 MODES: tuple[SlicingMode, ...] = ("auto", "layers", "blocks")
@@ -28,8 +29,8 @@ class PrefillProcess(WorkerProcess):
     base_step_s = 0.008
     core: PrefillCore
 
-    def __init__(self, world: World, name: str, host: str, num_blocks: int) -> None:
-        super().__init__(world, name, host, num_blocks)
+    def __init__(self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None) -> None:
+        super().__init__(world, name, host, num_blocks, process)
         self.sending = SendingEnd(self, self.core.sender)
         self._num_layers = 0  # of the running step, written so far
 

@@ -43,6 +43,7 @@ class Faults:
     spill_every: float = 0.0  # a worker's prefix cache is emptied
     coordinator_restart_every: float = 0.0
     coordinator_freeze_every: float = 0.0
+    flip_every: float = 0.0  # a worker is told to change its role
     # clocks and clients
     clock_drift: float = 0.0  # share by which a process's clock may run too fast or too slow
     cancel: float = 0.0  # share of requests whose client leaves at some time
@@ -61,6 +62,7 @@ class Cluster:
     max_num_seqs: int = 8
     max_batch_tokens: int = 48
     policy: Policy = "hybrid"
+    num_flexible: int = 0  # processes that can be of either role, besides; half of them begin as decode workers
     prefill_ahead: float = 0.5  # share of prefill workers that make the next step while one runs
 
 
@@ -104,8 +106,10 @@ EVERYTHING = replace(
     clock_drift=0.01,
     coordinator_restart_every=5.0,
     coordinator_freeze_every=4.0,
+    flip_every=0.8,
     short_deadline=0.03,
 )
+FLIPS = Faults(flip_every=0.15, freeze_in_put=0.03, partition_every=0.8, cancel=0.1)
 FEW_BLOCKS = Cluster(prefill_blocks=40, decode_blocks=28)
 NAMED = {
     "calm": Scenario(),
@@ -119,7 +123,8 @@ NAMED = {
     "meetings": Scenario(Faults(mover_error=0.03, double=0.2, late=0.1, kill_every=0.3), Cluster(one_sided=1.0)),
     "ahead": Scenario(Faults(late=0.1, drop=0.05, cancel=0.2, step_error=0.01, step_no_memory=0.01), Cluster(prefill_ahead=1.0)),
     "coordinators": Scenario(Faults(coordinator_restart_every=2.5, cancel=0.1), Cluster(num_coordinators=3)),
-    "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2)),
+    "flips": Scenario(FLIPS, Cluster(num_prefill=1, num_decode=1, num_flexible=3, one_sided=1.0)),
+    "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2, num_flexible=2)),
 }
 
 
@@ -128,9 +133,13 @@ def draw_scenario(seed: int) -> Scenario:
     random = Random(f"scenario {seed}")
     chosen: dict[str, float] = {}
     for name, value in vars(EVERYTHING).items():
-        if random.random() < 0.5:
+        if name != "flip_every" and random.random() < 0.5:
             chosen[name] = value * 2 ** random.uniform(-1.0, 1.0)
+    flips = Random(f"flips {seed}")
+    if flexible := flips.random() < 0.4:
+        chosen["flip_every"] = EVERYTHING.flip_every * 2 ** flips.uniform(-1.0, 1.0)
     cluster = Cluster(
+        num_flexible=flips.choice([1, 2, 3]) if flexible else 0,
         num_prefill=random.choice([1, 2, 2, 3]),
         num_decode=random.choice([1, 2, 2, 3]),
         num_hosts=random.choice([1, 1, 2]),

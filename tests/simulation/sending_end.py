@@ -110,8 +110,8 @@ class SendingEnd:
 
     def _arrives(self, peer: PeerId, me: PeerId, message: Message) -> None:
         """The address belongs to the process: a new process or incarnation there gets what was meant for the old one."""
-        target = self.world.workers[peer[0]]
-        target.run(target.hear_peer, me, (self, peer), message)
+        if (target := self.world.workers.get(peer[0])) is not None:
+            target.run(target.hear_peer, me, (self, peer), message)
 
 
 def _nothing(action: Any) -> None:

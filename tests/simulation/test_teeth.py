@@ -313,6 +313,18 @@ def _drop_by_number(drop: Callable[[Any, Any], None], held: Callable[[Any], Any]
     return broken
 
 
+# --- workers that change their roles ---------------------------------------------------------------
+
+
+def end_a_role_while_somebody_may_still_write(patch: Patch) -> None:
+    patch.setattr(DecodeCore, "at_rest", property(lambda self: True))
+
+
+def let_the_role_that_leaves_speak_of_the_cache(patch: Patch) -> None:
+    for core in (PrefillCore, DecodeCore):
+        patch.setattr(core, "block_events", lambda self, everything=False: self._cache_reporter.report(self.worker, everything))
+
+
 BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (reuse_blocks_that_a_stalled_writer_may_still_write, "movers"),
     (let_the_quarantine_end_with_time, "movers"),
@@ -347,6 +359,8 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (keep_blocks_promised_to_what_is_over, "calm"),
     (drop_the_work_of_all_when_one_coordinator_is_gone, "coordinators"),
     (cancel_whoever_has_that_dispatch_number, "coordinators"),
+    (end_a_role_while_somebody_may_still_write, "flips"),
+    (let_the_role_that_leaves_speak_of_the_cache, "flips"),
 ]
 
 

@@ -19,6 +19,7 @@ from splitserve.transport.messages import (
     Alive,
     Cancel,
     Fenced,
+    Flip,
     Goodbye,
     Hello,
     Meet,
@@ -31,6 +32,7 @@ from splitserve.transport.messages import (
 )
 
 if TYPE_CHECKING:
+    from simulation.flexible_process import FlexibleProcess
     from simulation.world import World
 
 BLOCK_SIZE = 4
@@ -39,6 +41,7 @@ MODEL = ModelIdentity(fingerprint="simulated", dtype="int", block_size=BLOCK_SIZ
 TICK_S, HEARTBEAT_S = 0.08, 0.15
 TIMES = HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0)
 DRAIN_S = 1.5
+LINGER_S = 0.45  # of a role that is over, in a process that goes on: its peers ask again every TIMES.resend
 PeerId = tuple[str, int]
 
 
@@ -48,18 +51,21 @@ class WorkerProcess(Process):
     role: Role
     base_step_s: float
 
-    def __init__(self, world: World, name: str, host: str, num_blocks: int) -> None:
+    def __init__(self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None) -> None:
+        """``process``: whose role it is, where that can change; the memory is then that one's."""
         super().__init__(world, name)
-        self.host, self.num_blocks = host, num_blocks
-        self.incarnation = world.next_number()
-        self.pid = self.incarnation  # survives a change of incarnation, not a restart
-        self.memory = Memory(num_blocks, BLOCK_SIZE)
-        self.blocks = WatchedBlocks(num_blocks, self)
-        self.writers: dict[Process, Counter[int]] = {}  # processes in the middle of copying into these blocks of ours
+        self.host, self.num_blocks, self.process = host, num_blocks, process
+        self.incarnation = self.endpoint = world.next_number()  # the endpoint survives a change of incarnation, not a restart
+        self.pid = process.pid if process else self.incarnation
+        self.memory = process.memory if process else Memory(num_blocks, BLOCK_SIZE)
+        self.blocks = process.blocks if process else WatchedBlocks(num_blocks, self)
+        # processes in the middle of copying into these blocks of ours
+        self.writers: dict[Process, Counter[int]] = process.writers if process else {}
         self.steps = Steps(self, self.runs_ahead())
         self.told_to_leave = False  # it was told to end in good order
         self.hung_until = self.slow_until = 0.0
         self._reported, self._num_ticks = -1e9, 0
+        self._rests_since: float | None = None
         self.lines = Lines(self, world.coordinators_known_to_a_worker())
         self._movers = ("shm", "zmq") if world.random.random() < world.scenario.cluster.one_sided else ("zmq",)
         self.core: Any = self.make_core()
@@ -123,6 +129,8 @@ class WorkerProcess(Process):
             self._fenced(name)
         elif isinstance(message, Alive):
             return
+        elif isinstance(message, Flip):
+            self._flip(message)
         else:
             self.from_coordinator(message)
         self.turn()
@@ -150,9 +158,51 @@ class WorkerProcess(Process):
         if self.core.stirs and self.carry_out_all() and steps.wants_next:
             self._launch()  # what was just verified joins at once
         if self.core.may_leave and not self.frozen:
-            self._tell(Goodbye(worker_id=self.name, incarnation=self.incarnation))
-            self.world.counts["workers drained"] += 1
+            self._leave()
+
+    def _leave(self) -> None:
+        """A process that ends takes its memory along; one that goes on in the other role must have every block back."""
+        if self.process is not None and not self.told_to_leave:
+            if not self.core.at_rest:
+                self._rests_since = None
+                return
+            self._rests_since = self.now if self._rests_since is None else self._rests_since
+            if self.now - self._rests_since < LINGER_S:
+                return
+        self._tell(Goodbye(worker_id=self.name, incarnation=self.incarnation))
+        self.world.counts["workers drained"] += 1
+        if self.process is None:
             self.world.kill(self)
+        else:
+            self.process.end(self)
+
+    def _flip(self, message: Flip) -> None:
+        """The other role begins in this process, and this one ends."""
+        if self.process is not None and message.role != self.role and self.process.begin(message.role):
+            self.world.counts["roles begun"] += not self.core.drains
+            self.core.drain(self.now, message.timeout_s)
+
+    @property
+    def process_alive(self) -> bool:
+        """Whether its process has not ended, though its role may have."""
+        return self.process.alive if self.process is not None else self.alive
+
+    def freeze(self, seconds: float) -> None:
+        if self.process is not None:
+            self.process.freeze(seconds)
+        else:
+            super().freeze(seconds)
+
+    def leave(self) -> None:
+        """Its process is told to end in good order."""
+        if self.process is not None:
+            self.process.tell_to_leave()
+        else:
+            self.told_to_leave = True
+
+    def owners(self) -> Iterable[Sequence[int]]:
+        """Every list of blocks that something in its process holds references on."""
+        return self.block_tables() if self.process is None else self.process.block_tables()
 
     def carry_out_all(self) -> bool:
         """Whatever the core wants done now. False: nothing."""
@@ -246,4 +296,5 @@ class WorkerProcess(Process):
             max_num_seqs=cluster.max_num_seqs,
             max_batch_tokens=cluster.max_batch_tokens,
             peer_address=self.name if self.role == "decode" else "",
+            process=self.process.name if self.process is not None else "",
         )

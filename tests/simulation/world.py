@@ -7,6 +7,7 @@ Nothing of a core is written again here. To be read in this order:
     network.py, movers.py    what carries messages and KV blocks, badly
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
     worker_process.py, prefill_process.py, decode_process.py, coordinator_process.py, lines.py      shells, as thin as the live ones
+    flexible_process.py      one that is of either role, and changes it
     adversary.py             what befalls processes
     clients.py, watched_blocks.py, checks.py      what must be true
     campaign.py              many worlds, and what they found
@@ -23,12 +24,13 @@ from simulation.clients import Clients
 from simulation.clock import EventQueue
 from simulation.coordinator_process import CoordinatorProcess
 from simulation.decode_process import DecodeProcess
+from simulation.flexible_process import FlexibleProcess
 from simulation.network import Network
 from simulation.prefill_process import PrefillProcess
 from simulation.scenario import Scenario
 from simulation.worker_process import PeerId, WorkerProcess
 
-from splitserve.transport.messages import Message
+from splitserve.transport.messages import Message, Role
 
 
 class World:
@@ -53,12 +55,17 @@ class World:
         self.restarted: set[str] = set()  # coordinators that died at some time
         self.coordinators = {name: CoordinatorProcess(self, name) for name in self.coordinator_names}
         self.workers: dict[str, WorkerProcess] = {}
+        self.kinds: dict[Role, type[WorkerProcess]] = {"prefill": PrefillProcess, "decode": DecodeProcess}
+        self.processes: dict[str, FlexibleProcess] = {}
         for i in range(cluster.num_decode):
             name, host = f"decode-{i}", f"host-{i % cluster.num_hosts}"
             self.workers[name] = DecodeProcess(self, name, host, cluster.decode_blocks)
         for i in range(cluster.num_prefill):
             name, host = f"prefill-{i}", f"host-{i % cluster.num_hosts}"
             self.workers[name] = PrefillProcess(self, name, host, cluster.prefill_blocks)
+        for i in range(cluster.num_flexible):
+            name, host = f"flexible-{i}", f"host-{i % cluster.num_hosts}"
+            self.processes[name] = FlexibleProcess(self, name, host, cluster.decode_blocks, "prefill" if i % 2 else "decode")
         self.adversary = Adversary(self)
 
     def next_number(self) -> int:
@@ -97,15 +104,32 @@ class World:
         """It is started again a little later."""
         if not worker.alive:
             return
+        if worker.process is not None:
+            self.kill_process(worker.process)
+            return
         worker.die()
+        self._has_ended(worker)
+        self.queue.after(0.05 + 1.5 * self.random.random() ** 3, self._start_again, worker)
+
+    def kill_process(self, process: FlexibleProcess) -> None:
+        """With all its roles. It is started again in the last one."""
+        roles = list(process.roles.values())
+        process.die()
+        self._has_ended(*roles)
+        self.queue.after(0.05 + 1.5 * self.random.random() ** 3, self._start_process, process)
+
+    def _has_ended(self, *workers: WorkerProcess) -> None:
         for coordinator in self.coordinators.values():
             coordinator.run(coordinator.connection_lost)
         for other in self.workers.values():
-            other.writers.pop(worker, None)
-        self.queue.after(0.05 + 1.5 * self.random.random() ** 3, self._start_again, worker)
+            for worker in workers:
+                other.writers.pop(worker, None)
 
     def _start_again(self, dead: WorkerProcess) -> None:
         self.workers[dead.name] = type(dead)(self, dead.name, dead.host, dead.num_blocks)
+
+    def _start_process(self, dead: FlexibleProcess) -> None:
+        self.processes[dead.name] = FlexibleProcess(self, dead.name, dead.host, dead.num_blocks, dead.latest)
 
     def restart_coordinator(self, coordinator: CoordinatorProcess, after: float) -> None:
         coordinator.die()

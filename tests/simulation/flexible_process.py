@@ -1,0 +1,72 @@
+"""A process that changes its role while it runs: one memory and block manager, a worker of either role over them, or for a while both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from simulation.memory import Memory
+from simulation.process import Process
+from simulation.watched_blocks import WatchedBlocks
+from simulation.worker_process import BLOCK_SIZE, WorkerProcess
+
+from splitserve.transport.messages import Role
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+class FlexibleProcess:
+    """To everybody else each of its roles is a worker of its own, named after it."""
+
+    def __init__(self, world: World, name: str, host: str, num_blocks: int, role: Role) -> None:
+        self.world, self.name, self.host, self.num_blocks = world, name, host, num_blocks
+        self.alive, self.leaving = True, False
+        self.pid = world.next_number()
+        self.memory = Memory(num_blocks, BLOCK_SIZE)
+        self.writers: dict[Process, Counter[int]] = {}
+        self.blocks = WatchedBlocks(num_blocks, self)
+        self.roles: dict[Role, WorkerProcess] = {}
+        self.latest: Role = role
+        self.begin(role)
+
+    def begin(self, role: Role) -> bool:
+        """Is of this role from now on. False: it has not quite ended being so, or is to end."""
+        if self.leaving:
+            return False
+        if role in self.roles:
+            return not self.roles[role].core.drains
+        worker = self.world.kinds[role](self.world, f"{self.name}:{role}", self.host, self.num_blocks, self)
+        self.roles[role] = self.world.workers[worker.name] = worker
+        self.latest = role
+        return True
+
+    def end(self, worker: WorkerProcess) -> None:
+        """Nothing is left of this role; without any the process ends."""
+        self._drop(worker)
+        if not self.roles:
+            self.world.kill_process(self)
+
+    def die(self) -> None:
+        self.alive = False
+        for worker in list(self.roles.values()):
+            self._drop(worker)
+
+    def freeze(self, seconds: float) -> None:
+        for worker in self.roles.values():
+            Process.freeze(worker, seconds)
+
+    def tell_to_leave(self) -> None:
+        self.leaving = True
+        for worker in self.roles.values():
+            worker.told_to_leave = True
+
+    def block_tables(self) -> Iterator[Sequence[int]]:
+        """Of all its roles."""
+        for worker in self.roles.values():
+            yield from worker.block_tables()
+
+    def _drop(self, worker: WorkerProcess) -> None:
+        worker.die()
+        del self.roles[worker.role], self.world.workers[worker.name]
