@@ -152,9 +152,12 @@ class SendingEnd:
 
     def _connect(self, action: Connect) -> None:
         peer = (action.peer.worker_id, action.peer.incarnation)
-        for earlier in [p for p in self._channels if p[0] == peer[0] and p != peer]:
-            self._forget(earlier)
-            self._sender.peer_lost(earlier, "it has restarted")
+        for other in [p for p in self._channels if p[0] == peer[0] and p != peer]:
+            if other[1] > peer[1] and self._channels[other].gone_since(time.monotonic()) is None:
+                self._sender.peer_lost(peer, "it has restarted")  # wanted by a prompt that has waited since then
+                return
+            self._forget(other)
+            self._sender.peer_lost(other, "it has restarted")
         self._wanted_at[peer] = time.monotonic()
         if peer in self._channels:
             return  # it was given up, and is met again

@@ -30,7 +30,7 @@ class Checks:
             if not worker.now < wait.until < inf:
                 self.world.violated(f"{worker.name}: {wait.key} waits for {wait.what} until {wait.until}, and it is {worker.now}")
         if thorough:
-            worker.blocks.audit(worker.owners())
+            worker.audit()
 
     def look_at_coordinator(self, coordinator: CoordinatorProcess) -> None:
         """Every client that waits is known, and its wait ends."""
@@ -89,7 +89,7 @@ class Checks:
         if self.world.scenario.faults == Faults() and (again := self._done_again()):
             self.world.violated(f"without any fault: {again}")
         for worker in self.world.workers.values():
-            worker.blocks.audit(worker.owners())
+            worker.audit()
             if worker.blocks.num_free + worker.blocks.num_cached != worker.num_blocks:
                 self.world.violated(f"{worker.name}: {worker.blocks.num_used} blocks leaked")
             cached = set(worker.blocks.cached_hashes())

@@ -63,9 +63,12 @@ class SendingEnd:
 
     def _connect(self, action: act.Connect) -> None:
         peer = (action.peer.worker_id, action.peer.incarnation)
-        for earlier in [p for p in self._channels if p[0] == peer[0] and p != peer]:
-            self._forget(earlier)
-            self._sender.peer_lost(earlier, "it has restarted")
+        for other in [p for p in self._channels if p[0] == peer[0] and p != peer]:
+            if other[1] > peer[1]:
+                self._sender.peer_lost(peer, "it has restarted")
+                return
+            self._forget(other)
+            self._sender.peer_lost(other, "it has restarted")
         self._channels.add(peer)
 
     def _open_mover(self, action: act.OpenMover) -> None:

@@ -67,7 +67,10 @@ class WorkerProcess(Process):
         self._reported, self._num_ticks = -1e9, 0
         self._rests_since: float | None = None
         self.lines = Lines(self, world.coordinators_known_to_a_worker())
-        self._movers = ("shm", "zmq") if world.random.random() < world.scenario.cluster.one_sided else ("zmq",)
+        # Not by shm from a process that changes its role: a Release that is lost just before a role ends is not said again by anybody, and
+        # the decode worker that waits for it keeps those blocks until that process ends, or meets it anew in that role. (Open.)
+        one_sided = world.random.random() < world.scenario.cluster.one_sided and process is None
+        self._movers = ("shm", "zmq") if one_sided else ("zmq",)
         self.core: Any = self.make_core()
         self.after(TICK_S * world.random.random(), self._tick)
 
@@ -200,9 +203,12 @@ class WorkerProcess(Process):
         else:
             self.told_to_leave = True
 
-    def owners(self) -> Iterable[Sequence[int]]:
-        """Every list of blocks that something in its process holds references on."""
-        return self.block_tables() if self.process is None else self.process.block_tables()
+    def audit(self) -> None:
+        """Of all its blocks, whichever role's. (A process that is to end leaves some to nobody with its first role.)"""
+        if self.process is None:
+            self.blocks.audit(self.block_tables())
+        elif not self.process.leaving:
+            self.blocks.audit(self.process.block_tables())
 
     def carry_out_all(self) -> bool:
         """Whatever the core wants done now. False: nothing."""
@@ -264,7 +270,7 @@ class WorkerProcess(Process):
             self.heartbeat()
         self.turn()
         self._num_ticks += 1
-        if self._num_ticks % 4 == 0:
+        if self._num_ticks % 4 == 0 and self.alive:
             self.world.checks.look(self, thorough=self._num_ticks % 16 == 0)
 
     def heartbeat(self) -> None:

@@ -10,9 +10,10 @@ import zmq
 from support.kv_pools import filled_pool
 from support.messages import SPEC
 
-from splitserve.transport.actions import CancelPuts, Put, SendHandoff, SendPlaced, ToPeer, Undelivered
+from splitserve.transport.actions import CancelPuts, Connect, Put, SendHandoff, SendPlaced, ToPeer, Undelivered
 from splitserve.transport.channels import RouterChannel
 from splitserve.transport.errors import MoverError, PeerEnded
+from splitserve.transport.handoff import PeerId
 from splitserve.transport.handoff_sender import HandoffSender
 from splitserve.transport.messages import FROM_PREFILL, Handoff, Meet, Message, Met, ModelIdentity, Peer, Placed, Release, Renew, u64
 from splitserve.transport.movers.interface import Arrival, Item, Pool
@@ -130,11 +131,29 @@ class Reached:
                 self.end.carry_out(action)
         return [action for action in actions if isinstance(action, Undelivered)]
 
-    def until_gone(self) -> None:
-        channel, deadline = self.end._channels[PEER], time.monotonic() + 10
-        while channel.gone_since(time.monotonic()) is None:
+    def until_gone(self, peer: PeerId = PEER, gone: bool = True) -> None:
+        channel, deadline = self.end._channels[peer], time.monotonic() + 10
+        while (channel.gone_since(time.monotonic()) is not None) is not gone:
             assert time.monotonic() < deadline
             time.sleep(0.005)
+
+    def connect(self, peer: PeerId) -> set[PeerId]:
+        """Returns who has a channel then."""
+        self.end.carry_out(Connect(Peer(worker_id=peer[0], incarnation=peer[1], address=self.router.address)))
+        return set(self.end._channels)
+
+
+def test_a_prompt_for_an_earlier_process_does_not_cut_off_the_one_that_is_there() -> None:
+    """It had waited here since before the decode worker restarted. The channel to the new process was closed for it: handoffs there were
+    given back, and the new process asked in vain for blocks that were leased to us."""
+    reached, newer = Reached(), (PEER[0], PEER[1] + 1)
+    assert reached.connect(newer) == {newer}
+    reached.until_gone(newer, gone=False)
+    assert reached.connect(PEER) == {newer}
+    reached.router.close()
+    reached.until_gone(newer)
+    assert reached.connect(PEER) == {PEER}, "clocks may differ: whoever is asked for is worth a try where nobody is"
+    reached.end.close()
 
 
 def test_handoffs_to_who_has_gone_beyond_reach_are_given_back() -> None:
