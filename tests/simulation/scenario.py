@@ -124,7 +124,7 @@ NAMED = {
     "ahead": Scenario(Faults(late=0.1, drop=0.05, cancel=0.2, step_error=0.01, step_no_memory=0.01), Cluster(prefill_ahead=1.0)),
     "coordinators": Scenario(Faults(coordinator_restart_every=2.5, cancel=0.1), Cluster(num_coordinators=3)),
     "flips": Scenario(FLIPS, Cluster(num_prefill=1, num_decode=1, num_flexible=3, one_sided=1.0)),
-    "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2, num_flexible=2)),
+    "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0)),
 }
 
 
