@@ -5,35 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from ..kernels.gpu.decode_attention import programs_per_sm
+from .attention_variants import VARIANTS
 from .sm90 import SHARED_MEMORY
 
-OCCUPANCY = {  # programs that a multiprocessor holds at once, as decode attention's launches count on
-    "decode 64": programs_per_sm(64, 4, 64, torch.bfloat16),
-    "decode 128": programs_per_sm(128, 4, 64, torch.bfloat16),
-    "decode 128 float16": programs_per_sm(128, 4, 64, torch.float16),
-    "decode 128 group 7": programs_per_sm(128, 7, 64, torch.bfloat16),
-    "decode 128 fp8": programs_per_sm(128, 4, 64, torch.float8_e4m3fn),
-    "decode 256": programs_per_sm(256, 4, 64, torch.bfloat16),
-}
+WARP_GROUP_ROWS = 64  # of its smallest product
 
 
 def faults_of(case: str, kernels: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is wrong with a case of compile_kernels.py, in words: nothing may spill, all must fit; attention and exact products multiply
-    with matrix instructions, prefill with those of warp groups; decode reads ahead and fills the multiprocessors."""
+    with matrix instructions, those of warp groups where a tile has the rows for one; decode reads ahead; as many programs fill a
+    multiprocessor as launches count on."""
     faults = []
     for kernel in kernels:
-        if kernel["stack"] or kernel["spills"]:
-            faults.append(f"{case}: {kernel['name']} spills")
+        if kernel["stack"]:
+            faults.append(f"{case}: {kernel['name']} spills {kernel['stack']} bytes")
         if kernel["shared"] > SHARED_MEMORY:
             faults.append(f"{case}: {kernel['name']} needs {kernel['shared']} bytes of shared memory")
-    last = kernels[-1]
-    if (case.startswith("prefill") or "exact" in case) and not last["wgmma"]:
-        faults.append(f"{case}: no matrix instructions of warp groups")
-    if case.startswith("decode") and not ((last["mma"] or last["wgmma"]) and last["async_copies"]):
-        faults.append(f"{case}: no matrix instructions, or nothing read ahead")
-    if last["programs_per_sm"] < OCCUPANCY.get(case, 1):
-        faults.append(f"{case}: {last['programs_per_sm']} programs a multiprocessor, {OCCUPANCY[case]} expected")
+        if kernel["programs_per_sm"] < 1:
+            faults.append(f"{case}: {kernel['name']} needs more registers than there are")
+    last, variant = kernels[-1], VARIANTS.get(case)
+    if (variant is None and "exact" in case) or (variant is not None and variant.tile.rows >= WARP_GROUP_ROWS):
+        if not last["wgmma"]:
+            faults.append(f"{case}: no matrix instructions of warp groups")
+    elif variant is not None and not last["mma"]:
+        faults.append(f"{case}: no matrix instructions")
+    if variant is not None and not last["async_copies"]:
+        faults.append(f"{case}: nothing is read ahead")
+    if variant is not None and 1 <= last["programs_per_sm"] < variant.programs_per_sm:
+        faults.append(f"{case}: {last['programs_per_sm']} programs a multiprocessor, {variant.programs_per_sm} expected")
     return faults

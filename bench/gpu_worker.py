@@ -28,7 +28,7 @@ from .engine import CONTEXT, make_batch
 from .engine_figures import device_us
 from .gpu_timing import Ceilings, Figure
 from .models import LLAMA_500M, LLAMA_TINY, make_random_llama
-from .transformers_peer import transformers_us
+from .transformers_peer import peer_us
 
 PROMPT, OUTPUT = 256, 64
 REQUESTS, BATCH = 10, 32
@@ -105,7 +105,8 @@ def loop(runner: ModelRunner, batch: int, steps: int) -> float:
 
 
 def against_transformers(runner: ModelRunner, path: Path, device: str, num_prompts: int, lengths: tuple[int, int]) -> Figure:
-    """Prompts and answers of these lengths: our time, and as its floor the peer's. A ratio above 1: we are quicker."""
+    """Prompts and answers of these lengths: our time, and as its floor the peer's. A ratio above 1: we are quicker. Raises
+    PeerFailed."""
     prompt, output = lengths
     started = time.perf_counter()
     for first in range(0, num_prompts, 8):
@@ -114,7 +115,7 @@ def against_transformers(runner: ModelRunner, path: Path, device: str, num_promp
         runner.execute(batch)
     loop(runner, num_prompts, output - 1)
     ours = (time.perf_counter() - started) * 1e6
-    theirs = transformers_us(path, device, num_prompts, prompt, output)
+    theirs = peer_us(path, device, num_prompts, prompt, output)
     what = f"0.5B: {num_prompts} prompts of {prompt}, {output} tokens each, beside transformers"
     return Figure(what, ours, theirs, num_prompts * output / ours * 1e6, "tok")
 

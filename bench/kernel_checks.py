@@ -27,6 +27,7 @@ from ..kernels.gpu.rope_store import rope_and_store
 from ..kernels.gumbel_noise import noise_key
 from ..kernels.interface import RopeInputs
 from ..kernels.reference import TorchKernels
+from .attention_variants import Attention, covering
 from .device_mover_checks import cuda_ipc, host_mirror
 from .exact_check import exact_engine
 from .kernel_inputs import LAYER, AttentionCase, attention_case, randn, relative_error
@@ -50,9 +51,8 @@ def decode(case: AttentionCase, max_partials: int = MAX_PARTIALS, programs: int 
     plan = plan_decode(case.inputs, num_heads, pool.shape[4], head_dim, pool.shape[3], max_partials)
     out = torch.empty((n, num_heads * head_dim), dtype=case.q.dtype, device=case.q.device)
     programs = programs or (264 if case.q.is_cuda else 3)
-    decode_attention(
-        out, case.q, pool, LAYER, case.inputs, plan, programs, tile or decode_tile(head_dim, num_heads // pool.shape[4], case.q.itemsize)
-    )
+    tile = tile or decode_tile(head_dim, num_heads // pool.shape[4], case.q.itemsize, fp8=pool.dtype.itemsize == 1)
+    decode_attention(out, case.q, pool, LAYER, case.inputs, plan, programs, tile)
     return out
 
 
@@ -121,6 +121,9 @@ def checks(big: bool) -> Iterator[Check]:
         yield Check("blocks between two processes by cuda_ipc", 0, cuda_ipc)
     yield Check("gumbel_argmax", 0, partial(_gumbel, 32 if big else 3, 151936 if big else 5000))
     yield Check("sampling as on a CPU", 0, partial(_sampling, 151936 if big else 300))
+    for variant in covering():
+        if big or variant.head_dim == 64:
+            yield Check(f"attention, {variant}", ALLOWED[variant.dtype], partial(_variant_error, variant, lengths, chunks))
 
 
 def _decode_error(lengths: list[int], options: dict[str, object], device: str) -> float:
@@ -131,8 +134,20 @@ def _decode_error(lengths: list[int], options: dict[str, object], device: str) -
 def _prefill_error(chunks: list[tuple[int, int]], options: dict[str, object], split_folds: bool = False, device: str = "cpu") -> float:
     lengths, new = [sum(chunk) for chunk in chunks], [chunk[1] for chunk in chunks]
     case = attention_case(lengths, new, device=device, **options)  # type: ignore[arg-type]
-    tile = exact_tile(case.q.shape[2], case.q.itemsize) if split_folds and case.q.is_cuda else None
+    tile = exact_tile(case.q.shape[2], case.q.itemsize, fp8=case.pool.dtype.itemsize == 1) if split_folds and case.q.is_cuda else None
     return relative_error(prefill(case, tile, split_folds).cpu(), case.exact)
+
+
+def _variant_error(variant: Attention, lengths: list[int], chunks: list[tuple[int, int]], device: str) -> float:
+    options: dict[str, object] = {
+        "group": variant.group, "head_dim": variant.head_dim, "block_size": variant.block_size, "dtype": variant.dtype, "fp8": variant.fp8,
+        "window": 200 if variant.window else None, "softcap": 4.0 if variant.softcap else None, "device": device,
+    }  # fmt: skip
+    if variant.family == "decode":
+        case = attention_case(lengths, [1] * len(lengths), **options)  # type: ignore[arg-type]
+        return relative_error(decode(case, tile=variant.tile).cpu(), case.exact)
+    case = attention_case([sum(chunk) for chunk in chunks], [chunk[1] for chunk in chunks], **options)  # type: ignore[arg-type]
+    return relative_error(prefill(case, variant.tile, variant.exact).cpu(), case.exact)
 
 
 def _decode_alone(lengths: list[int], device: str) -> float:

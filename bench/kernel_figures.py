@@ -72,7 +72,8 @@ def decode_figure(
     name = f"decode attention, batch {batch}, context {context}, {num_kv_heads} x {group} heads of {head_dim}"
     name += f", {dtype}" if dtype != BFLOAT16 else ""
     name += ", exact" if exact else f", {tile}, {per_sm} a multiprocessor" if tile else ""
-    shape = exact_tile(head_dim) if exact else tile or decode_tile(head_dim, group)
+    fp8 = dtype.itemsize == 1
+    shape = exact_tile(head_dim, fp8=fp8) if exact else tile or decode_tile(head_dim, group, fp8=fp8)
     per_sm = per_sm or (EXACT_PROGRAMS_PER_SM if exact else programs_per_sm(head_dim, group, BLOCK_SIZE, dtype))
     programs = per_sm * torch.cuda.get_device_properties(device).multi_processor_count if big else 3
     calls: list[Call] = [partial(decode_attention, out, q, pool, layer, inputs, plan, programs, shape) for layer in range(layers)]

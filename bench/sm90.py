@@ -33,12 +33,12 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """``stack``: bytes a thread, where registers did not suffice. ``wgmma``, ``mma``: matrix instructions of a warp group, of a warp."""
+    """``stack``: bytes a thread, where registers did not suffice. ``wgmma``, ``mma``: matrix instructions of a warp group, of a warp.
+    (Instructions as the assembler was given them: to take its output apart again would cost more time than all the rest of it.)"""
 
     name: str
     registers: int
     stack: int
-    spills: int  # instructions that move to or from the stack
     shared: int  # bytes
     threads: int
     wgmma: int
@@ -104,20 +104,19 @@ def _inspect(name: str, kernel: Any) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = dict(re.findall(r"(REG|STACK|SHARED):(\d+)", _output("cuobjdump", "-res-usage", file.name)))
-        code = _output("nvdisasm", "-c", file.name)
-    threads = re.search(r"\.reqntid (\d+)", kernel.asm["ptx"])
+        usage = dict(re.findall(r"(REG|STACK):(\d+)", _output("cuobjdump", "-res-usage", file.name)))
+    ptx = kernel.asm["ptx"]
+    threads = re.search(r"\.reqntid (\d+)", ptx)
     assert threads is not None
     return Compiled(
         name=name,
         registers=int(usage["REG"]),
         stack=int(usage["STACK"]),
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared=kernel.metadata.shared,
         threads=int(threads[1]),
-        wgmma=len(re.findall(r"\b[HQ]GMMA", code)),
-        mma=len(re.findall(r"\b[HQ]MMA", code)),
-        async_copies=len(re.findall(r"\bLDGSTS", code)),
+        wgmma=len(re.findall(r"\bwgmma\.mma_async\b", ptx)),
+        mma=len(re.findall(r"\bmma\.sync\b", ptx)),
+        async_copies=len(re.findall(r"\bcp\.async\.c[ag]\b", ptx)),
     )
 
 

@@ -69,7 +69,8 @@ class CudaKernels:
         out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
         if decode is not None:
             group = num_heads // pool.shape[4]
-            tile = self._prefill_tile(q) if self._exact else decode_tile(head_dim, group, q.itemsize)
+            fp8 = pool.dtype.itemsize == 1
+            tile = self._prefill_tile(q, pool) if self._exact else decode_tile(head_dim, group, q.itemsize, fp8)
             at_once = EXACT_PROGRAMS_PER_SM if self._exact else programs_per_sm(head_dim, group, pool.shape[3], pool.dtype)
             decode_attention(out, q, pool, layer, inputs, decode, self._num_sms * at_once, tile)
         if prefill is not None:
@@ -90,9 +91,11 @@ class CudaKernels:
         decode = None if none_single else plan_decode(inputs, num_heads, num_kv_heads, head_dim, block_size)
         if all_single:
             return decode, None
-        tile = self._prefill_tile(q)
+        tile = self._prefill_tile(q, pool)
         return decode, plan_prefill(inputs, num_tokens, num_heads // num_kv_heads, tile, singles=False)
 
-    def _prefill_tile(self, q: Tensor) -> TileShape:
-        suited = exact_tile if self._exact else prefill_tile
-        return self._prefill_shape or suited(q.shape[2], q.itemsize)
+    def _prefill_tile(self, q: Tensor, pool: Tensor) -> TileShape:
+        if self._prefill_shape is not None:
+            return self._prefill_shape
+        head_dim = q.shape[2]
+        return exact_tile(head_dim, q.itemsize, fp8=pool.dtype.itemsize == 1) if self._exact else prefill_tile(head_dim, q.itemsize)

@@ -28,6 +28,7 @@ class NativeLayers:
             window = NO_WINDOW if layer.sliding_window is None else layer.sliding_window
             rows.append([layer.input_norm.data_ptr(), *qkv, *norms, *o, layer.post_norm.data_ptr(), *gate_up, *down, window])
         self._table = np.array(rows, np.int64)  # a LayerWeights each
+        self._address = self._table.ctypes.data
 
     def __call__(
         self, first: int, last: int, hidden: Tensor, residual: Tensor, pool: Tensor, rope: RopeInputs, attention: AttentionInputs
@@ -38,7 +39,7 @@ class NativeLayers:
         assert attention.softcap is None, "the C++ kernels have no softcap"
         num_tokens, hidden_size = residual.shape
         _cpu.decoder_layers(
-            self._table.ctypes.data,
+            self._address,
             first,
             last,
             hidden.data_ptr(),
@@ -53,7 +54,7 @@ class NativeLayers:
             attention.query_start_loc.data_ptr(),
             attention.seq_lens.data_ptr(),
             attention.block_tables.data_ptr(),
-            len(attention.seq_lens),
+            attention.seq_lens.shape[0],
             attention.block_tables.shape[1],
             pool.shape[1],
             pool.shape[3],

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import AttentionInputs
-from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, padded_seqs, window_of
+from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, padded_seqs, unknown_zero, window_of
 
 SPLIT = 256  # tokens
 EXACT_PROGRAMS_PER_SM = 2
@@ -44,22 +44,25 @@ class DecodePlan:
     sums: Tensor
 
 
-def decode_tile(head_dim: int, group: int, itemsize: int = 2) -> TileShape:
+def decode_tile(head_dim: int, group: int, itemsize: int = 2, fp8: bool = False) -> TileShape:
     """Sixteen rows are the smallest matrix product; stages are odd because a block number is loaded one stage ahead of its keys.
-    ``itemsize``: bytes of an element of q; float32 has no tensor cores here, it is there for comparison."""
+    ``itemsize``: bytes of an element of q; float32 has no tensor cores here, it is there for comparison. ``fp8``: so is the cache, whose
+    keys and values take registers on their way to the product."""
     rows = max(16, triton.next_power_of_2(group))
     if itemsize == 4:
         return TileShape(rows, 32, 4, 3)
-    if head_dim in (64, 128):
-        return TileShape(rows, 64, 4, 5)
-    return TileShape(rows, 32, 4, 7) if head_dim < 128 else TileShape(rows, 32, 4, 5)
+    if head_dim > 128:
+        return TileShape(rows, 32, 4, 3 if fp8 else 5)
+    wide = head_dim == 64 or (head_dim == 128 and not fp8)
+    return TileShape(rows, 64, 4, 5) if wide else TileShape(rows, 32, 4, 7)
 
 
 def programs_per_sm(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> int:
     """What registers and shared memory of an H100 or H200 hold of ``decode_tile``'s programs."""
+    fp8 = dtype.itemsize == 1
     if head_dim <= 64:
-        return 4
-    simple = group == triton.next_power_of_2(group) and block_size % 64 == 0 and dtype.itemsize == 2
+        return 3 if fp8 else 4
+    simple = group == triton.next_power_of_2(group) and block_size % 64 == 0 and not fp8
     return 3 if head_dim <= 128 and simple else 2
 
 
@@ -94,6 +97,7 @@ def decode_attention(
     kv, kv_scales = layer_of(pool, layer), None if inputs.kv_scales is None else inputs.kv_scales[layer]
     assert q.stride()[1:] == (head_dim, 1)
     assert out.is_contiguous()
+    assert num_heads // num_kv_heads <= tile.rows, "the heads of a group are the rows of one tile"
     dims = max(16, triton.next_power_of_2(head_dim))
     _decode_kernel[(num_programs,)](
         q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.items, plan.num_items, plan.arrived, plan.states,
@@ -151,9 +155,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program p takes the items p, p + num_programs, ... of every KV head; the heads of one split are neighbours, as in memory."""
-    rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
-    real = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     log2_scale = scale * LOG2_E
     for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
         head = work % NUM_KV_HEADS
@@ -169,7 +171,9 @@ def _decode_kernel(
         if SCALED:
             key_scale = tl.load(kv_scales + head)
             value_scale = tl.load(kv_scales + NUM_KV_HEADS + head)
+        rows = tl.arange(0, ROWS)
         heads = head * GROUP + rows
+        real = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
         token = tl.load(query_start_loc + b).to(tl.int64)
         queries = tl.load(q + token * stride_q + heads[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0)
         positions = tl.where(rows < GROUP, length - 1, -1)
@@ -186,6 +190,11 @@ def _decode_kernel(
                 HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
             )  # fmt: skip
             m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
+        if (SCALED or HEAD_DIM > 128) and ROWS < 64:  # a small tile that is short of registers all the same
+            rows += unknown_zero(query_start_loc)
+            heads = head * GROUP + rows
+            real = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+            token = tl.load(query_start_loc + b, volatile=True).to(tl.int64)
         destination = out + (token * NUM_KV_HEADS * GROUP + heads[:, None]) * HEAD_DIM + dims[None, :]
         if row < 0:
             tl.store(destination, (normalize(norm, acc) * value_scale).to(out.dtype.element_ty), mask=real)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import AttentionInputs
-from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, padded_seqs, window_of
+from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, padded_seqs, unknown_zero, window_of
 from .decode_attention import SPLIT
 
 
@@ -44,13 +44,16 @@ def prefill_tile(head_dim: int, itemsize: int = 2) -> TileShape:
     return TileShape(128, 64 if head_dim <= 128 else 32, 8, 3)
 
 
-def exact_tile(head_dim: int, itemsize: int = 2) -> TileShape:
-    """For prefill and decode alike, with ``split_folds``: 64 rows are the smallest product of a warp group."""
+def exact_tile(head_dim: int, itemsize: int = 2, fp8: bool = False) -> TileShape:
+    """For prefill and decode alike, with ``split_folds``: 64 rows are the smallest product of a warp group. Head dim 256 over a float8
+    cache leaves no registers for that one, and takes the smaller product of a warp."""
     if itemsize == 4:
         return prefill_tile(head_dim, itemsize)
     if head_dim <= 64:
         return TileShape(64, 64, 4, 3)
-    return TileShape(64, 32, 4, 3) if head_dim <= 128 else TileShape(64, 16, 8, 3)
+    if head_dim <= 128:
+        return TileShape(64, 16, 4, 3) if fp8 or head_dim < 128 else TileShape(64, 32, 4, 3)
+    return TileShape(32, 32, 8, 3) if fp8 else TileShape(64, 16, 8, 3)
 
 
 def plan_prefill(inputs: AttentionInputs, num_tokens: int, group: int, tile: TileShape, singles: bool) -> PrefillPlan:
@@ -138,10 +141,9 @@ def _prefill_kernel(
     dims = tl.arange(0, DIMS)
     query = first_query + rows // GROUP
     real_row = (query < chunk) & (rows < TOKENS * GROUP)
-    real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
-    token = (chunk_start + query).to(tl.int64)
     feature = (head * GROUP + rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
-    queries = tl.load(q + token[:, None] * stride_q + feature, mask=real, other=0.0)
+    at = (chunk_start + query).to(tl.int64)[:, None] * stride_q + feature
+    queries = tl.load(q + at, mask=real_row[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     positions = tl.where(real_row, cached + query, -1)
 
     first_position = cached + first_query
@@ -178,8 +180,13 @@ def _prefill_kernel(
                 HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP,
             )  # fmt: skip
             m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
-    destination = out + token[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM) + feature
-    tl.store(destination, (normalize(norm, acc) * value_scale).to(out.dtype.element_ty), mask=real)
+    rows += unknown_zero(query_start_loc)
+    query = first_query + rows // GROUP
+    real_row = (query < chunk) & (rows < TOKENS * GROUP)
+    feature = (head * GROUP + rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    at = (chunk_start + query).to(tl.int64)[:, None] * (NUM_KV_HEADS * GROUP * HEAD_DIM) + feature
+    values = (normalize(norm, acc) * value_scale).to(out.dtype.element_ty)
+    tl.store(out + at, values, mask=real_row[:, None] & (dims < HEAD_DIM)[None, :])
 
 
 @triton.jit

@@ -6,37 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 
-from splitserve.bench.compile_bounds import OCCUPANCY, faults_of
-from splitserve.bench.compile_kernels import CASES
+from splitserve.bench.attention_variants import Attention, covering, every
+from splitserve.bench.compile_bounds import faults_of
+from splitserve.bench.compile_kernels import OTHERS
 from splitserve.bench.sm90 import SHARED_MEMORY
 
 Kernels = list[dict[str, Any]]
-LEFT_TO_GPU_CHECK = {  # which compiles them all: these differ from a tested one in little
-    "decode 128 float16",
-    "decode 256 exact",
-    "prefill 128 options",
-    "decode 128 block 16",
-    "decode 128 options",
-    "prefill 64",
-    "prefill 128 float16",
-    "prefill 128 group 7",
-    "prefill 128 fp8",
-    "norm 2560",
-    "rope 128",
-    "silu_mul",
-    "embedding",
-    "pack",
-    "gumbel_argmax",
-    "exact linear 512 rows",
-    "quantize rows",
-}
-TESTED = [name for name in CASES if name not in LEFT_TO_GPU_CHECK]
+USUAL = [str(Attention(family, 128)) for family in ("decode", "prefill")]
+LEFT_TO_GPU_CHECK = {"norm 896 float16", "silu_mul float16", "embedding float16", "quantize rows float16", "exact linear 512 rows float16"}
+TESTED = [*USUAL, *map(str, covering()), *(name for name in OTHERS if name not in LEFT_TO_GPU_CHECK)]
 
-pytestmark = pytest.mark.timeout(400)  # twenty seconds of compiling, on a machine that may be busy
+pytestmark = pytest.mark.timeout(400)  # forty seconds of compiling, on a machine that may be busy
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +31,7 @@ def compiled() -> dict[str, Kernels]:
     command = [sys.executable, "-m", "splitserve.bench.compile_kernels", *TESTED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Kernels] = json.loads(done.stdout)
-    return found
+    return {line["case"]: line["kernels"] for line in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.parametrize("case", TESTED)
@@ -54,17 +39,29 @@ def test_a_kernel_is_within_its_bounds(compiled: dict[str, Kernels], case: str) 
     assert faults_of(case, compiled[case]) == []
 
 
-def test_the_bounds_are_of_cases_that_are_there_and_can_be_broken() -> None:
-    assert OCCUPANCY.keys() <= CASES.keys()
-    good = {"name": "k", "stack": 0, "spills": 0, "shared": SHARED_MEMORY, "wgmma": 1, "mma": 1, "async_copies": 1, "programs_per_sm": 4}
-    assert faults_of("decode 64", [good]) == faults_of("prefill 128", [good]) == []
+def test_what_is_compiled_here_leaves_out_no_two_values_that_might_not_go_together() -> None:
+    names = [field.name for field in fields(Attention)]
+    for one, other in combinations(names, 2):
+        values = [{getattr(variant, name) for variant in every()} for name in (one, other)]
+        pairs = {(getattr(variant, one), getattr(variant, other)) for variant in covering()}
+        assert pairs == set(product(*values)), (one, other)
+
+
+def test_the_bounds_can_be_broken() -> None:
+    good = {"name": "k", "stack": 0, "shared": SHARED_MEMORY, "wgmma": 1, "mma": 1, "async_copies": 1, "programs_per_sm": 4}
+    decode, prefill = USUAL
+    linear, smaller = "exact linear 64 rows", str(Attention("prefill", 256, "fp8", exact=True))
+    assert [faults_of(case, [good]) for case in (decode, prefill, linear, smaller)] == [[], [], [], []]
     for case, field, value in (
-        ("decode 64", "spills", 1),
-        ("prefill 128", "stack", 8),
-        ("decode 64", "shared", SHARED_MEMORY + 1),
-        ("prefill 128", "wgmma", 0),
-        ("decode 128 exact", "wgmma", 0),
-        ("decode 64", "async_copies", 0),
-        ("decode 64", "programs_per_sm", 3),
+        (decode, "stack", 8),
+        (decode, "shared", SHARED_MEMORY + 1),
+        (decode, "mma", 0),
+        (decode, "async_copies", 0),
+        (decode, "programs_per_sm", 2),
+        (prefill, "wgmma", 0),
+        (prefill, "programs_per_sm", 0),
+        (str(Attention("decode", 128, exact=True)), "wgmma", 0),
+        (linear, "wgmma", 0),
+        (smaller, "mma", 0),
     ):
         assert len(faults_of(case, [{**good, field: value}])) == 1, (case, field)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +16,13 @@ from splitserve.bench.engine_figures import engine_figures
 from splitserve.bench.gpu_check import Report, Section, exact_costs, measure, run_parts, sections
 from splitserve.bench.gpu_timing import Ceilings, Figure, measure_ceilings
 from splitserve.bench.kernel_checks import Check, checks
+from splitserve.bench.transformers_peer import PeerFailed, peer_us
 
 triton_interpreter.install()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
-QUICK = ("norm", "gate", "rope", "embedding", "blocks", "checksums", "gumbel", "decode attention, fp8")
+QUICK = ("norm", "gate", "rope", "embedding", "blocks", "checksums", "gumbel", "decode attention, fp8",
+         "attention, prefill 64 float16")  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="figures of a GPU are not for the interpreter")
@@ -79,6 +85,30 @@ def test_a_part_that_fails_is_wrong_and_ends_there() -> None:
     report = Report(None, deadline=float("inf"))
     measure(report, Section("part", 1, broken), "cpu", Ceilings(1, 1, 1), float("inf"))
     assert report.wrong == ["part"]
+
+
+def test_a_peer_that_fails_costs_only_its_own_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    def ours_then_theirs(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
+        yield Figure("ours", 1.0, 1.0, 1.0, "B")
+        raise PeerFailed("AttributeError: no generate_batch")
+
+    report = Report(None, deadline=float("inf"))
+    measure(report, Section("worker", 1, ours_then_theirs), "cpu", Ceilings(1, 1, 1), float("inf"))
+    assert report.wrong == []
+    assert "ran   ours\nleft out: the peer gave no figure: AttributeError: no generate_batch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("code", "why"), [("raise ValueError('no such option')", "ValueError: no such option"), ("", "within 0 s")])
+def test_a_peer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, why: str) -> None:
+    ours = subprocess.run
+
+    def other_program(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        return ours([sys.executable, "-S", "-c", code or "import time; time.sleep(60)"], **options)
+
+    monkeypatch.setattr("splitserve.bench.transformers_peer.subprocess.run", other_program)
+    monkeypatch.setattr("splitserve.bench.transformers_peer.PATIENCE_S", 60.0 if code else 0.2)
+    with pytest.raises(PeerFailed, match=why):
+        peer_us(tmp_path, "cpu", 1, 1, 1)
 
 
 def test_the_cost_of_exact_is_named_beside_the_same_figure_without() -> None:
