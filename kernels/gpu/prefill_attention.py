@@ -52,7 +52,7 @@ def exact_tile(head_dim: int, itemsize: int = 2, fp8: bool = False) -> TileShape
     if head_dim <= 64:
         return TileShape(64, 64, 4, 3)
     if head_dim <= 128:
-        return TileShape(64, 16, 4, 3) if fp8 or head_dim < 128 else TileShape(64, 32, 4, 3)
+        return TileShape(64, 16, 4, 7 if fp8 else 5)
     return TileShape(32, 32, 8, 3) if fp8 else TileShape(64, 16, 8, 3)
 
 
