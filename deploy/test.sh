@@ -16,4 +16,4 @@ say "types"
 "$VENV/bin/mypy"
 say "tests"
 if (($#)); then exec "$VENV/bin/python" -m pytest "$@"; fi
-exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+exec "$VENV/bin/python" -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder

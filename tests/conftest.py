@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"
-settings.register_profile("suite", deadline=None)  # how long an example takes says how busy the machine is; each test has its time limit
+# How long examples take, to run and to draw, says how busy the machine is; each test has its time limit. The same ones each time: whether
+# a commit passes is no matter of luck. (To search for more: --hypothesis-profile search.)
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", settings.get_profile("suite"), derandomize=False)
 settings.load_profile("suite")
 
+LONGEST_FIRST = ("e2e", "kernels", "simulation", "planner", "engine", "coordinator")
+"""Folders: what takes longest comes first, so that all test processes end at about the same time."""
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own hook reads the groups
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """How two test processes share the work (``deploy/test.sh``): the tests of real processes, which need both cores, come first and in
-    turn, the others file by file beside them."""
-    for item in items:
-        group = "e2e" if "e2e" in item.path.parts else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: "e2e" not in item.path.parts)
+    items.sort(key=lambda item: next((rank for rank, name in enumerate(LONGEST_FIRST) if name in item.path.parts), len(LONGEST_FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """How several test processes share the work (``deploy/test.sh``): the tests of real processes, which need both cores, come in turn, the
+    others file by file beside them. (pytest-xdist's own groups, ``--dist loadgroup``, are overlooked with pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class InTurn(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "e2e" if "/e2e/" in file else file
+
+    return InTurn(config, log)

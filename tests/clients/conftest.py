@@ -47,6 +47,6 @@ def base_url(served: ServedModel, tmp_path: Path) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    yield f"http://127.0.0.1:{ports.get(timeout=20)}/v1"
+    yield f"http://127.0.0.1:{ports.get(timeout=60)}/v1"
     done.set()
-    thread.join(20)
+    thread.join(60)

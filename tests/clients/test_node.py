@@ -17,7 +17,7 @@ NODE = shutil.which("node")
 @pytest.mark.skipif(NODE is None, reason="needs node: Debian package nodejs")
 @pytest.mark.skipif(not (HERE / "node_modules" / "openai").is_dir(), reason="needs OpenAI's client for Node: npm --prefix tests/clients ci")
 def test_openai_for_node(base_url: str) -> None:
-    run = subprocess.run([str(NODE), str(HERE / "openai_client.mjs"), base_url], capture_output=True, text=True, timeout=90, check=False)
+    run = subprocess.run([str(NODE), str(HERE / "openai_client.mjs"), base_url], capture_output=True, text=True, timeout=200, check=False)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == {
         "models": ["tiny"],

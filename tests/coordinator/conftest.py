@@ -62,13 +62,13 @@ async def server(dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLim
 
 @pytest.fixture
 async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
 async def client(server: HttpServer) -> AsyncIterator[AsyncOpenAI]:
-    plain = httpx.AsyncClient(verify=False, timeout=20)  # reading certificates takes longer than a test
+    plain = httpx.AsyncClient(verify=False, timeout=60)  # reading certificates takes longer than a test
     url = f"http://127.0.0.1:{server.port}/v1"
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=plain) as client:
         yield client
@@ -90,7 +90,7 @@ def fuzzed(model: ServedModel, dispatcher: FakeDispatcher, tmp_path: Path) -> It
     done = threading.Event()
     thread = threading.Thread(target=lambda: uvloop.run(serve()))
     thread.start()
-    with httpx.Client(base_url=f"http://127.0.0.1:{ports.get(timeout=10)}", verify=False, timeout=20) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{ports.get(timeout=60)}", verify=False, timeout=60) as client:
         yield client
     done.set()
-    thread.join(10)
+    thread.join(60)

@@ -36,7 +36,7 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
     server = HttpServer(create_app(dispatcher, model, system=system))
     await server.start()
     url = f"http://127.0.0.1:{server.port}"
-    async with browser(tmp_path) as page, httpx.AsyncClient(base_url=url, timeout=20) as http:
+    async with browser(tmp_path) as page, httpx.AsyncClient(base_url=url, timeout=60) as http:
         await page.open(url)
         await page.until("document.querySelector('#status').dataset.state === 'ready'")
         assert await page.text("#model") == "tiny"

@@ -20,8 +20,14 @@ BODY = json.dumps({"prompt": "Hi", "max_tokens": 1000, "stream": True}).encode()
 
 
 @pytest.fixture
-async def server(dispatcher: FakeDispatcher, model: ServedModel) -> AsyncIterator[HttpServer]:
-    server = HttpServer(create_app(dispatcher, model, HttpLimits(receive_timeout_s=0.2), dispatcher.system))
+def receive_timeout_s() -> float:
+    """Of the server, where a test does not tell it itself what time it is."""
+    return 60.0
+
+
+@pytest.fixture
+async def server(dispatcher: FakeDispatcher, model: ServedModel, receive_timeout_s: float) -> AsyncIterator[HttpServer]:
+    server = HttpServer(create_app(dispatcher, model, HttpLimits(receive_timeout_s=receive_timeout_s), dispatcher.system))
     await server.start()
     yield server
     await server.stop(grace_s=0)
@@ -32,7 +38,7 @@ async def server(dispatcher: FakeDispatcher, model: ServedModel) -> AsyncIterato
 async def connection(server: HttpServer) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             yield reader, writer
     finally:
         writer.transport.abort()
@@ -47,6 +53,7 @@ async def heard(server: HttpServer, *pieces: bytes) -> bytes:
         return await reader.read()
 
 
+@pytest.mark.parametrize("receive_timeout_s", [0.2])
 @pytest.mark.parametrize(
     "sent",
     [
@@ -122,7 +129,7 @@ async def test_an_answer_that_takes_long_is_no_slow_sender(server: HttpServer, d
 
 async def connections(server: HttpServer, like: Callable[[HttpProtocol], bool] = lambda c: True) -> list[HttpProtocol]:
     """Those of the server, as soon as there is one like this."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             found = [c for c in server._server.server_state.connections if isinstance(c, HttpProtocol) and like(c)]
             if found:

@@ -21,7 +21,7 @@ from splitserve.coordinator.steering.steering import Steering
 from splitserve.coordinator.system_collector import SystemCollector
 from splitserve.coordinator.system_snapshot import SystemSnapshot
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Scripted(Steering):

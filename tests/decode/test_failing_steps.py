@@ -58,7 +58,7 @@ def test_a_worker_whose_steps_all_raise_ends_and_gives_back_what_failed(role: st
             assert pair.threads[role].is_alive()
             pair.ask(spec(number))
             pair.until(lambda: sum(isinstance(m, RequestFailed) for m in pair.heard) == number + 1)  # noqa: B023
-        pair.threads[role].join(10)
+        pair.threads[role].join(60)
         error = pair.errors[role]
     assert isinstance(error, EngineError)
     assert "requests' steps all failed" in str(error)

@@ -42,7 +42,7 @@ COMMANDS = [
 def splitserve(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SPLITSERVE_")}
     command = [sys.executable, "-m", "splitserve.deploy.cli", *arguments]
-    return subprocess.run(command, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_all_commands_are_there() -> None:

@@ -58,7 +58,7 @@ def test_the_coordinator_that_runs_already_is_no_problem() -> None:
         thread = threading.Thread(target=http.handle_request)
         thread.start()
         status, said = doctor(port=http.server_port, control_address=f"tcp://127.0.0.1:{control.getsockname()[1]}")
-        thread.join(10)
+        thread.join(60)
     assert status == 0
     assert said.count("is used by a splitserve coordinator that runs already") == 2
 

@@ -18,7 +18,7 @@ SCRIPTS = [*sorted((ROOT / "deploy").glob("*.sh")), ROOT / ".ci" / "run"]
 
 def bash(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **env}
-    return subprocess.run(["bash", *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(["bash", *arguments], env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)

@@ -97,5 +97,5 @@ def test_nobody_outlives_a_killed_supervisor(tmp_path: Path) -> None:
         assert worker in family
         killed.kill()
         killed.wait()
-        _, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive, [p.cmdline() for p in alive]

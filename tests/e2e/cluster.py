@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,16 +19,27 @@ from openai import OpenAI
 
 MODEL_NAME = "tiny"
 START_S = 90.0
+PATIENCE_S = 60.0
+"""For what happens in a moment, on a machine that may stand still for seconds: against hanging alone."""
+DEAD_AFTER_S = 4.0
+"""A worker that says nothing for so long is dead to these clusters (to others sooner): it may just have waited for a core."""
+HTTP = httpx.Client(verify=False, timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
+"""For all questions: to read certificates takes longer than an answer. No connection outlives the process that it leads to."""
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """Not one of those that the kernel deals out: the process that is told of it listens there only seconds later."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
-def wait_for(what: str, condition: Callable[[], bool], timeout_s: float) -> None:
+def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Polls for an event, with a deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -36,9 +48,10 @@ def wait_for(what: str, condition: Callable[[], bool], timeout_s: float) -> None
         time.sleep(0.02)
 
 
-def _is_ready(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether somebody is there, and content."""
     try:
-        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
+        return HTTP.get(url, timeout=2).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -51,10 +64,10 @@ class Cluster:
         self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=90)
 
     def ready(self) -> bool:
-        return _is_ready(self.url)
+        return answers(f"{self.url}/ready")
 
     def state(self) -> dict[str, Any]:
-        answer: dict[str, Any] = httpx.get(f"{self.url}/debug/state", timeout=5).json()
+        answer: dict[str, Any] = HTTP.get(f"{self.url}/debug/state").json()
         return answer
 
     def workers(self, role: str) -> list[dict[str, Any]]:
@@ -73,16 +86,16 @@ class Cluster:
             for w in state["workers"]
         )
 
-    def wait_at_rest(self, timeout_s: float = 15.0) -> None:
-        wait_for("all blocks free or cached, no request anywhere", self.at_rest, timeout_s)
+    def wait_at_rest(self) -> None:
+        wait_for("all blocks free or cached, no request anywhere", self.at_rest)
 
-    def wait_whole(self, num_prefill: int, num_decode: int, timeout_s: float = 60.0) -> None:
+    def wait_whole(self, num_prefill: int, num_decode: int) -> None:
         """Until all workers are (back) here and alive."""
 
         def whole() -> bool:
             return len(self.workers("prefill")) == num_prefill and len(self.workers("decode")) == num_decode
 
-        wait_for(f"{num_prefill} prefill and {num_decode} decode workers", whole, timeout_s)
+        wait_for(f"{num_prefill} prefill and {num_decode} decode workers", whole)
 
     def complete(self, prompt: str | list[int], max_tokens: int = 32, **more: Any) -> str:
         """An unstreamed completion's text; exact length unless told otherwise."""
@@ -119,6 +132,7 @@ def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
     port = free_port()
     log = folder / "up.log"
     command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL_NAME]
+    command += ["--dead-after-s", str(DEAD_AFTER_S)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as sink:
         process = subprocess.Popen([*command, "--port", str(port), *arguments], stdout=sink, stderr=subprocess.STDOUT, env=environment)
@@ -128,7 +142,7 @@ def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
         assert process.poll() is None, log.read_text()[-4000:]
         yield cluster
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, log.read_text()[-4000:]
+        assert process.wait(PATIENCE_S) == 0, log.read_text()[-4000:]
     finally:
         cluster.client.close()
         if process.poll() is None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from e2e.cluster import MODEL_NAME, START_S, Cluster, free_port, wait_for
+from e2e.cluster import DEAD_AFTER_S, MODEL_NAME, START_S, Cluster, free_port, wait_for
 
 from splitserve.transport.keys import generate_key
 
@@ -49,7 +49,7 @@ class ForkedCluster(Cluster):
         """As the only one, or after it was killed."""
         command = [sys.executable, "-m", "splitserve.deploy.cli", "coordinator", *self._common, "--served-model-name", MODEL_NAME]
         command += ["--port", str(self._port), "--control-address", self.control_address, "--heartbeat-s", str(HEARTBEAT_S)]
-        command += ["--progress-timeout-s", str(PROGRESS_TIMEOUT_S)]
+        command += ["--progress-timeout-s", str(PROGRESS_TIMEOUT_S), "--dead-after-s", str(DEAD_AFTER_S)]
         with (self._folder / "coordinator.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRON)
 
@@ -62,9 +62,9 @@ class ForkedCluster(Cluster):
         self.client.close()
         assert self._nursery.stdin is not None
         self._nursery.stdin.close()
-        self._nursery.wait(10)
+        self._nursery.wait(60)
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         for fd in self._pidfds.values():
             os.close(fd)
         assert self._nursery.stdout is not None

@@ -21,7 +21,7 @@ is under way), it frees the blocks, a heartbeat tells it, a poll reads it."""
 NUM_PROCESSES = 4
 """The coordinator, a prefill worker, a decode worker and this one: where other programs have the cores, each waits for its turn about as
 long as a poll of the idle cluster takes."""
-STARVED_S = 5.0
+STARVED_S = 30.0
 """There one turn of a loop may come late: only the median is held to the promise, and no single case to more than this.
 (tests/decode/test_cancellation.py holds every case to it, in every state, on a clock of its own.)"""
 
@@ -30,7 +30,7 @@ def hang_up_after(cluster: ForkedCluster, body: dict[str, object], wait_s: float
     """Asks for a stream, and closes the connection after so many seconds."""
     host, _, port = cluster.url.removeprefix("http://").partition(":")
     data = json.dumps({"model": MODEL_NAME, "stream": True, "ignore_eos": True, **body}).encode()
-    with socket.create_connection((host, int(port)), 5) as client:
+    with socket.create_connection((host, int(port)), STARVED_S) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         client.sendall(head.encode() + data)
         time.sleep(wait_s)

@@ -67,13 +67,13 @@ def expected(forked_cluster: ForkedCluster, bodies: dict[str, dict[str, Any]]) -
 
 def hurt(cluster: ForkedCluster, role: str, number: int) -> None:
     """Does this to the busiest worker of the role; returns when it is gone, and the cluster whole again."""
-    wait_for("it has work", lambda: bool(cluster.busy_worker(role)["dispatches"]), 10)
+    wait_for("it has work", lambda: bool(cluster.busy_worker(role)["dispatches"]))
     victim = cluster.busy_worker(role)
     name = (victim["worker_id"], victim["incarnation"])
     os.kill(victim["pid"], number)
     try:
         gone = lambda: name not in [(w["worker_id"], w["incarnation"]) for w in cluster.workers(role)]  # noqa: E731
-        wait_for(f"{name[0]} is gone", gone, 15)
+        wait_for(f"{name[0]} is gone", gone)
     finally:
         if number == signal.SIGSTOP:
             os.kill(victim["pid"], signal.SIGCONT)

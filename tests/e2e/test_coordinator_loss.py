@@ -13,7 +13,7 @@ from splitserve.transport.channels import RouterChannel
 from splitserve.transport.keys import load_key
 from splitserve.transport.messages import FROM_WORKER, Hello, Load
 
-STARVED_S = 5.0  # where other programs have the machine's cores
+STARVED_S = 30.0  # where other programs have the machine's cores
 NAMES = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
 
 
@@ -48,9 +48,9 @@ def test_workers_free_what_nobody_owns_and_take_new_work_at_once(forked_cluster:
     pids = {w["pid"] for w in cluster.state()["workers"]}
     streams = Streams(cluster, ["one " * 50, "two " * 90, "three " * 9], 3000)
     streams.wait_under_way()
-    cluster.process.send_signal(signal.SIGKILL)
-    cluster.process.wait(10)
     killed = time.monotonic()
+    cluster.process.send_signal(signal.SIGKILL)
+    cluster.process.wait(60)
     silent = SilentCoordinator(cluster)
     try:
         wait_for("every worker has given it up", silent.listen, ORPHANED_AFTER_S + STARVED_S)
@@ -59,7 +59,7 @@ def test_workers_free_what_nobody_owns_and_take_new_work_at_once(forked_cluster:
         cluster.process = cluster.start_coordinator()
     assert max(silent.held.values()) > 0, "they went on with what the dead coordinator had asked for"
     assert all(at - killed >= ORPHANED_AFTER_S / 2 for at in silent.gave_up.values()), "they gave it time to come back"
-    wait_for("the next coordinator serves", cluster.ready, 30)
+    wait_for("the next coordinator serves", cluster.ready)
     cluster.wait_whole(2, 2)
     assert cluster.complete("the answer", 24) == before
     cluster.wait_at_rest()

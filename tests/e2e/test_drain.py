@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
-from e2e.cluster import MODEL_NAME, Cluster, wait_for
+from e2e.cluster import HTTP, MODEL_NAME, Cluster, wait_for
 from e2e.test_failure import Streams
 
 NUM_TOKENS = 1500
+LEAVES_WITHIN_S = 15.0  # much less where it does not wait for a core; `up` waits twenty
 PROMPTS = [f"number {i} " + "xyz" * (7 * i) for i in range(3)]
 
 
@@ -38,11 +37,9 @@ def test_a_decode_worker_leaves_within_seconds_and_nothing_is_computed_twice(clu
     streams = Streams(cluster, PROMPTS, NUM_TOKENS)
     streams.wait_under_way()
     victim = cluster.busy_worker("decode")
-    answer = httpx.post(f"{cluster.url}/admin/drain/{victim['worker_id']}")
+    answer = HTTP.post(f"{cluster.url}/admin/drain/{victim['worker_id']}")
     assert (answer.status_code, answer.json()["draining"]) == (202, True)
-    start = time.monotonic()
-    wait_for("it has left", lambda: victim["pid"] not in [w["pid"] for w in cluster.workers("decode")], 10)
-    assert time.monotonic() - start < 5
+    wait_for("it has left", lambda: victim["pid"] not in [w["pid"] for w in cluster.workers("decode")], LEAVES_WITHIN_S)
     assert streams.texts() == expected
     after = counters(cluster)
     assert after["sequences_moved"] > before["sequences_moved"], cluster.state()
@@ -70,10 +67,10 @@ def test_all_of_a_requests_state_moves(cluster: Cluster) -> None:
     undisturbed = ask()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask)
-        wait_for("it runs", lambda: any(w["running"] for w in cluster.workers("decode")), 10)
+        wait_for("it runs", lambda: any(w["running"] for w in cluster.workers("decode")))
         before = counters(cluster)
         os.kill(cluster.busy_worker("decode")["pid"], signal.SIGTERM)
-        moved = answer.result(timeout=60)
+        moved = answer.result(timeout=200)
     assert moved == undisturbed
     assert counters(cluster)["sequences_moved"] > before["sequences_moved"]
     cluster.wait_whole(2, 2)
@@ -103,6 +100,6 @@ def test_rolling_restart_of_every_worker_under_load(cluster: Cluster, expected: 
             wait_for("every worker is new", renewed, 90)
         finally:
             stop[0] = True
-        assert all(stream.result(timeout=90) > 0 for stream in streams)
+        assert all(stream.result(timeout=200) > 0 for stream in streams)
     assert counters(cluster)["workers_lost"] == before["workers_lost"]
     cluster.wait_at_rest()

@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from e2e.cluster import MODEL_NAME, Cluster, running, wait_for
+from e2e.cluster import HTTP, MODEL_NAME, Cluster, running, wait_for
 from transformers import PreTrainedModel
 
 NUM_TOKENS = 250
@@ -48,7 +47,7 @@ class Streams:
     def _read(self, name: str, body: dict[str, Any]) -> Answer:
         asked = {"model": MODEL_NAME, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True, **body}
         answer: Answer = {}
-        with httpx.stream("POST", f"{self._cluster.url}/v1/completions", json=asked, timeout=60) as response:
+        with HTTP.stream("POST", f"{self._cluster.url}/v1/completions", json=asked) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     for choice in json.loads(line[6:])["choices"]:
@@ -62,10 +61,10 @@ class Streams:
         def under_way() -> bool:
             return all(self.counts[name] >= UNDER_WAY or future.done() for name, future in self._futures.items())
 
-        wait_for("all streams are under way", under_way, 60)
+        wait_for("all streams are under way", under_way)
 
     def answers(self) -> dict[str, Answer]:
-        answers = {name: future.result(90) for name, future in self._futures.items()}
+        answers = {name: future.result(200) for name, future in self._futures.items()}
         self._pool.shutdown()
         return answers
 

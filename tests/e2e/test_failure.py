@@ -7,7 +7,6 @@ import signal
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import httpx
 import pytest
 from e2e.cluster import MODEL_NAME, Cluster, wait_for
 
@@ -34,10 +33,15 @@ class Streams:
         self._futures: list[Future[str]] = [self._pool.submit(read, i) for i in range(len(prompts))]
 
     def wait_under_way(self, num_pieces: int = 10) -> None:
-        wait_for("all streams are under way", lambda: min(self.counts) >= num_pieces, 60)
+        """Or at their end: a slow reader gets many tokens in one event."""
+
+        def under_way() -> bool:
+            return all(count >= num_pieces or future.done() for count, future in zip(self.counts, self._futures, strict=True))
+
+        wait_for("all streams are under way", under_way)
 
     def texts(self) -> list[str]:
-        texts = [future.result(timeout=90) for future in self._futures]
+        texts = [future.result(timeout=200) for future in self._futures]
         self._pool.shutdown()
         return texts
 
@@ -61,7 +65,7 @@ def test_kill_in_mid_stream(cluster: Cluster, expected: list[str], role: str) ->
     said = f"{role} worker {victim['worker_id']} is gone: its process has ended"  # and not: it has been silent
     before = cluster.log.read_text().count(said)
     os.kill(victim["pid"], signal.SIGKILL)
-    wait_for("the loss is noticed", lambda: cluster.log.read_text().count(said) > before, 5)
+    wait_for("the loss is noticed", lambda: cluster.log.read_text().count(said) > before)
     assert streams.texts() == expected
     cluster.wait_whole(2, 2)
     cluster.wait_at_rest()
@@ -71,9 +75,9 @@ def test_kill_the_prefill_worker_in_mid_prompt(cluster: Cluster) -> None:
     prompts = [[(i * 13 + i // 7 + start) % 250 for i in range(3500)] for start in range(6)]  # one alone may be over between two looks
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(cluster.complete, prompt, 8) for prompt in prompts]
-        wait_for("a prompt is dispatched", lambda: any(w["dispatches"] for w in cluster.workers("prefill")), 10)
+        wait_for("a prompt is dispatched", lambda: any(w["dispatches"] for w in cluster.workers("prefill")))
         os.kill(cluster.busy_worker("prefill")["pid"], signal.SIGKILL)
-        texts = [answer.result(timeout=60) for answer in answers]
+        texts = [answer.result(timeout=200) for answer in answers]
     cluster.wait_whole(2, 2)
     assert texts == [cluster.complete(prompt, 8) for prompt in prompts]
     cluster.wait_at_rest()
@@ -87,7 +91,7 @@ def test_freeze_in_mid_stream_then_thaw(cluster: Cluster, expected: list[str], r
     os.kill(victim["pid"], signal.SIGSTOP)
     try:
         assert streams.texts() == expected
-        wait_for("the loss is noticed", lambda: victim["pid"] not in [w["pid"] for w in cluster.workers(role)], 5)
+        wait_for("the loss is noticed", lambda: victim["pid"] not in [w["pid"] for w in cluster.workers(role)])
     finally:
         os.kill(victim["pid"], signal.SIGCONT)
     cluster.wait_whole(2, 2)  # thawed, fenced, and back under a new incarnation
@@ -110,13 +114,12 @@ def test_sampled_streams_survive_too(cluster: Cluster) -> None:
 def test_coordinator_restart(cluster: Cluster) -> None:
     streams = Streams(cluster, PROMPTS[:2], 3000)
     streams.wait_under_way()
-    before = cluster.state()["coordinator"]["incarnation"]
-    pid = int(httpx.get(f"{cluster.url}/debug/state").json()["coordinator"]["pid"])
-    os.kill(pid, signal.SIGKILL)
+    before = cluster.state()["coordinator"]
+    os.kill(before["pid"], signal.SIGKILL)
     for future in streams._futures:
-        assert future.exception(timeout=30) is not None  # the client sees a broken connection
-    wait_for("the coordinator is back", cluster.ready, 60)
-    assert cluster.state()["coordinator"]["incarnation"] > before
+        assert future.exception(timeout=60) is not None  # the client sees a broken connection
+    wait_for("the coordinator is back", cluster.ready)
+    assert cluster.state()["coordinator"]["incarnation"] > before["incarnation"]
     cluster.wait_whole(2, 2)
     cluster.wait_at_rest()  # what the old coordinator's requests held is free
     answer = cluster.client.completions.create(model=MODEL_NAME, prompt="again", max_tokens=4)

@@ -10,9 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
-from e2e.cluster import MODEL_NAME, Cluster, running
+from e2e.cluster import HTTP, MODEL_NAME, Cluster, running
 
 from splitserve.deploy.settings import DEMO_MODEL
 
@@ -43,7 +42,7 @@ def cpu_seconds(pid: int) -> float:
 def cost(cluster: Cluster, pids: list[int], body: dict[str, Any]) -> float:
     """Processor seconds of the workers for one request."""
     before = sum(map(cpu_seconds, pids))
-    answer = httpx.post(f"{cluster.url}/v1/completions", json={"model": MODEL_NAME, "max_tokens": 4, **body}, timeout=60)
+    answer = HTTP.post(f"{cluster.url}/v1/completions", json={"model": MODEL_NAME, "max_tokens": 4, **body})
     assert answer.status_code == 200, answer.text
     return sum(map(cpu_seconds, pids)) - before
 

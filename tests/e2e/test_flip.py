@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from click.testing import CliRunner
-from e2e.cluster import MODEL_NAME, Cluster, running, wait_for
+from e2e.cluster import HTTP, MODEL_NAME, Cluster, running, wait_for
 from e2e.test_failure import Streams
 from transformers import PreTrainedModel
 
 from splitserve.deploy.cli import cli
 
-NUM_TOKENS = 400
+NUM_TOKENS = 1500  # so long that some of it is left to move
+BEGINS_WITHIN_S = 5.0  # a tenth of a second, where it does not wait for a core; a process that starts takes longer
 PROMPTS = [f"flip {i} " + "uvw" * (11 * i) for i in range(4)]
 
 
@@ -34,7 +34,7 @@ def expected(flexible: Cluster) -> list[str]:
 
 
 def flip(cluster: Cluster, process: str, to: str) -> dict[str, Any]:
-    answer = httpx.post(f"{cluster.url}/admin/flip/{process}", params={"to": to})
+    answer = HTTP.post(f"{cluster.url}/admin/flip/{process}", params={"to": to})
     assert answer.status_code == 202, answer.text
     return dict(answer.json())
 
@@ -53,11 +53,11 @@ def test_a_decode_worker_becomes_a_prefill_worker_and_back_under_load(flexible: 
         busiest = flexible.busy_worker("decode") if role == "prefill" else flexible.busy_worker("prefill")
         pid = busiest["pid"]
         flip(flexible, busiest["process"], role)
-        wait_for("it has begun in its new role", lambda: newest(flexible)["began_s"] is not None, 5)
+        wait_for("it has begun in its new role", lambda: newest(flexible)["began_s"] is not None)
         assert streams.texts() == expected
         flexible.wait_whole(num_prefill, num_decode)
         assert pid in [w["pid"] for w in flexible.workers(role)], "it is the same process"
-        assert newest(flexible)["began_s"] < 1.0
+        assert newest(flexible)["began_s"] < BEGINS_WITHIN_S
         flexible.wait_at_rest()
     after = flexible.state()["counters"]
     assert after["flips"] == before["flips"] + 2
@@ -74,7 +74,7 @@ def test_what_it_has_cached_in_one_role_it_has_in_the_other(flexible: Cluster) -
     def holders() -> list[dict[str, Any]]:
         return [w for w in flexible.workers("decode") if w["cached_hashes"] >= before[w["worker_id"]] + 100]
 
-    wait_for("the coordinator knows who has the prompt", lambda: bool(holders()), 5)
+    wait_for("the coordinator knows who has the prompt", lambda: bool(holders()))
     holder = holders()[0]
     first = flexible.workers("prefill")[0]["process"]
     flip(flexible, holder["process"], "prefill")

@@ -13,14 +13,14 @@ import pytest
 from splitserve.bench import packet_network
 
 TESTS = Path(__file__).parent.parent
-WITHIN_S = 30.0  # noticed in 3 s, then tried elsewhere; the rest is for a machine with other work
+WITHIN_S = 60.0  # noticed in 3 s, then tried elsewhere; the rest is for a machine with other work
 
 
 @pytest.mark.skipif(packet_network.missing() != "", reason=f"no network between hosts: {packet_network.missing()}")
 def test_streams_go_on_by_the_decode_worker_that_can_be_reached(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "support.partition", str(tmp_path)]
-    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     seen = json.loads(ran.stdout)
     assert seen["right"], "an answer differs from the one before the cut, or failed"

@@ -11,11 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from e2e.cluster import MODEL_NAME, Cluster, free_port, running, wait_for
+from e2e.cluster import HTTP, MODEL_NAME, PATIENCE_S, Cluster, answers, free_port, running, wait_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from splitserve.coordinator.lifecycle_limits import LifecycleLimits
 from splitserve.transport.movers import nixl
 from splitserve.transport.movers.opening import IN_THE_CLEAR
 
@@ -34,7 +35,7 @@ def reference(cluster: Cluster, tiny: Tiny, prompt: list[int], max_tokens: int) 
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens, do_sample=False, pad_token_id=0
         )
     tokens = [t for t in out[0, len(prompt) :].tolist() if t < NUM_BYTES]
-    text: str = httpx.post(f"{cluster.url}/detokenize", json={"model": MODEL_NAME, "tokens": tokens}).json()["prompt"]
+    text: str = HTTP.post(f"{cluster.url}/detokenize", json={"model": MODEL_NAME, "tokens": tokens}).json()["prompt"]
     return text
 
 
@@ -53,12 +54,18 @@ def test_a_long_prompt_over_many_chunks(cluster: Cluster, tiny: Tiny) -> None:
 
 def test_a_shared_prefix_is_computed_once(cluster: Cluster) -> None:
     prefix = [(i * 31) % 240 for i in range(400)]
-    usages = []
-    for tail in (1, 2):
+    before = {w["worker_id"]: w["cached_hashes"] for w in cluster.workers("prefill")}
+
+    def cached_tokens(tail: int) -> int:
         answer = cluster.client.completions.create(model=MODEL_NAME, prompt=[*prefix, tail, tail], max_tokens=4, temperature=0)
-        usages.append(answer.usage)
-        time.sleep(0.6)  # two heartbeats: cache events travel with them
-    assert usages[1].prompt_tokens_details.cached_tokens == 400  # 25 whole blocks
+        return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+    def known() -> bool:
+        return any(w["cached_hashes"] >= before[w["worker_id"]] + 25 for w in cluster.workers("prefill"))
+
+    assert cached_tokens(1) == 0
+    wait_for("the coordinator knows where the prefix is cached", known)
+    assert cached_tokens(2) == 400  # 25 whole blocks
 
 
 def test_64_streams_at_once(cluster: Cluster) -> None:
@@ -81,22 +88,26 @@ def test_a_seed_repeats_and_choices_differ(cluster: Cluster) -> None:
 
 
 def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
+    length = 3000
+
+    def num_steps() -> int:
+        return sum(int(worker["steps"]) for worker in cluster.workers("decode"))
+
+    before = num_steps()
     for _ in range(5):
-        stream = cluster.stream("leaving early", 3000)
+        stream = cluster.stream("leaving early", length)
         next(stream)
         stream.close()
-    start = time.monotonic()
-    cluster.wait_at_rest(5)
-    assert time.monotonic() - start < 3  # a heartbeat or two of reporting, not the answer's length
+    cluster.wait_at_rest()
+    assert num_steps() - before < length, "not one of the five answers was made to its end"
     assert len(cluster.complete("still here", 8)) > 0
 
 
 def test_metrics_tell_of_the_work(cluster: Cluster) -> None:
     cluster.complete("metrics", 4)
-    time.sleep(1.1)  # a scrape within a second of another gets the same text
-    text = httpx.get(f"{cluster.url}/metrics").text
     for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_handoff_time_seconds", "kv_blocks"):
-        assert f"splitserve_{name}" in text, name
+        told = lambda name=name: f"splitserve_{name}" in HTTP.get(f"{cluster.url}/metrics").text  # noqa: E731
+        wait_for(name, told)  # a scrape within a second of another gets the same text
 
 
 JSON = st.recursive(
@@ -110,7 +121,7 @@ FIELDS = ("prompt", "max_tokens", "temperature", "n", "stop", "logprobs", "logit
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=5))
 def test_nonsense_is_refused_in_openais_words(cluster: Cluster, body: dict[str, object]) -> None:
-    answer = httpx.post(f"{cluster.url}/v1/completions", json={"model": MODEL_NAME, "max_tokens": 2, **body}, timeout=30)
+    answer = HTTP.post(f"{cluster.url}/v1/completions", json={"model": MODEL_NAME, "max_tokens": 2, **body})
     if answer.status_code != 200:
         assert 400 <= answer.status_code < 500, answer.text
         assert answer.status_code != 422
@@ -130,22 +141,20 @@ def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(ti
         processes = [subprocess.Popen([*spawn, *roles[0]], stdout=log, stderr=log)]
         try:
             url = f"http://127.0.0.1:{port}"
-            wait_for("the HTTP server answers", lambda: _answers(url), 60)
+            wait_for("the HTTP server answers", lambda: answers(f"{url}/health"))
             body = {"model": tiny[0].name, "prompt": "x", "max_tokens": 2}
-            with httpx.Client() as client:
-                client.get(f"{url}/health")  # the connection is there
-                start = time.monotonic()
-                refused = client.post(f"{url}/v1/completions", json=body)
-                assert time.monotonic() - start < 0.1
+            start = time.monotonic()
+            refused = HTTP.post(f"{url}/v1/completions", json=body)
+            assert time.monotonic() - start < LifecycleLimits.unserved_s / 4, "it waits for nobody"
             assert refused.status_code == 503
             assert "retry-after" in refused.headers
             processes += [subprocess.Popen([*spawn, *role], stdout=log, stderr=log) for role in roles[1:]]
-            wait_for("ready", lambda: httpx.get(f"{url}/ready").status_code == 200, 60)
-            assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+            wait_for("ready", lambda: answers(f"{url}/ready"))
+            assert HTTP.post(f"{url}/v1/completions", json=body).status_code == 200
         finally:
             for process in processes:
                 process.terminate()
-            assert [process.wait(20) for process in processes] == [0] * len(processes)
+            assert [process.wait(PATIENCE_S) for process in processes] == [0] * len(processes)
 
 
 def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, tmp_path: Path) -> None:
@@ -160,7 +169,7 @@ def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, 
 
     def said() -> str:
         try:
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"}, timeout=5)
+            answer = HTTP.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "x"})
         except httpx.TransportError:
             return ""
         assert answer.status_code == 503
@@ -170,19 +179,12 @@ def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, 
     with (tmp_path / "log").open("wb") as log:
         processes = [subprocess.Popen([*common, *role], stdout=log, stderr=log) for role in roles]
         try:
-            wait_for("both workers are compared", lambda: "do not fit together: their block size differs (16 and 32)" in said(), 60)
-            wait_for("the log says so too", lambda: b"gets no work: it does not fit" in (tmp_path / "log").read_bytes(), 10)
+            wait_for("both workers are compared", lambda: "do not fit together: their block size differs (16 and 32)" in said())
+            wait_for("the log says so too", lambda: b"gets no work: it does not fit" in (tmp_path / "log").read_bytes())
         finally:
             for process in processes:
                 process.terminate()
-            assert [process.wait(20) for process in processes] == [0] * len(processes)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
+            assert [process.wait(PATIENCE_S) for process in processes] == [0] * len(processes)
 
 
 @pytest.mark.parametrize("mover", ["zmq", "shm", "nixl", "nccl"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2e.cluster import MODEL_NAME, Cluster, running, wait_for
+from e2e.cluster import HTTP, MODEL_NAME, Cluster, answers, running, wait_for
 from transformers import PreTrainedModel
 
 from splitserve.bench.mixed import Place, mix
@@ -32,14 +32,14 @@ class Front:
         """Over a connection of its own: the kernel deals it to some process."""
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         headers = {"authorization": f"Bearer {self.keys[tenant]}"}
-        return httpx.post(f"{url or self.cluster.url}/v1/completions", headers=headers, json=body, timeout=60)
+        return HTTP.post(f"{url or self.cluster.url}/v1/completions", headers=headers, json=body)
 
     def workers_seen(self) -> list[int]:
         """By each process."""
-        return [len(httpx.get(f"{url}/debug/state", timeout=5).json()["workers"]) for url in self.admin]
+        return [len(HTTP.get(f"{url}/debug/state").json()["workers"]) for url in self.admin]
 
     def pid(self, number: int) -> int:
-        pid: int = httpx.get(f"{self.admin[number]}/debug/state", timeout=5).json()["coordinator"]["pid"]
+        pid: int = HTTP.get(f"{self.admin[number]}/debug/state").json()["coordinator"]["pid"]
         return pid
 
 
@@ -47,7 +47,7 @@ class Front:
 def front(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     folder = tmp_path_factory.mktemp("tenants")
     store = TenantStore(folder / "tenants", create=True)
-    store.set_tier("small", None, {"requests_per_minute": 6})
+    store.set_tier("small", None, {"requests_per_minute": 2})
     keys = {}
     for tenant, tier in (("a", "standard"), ("b", "standard"), ("limited", "small")):
         store.set_tenant(tenant, tier=tier)
@@ -58,8 +58,8 @@ def front(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathF
     arguments += ["--batch-file", str(folder / "batches")]
     with running(tiny[0], folder, *arguments, "--kv-cache-gib", "0.05") as cluster:
         front = Front(cluster, keys, admin, folder)
-        wait_for("every process knows both workers", lambda: front.workers_seen() == [2] * PROCESSES, 30)
-        wait_for("every process is ready", lambda: all(httpx.get(f"{url}/ready").status_code == 200 for url in front.admin), 30)
+        wait_for("every process knows both workers", lambda: front.workers_seen() == [2] * PROCESSES)
+        wait_for("every process is ready", lambda: all(answers(f"{url}/ready") for url in front.admin))
         yield front
 
 
@@ -79,10 +79,10 @@ def test_a_prefix_is_its_tenants_on_every_process_and_no_other_tenants_on_any(fr
 
 def test_limits_hold_across_processes(front: Front) -> None:
     answers = [front.ask("limited", [1, 2, 3]) for _ in range(9)]
-    assert [answer.status_code for answer in answers].count(200) == 6
+    assert [answer.status_code for answer in answers].count(200) == 2
     refused = next(answer for answer in answers if answer.status_code == 429)
-    assert int(refused.headers["retry-after"]) <= 10
-    assert httpx.get(f"{front.cluster.url}/v1/models").status_code == 401
+    assert int(refused.headers["retry-after"]) <= 30
+    assert HTTP.get(f"{front.cluster.url}/v1/models").status_code == 401
 
 
 async def test_what_clients_of_all_kinds_saw_is_what_is_metered_and_counted(front: Front) -> None:
@@ -97,13 +97,13 @@ def test_a_process_that_is_killed_takes_only_its_own_connections_along(front: Fr
     victim = front.pid(1)
     os.kill(victim, signal.SIGKILL)
     answered = 0
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while answered < 10:
         try:
             answered += front.ask("a", [5, 6, 7]).status_code == 200
         except httpx.TransportError:  # it was dealt to the one that is gone
             assert time.monotonic() < deadline
-    wait_for("it is started again and knows its workers", lambda: _seen(front) == [2] * PROCESSES, 30)
+    wait_for("it is started again and knows its workers", lambda: _seen(front) == [2] * PROCESSES)
     assert front.pid(1) != victim
 
 
@@ -118,7 +118,7 @@ def test_every_request_has_one_record(front: Front) -> None:
     before = _records(front)
     for _ in range(5):
         front.ask("b", [9, 8, 7])
-    wait_for("five more records", lambda: _records(front) >= before + 5, 10)
+    wait_for("five more records", lambda: _records(front) >= before + 5)
 
 
 def _records(front: Front) -> int:

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import httpx
 import pytest
-from e2e.cluster import MODEL_NAME, running, wait_for
+from e2e.cluster import HTTP, MODEL_NAME, running, wait_for
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 from transformers import PreTrainedModel
 
@@ -70,8 +69,8 @@ def test_one_trace_across_three_processes(tiny: tuple[Path, PreTrainedModel], tm
         headers = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
         body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 5, "ignore_eos": True}
         began = time.monotonic()
-        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
+        answer = HTTP.post(f"{cluster.url}/v1/completions", json=body, headers=headers).raise_for_status()
         check_ledger(answer.headers["server-timing"], time.monotonic() - began)
-        wait_for("spans of all three", lambda: {span[:2] for span in heard if span[2] == TRACE_ID} >= EXPECTED, 30)
+        wait_for("spans of all three", lambda: {span[:2] for span in heard if span[2] == TRACE_ID} >= EXPECTED)
         parents = {span[3] for span in heard if span[0] != "splitserve-coordinator"}
         assert len(parents) == 1  # the workers' spans lie below the coordinator's

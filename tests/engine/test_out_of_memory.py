@@ -54,7 +54,7 @@ def test_what_counts_as_out_of_memory(fail: Callable[[], object], out_of_memory:
     def run() -> Finished[OneStep]:
         woken.clear()
         steps.submit(OneStep(EMPTY))
-        assert woken.wait(10)
+        assert woken.wait(60)
         finished = steps.collect()
         assert finished is not None
         return finished

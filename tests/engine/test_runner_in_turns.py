@@ -12,7 +12,7 @@ import numpy as np
 from splitserve.engine.batch import StepOutput
 from splitserve.engine.runner_in_turns import RunnerInTurns
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Gated:

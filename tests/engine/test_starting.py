@@ -31,7 +31,7 @@ def no_memory() -> None:
 def test_layers_are_loaded_side_by_side_and_in_their_order(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama2", num_hidden_layers=6)
     config = model_runner.ModelConfig.from_folder(tmp_path)
-    two_at_once = threading.Barrier(2, timeout=10)
+    two_at_once = threading.Barrier(2, timeout=60)
 
     class Kernels(TorchKernels):
         def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> model_runner.TorchKernels:  # type: ignore[override]

@@ -19,7 +19,7 @@ from splitserve.engine.step_thread import Finished, StepThread
 
 BLOCK_SIZE = 8
 PARAMS = SamplingParams(max_tokens=40, seed=3, min_tokens=4, repetition_penalty=1.3, presence_penalty=0.6)
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 @dataclass

@@ -56,7 +56,7 @@ def states(draw: st.DrawFn) -> SamplingState:
     return SamplingState(SamplingParams(max_tokens=99, **draw(options())), prompt, output)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(rows=st.lists(states(), min_size=1, max_size=4), seed=st.integers(0, 999), ties=st.booleans())
 def test_the_same_tokens_as_on_a_cpu(rows: list[SamplingState], seed: int, ties: bool) -> None:
     logits = randn(len(rows), VOCAB, seed=seed) * 3

@@ -15,7 +15,7 @@ from splitserve.kernels.gpu.fp8_linear import Fp8Linear, quantize_rows
 triton_interpreter.install()
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 
-few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 

@@ -21,7 +21,7 @@ _cpu = native_cpu._cpu
 REFERENCE = TorchKernels()
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 HEAD_DIMS = st.sampled_from([8, 16, 24, 64, 80, 128])
-several = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+several = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture(params=_cpu.instruction_sets())
@@ -160,7 +160,7 @@ def test_paged_attention(
     assert_close(native.paged_attention(q, pool, 1, inputs), exact.to(dtype))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     dtype=DTYPES,
     head_dim=HEAD_DIMS,

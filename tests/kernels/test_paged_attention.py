@@ -25,7 +25,7 @@ WINDOWS = st.none() | st.integers(1, 300)
 SOFTCAPS = st.none() | st.just(3.0)
 SMALL = TileShape(16, 32, 4, 3)
 ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-few = settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def decode(

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.usefixtures("guarded_memory"), pytest.mark.filterwarni
 REFERENCE = TorchKernels()
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 ALLOWED = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def guard_rows(x: Tensor) -> tuple[Tensor, Tensor]:

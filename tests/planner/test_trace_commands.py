@@ -93,10 +93,10 @@ def test_what_cannot_be_done_is_told(azure: Path, arguments: list[object], messa
 def test_a_bad_row_is_one_line_and_status_1(tmp_path: Path) -> None:
     path = written(tmp_path / "bad.csv", AZURE + "2023-11-16 18:19:00,x,2\n")
     command = [sys.executable, "-m", "splitserve.deploy.cli", "trace", "stats", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (result.returncode, result.stderr) == (1, f"splitserve: {path}, line 5, ContextTokens: should be a number, not 'x'\n")
 
 
 def test_the_trace_tools_need_no_torch() -> None:
     code = "import sys, splitserve.planner.trace_commands, splitserve.planner.trace.plots; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200, check=False).returncode == 0

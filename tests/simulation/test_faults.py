@@ -90,5 +90,5 @@ def test_a_seed_replays_in_another_process() -> None:
     command = [sys.executable, "-m", "simulation", "--seed", "99"]
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     folder = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert str(dict(sorted(world.counts.items()))) in done.stdout, done.stdout + done.stderr

@@ -19,7 +19,7 @@ FLAGS = (
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-port=0"),
 )
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "ArrowDown": 40, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 class Page:
@@ -116,14 +116,22 @@ async def browser(profile: Path) -> AsyncIterator[Page]:
     )
     try:
         port = await _port(process)
-        async with aiohttp.ClientSession() as http:
-            async with http.get(f"http://127.0.0.1:{port}/json") as response:
-                (target,) = [t for t in await response.json() if t["type"] == "page"]
-            async with http.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                yield Page(socket)
+        async with aiohttp.ClientSession() as http, http.ws_connect(await _page(http, port), max_msg_size=0) as socket:
+            yield Page(socket)
     finally:
         process.terminate()
         await process.communicate()
+
+
+async def _page(http: aiohttp.ClientSession, port: int) -> str:
+    """Where the page listens, which opens about when the browser itself does."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            async with http.get(f"http://127.0.0.1:{port}/json") as response:
+                found = [str(t["webSocketDebuggerUrl"]) for t in await response.json() if t["type"] == "page"]
+            if found:
+                return found[0]
+            await asyncio.sleep(0.05)
 
 
 async def _port(process: asyncio.subprocess.Process) -> int:

@@ -167,7 +167,7 @@ class FakeDispatcher:
         worker = WorkerSnapshot("decode-0", "decode", 100, 50, 20, 30, 0, 2, 1, 17, 5, {"handoff_bytes": 12345.0, "preemptions": 2.0})
         return SystemSnapshot(num_waiting=4, num_running=len(self.running), workers=[worker], counters={"recoveries": 1.0})
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self.changed.clear()

@@ -9,7 +9,7 @@ import numpy as np
 
 from splitserve.transport.movers.interface import Arrival, Pool, PutSource, PutTarget
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0  # against hanging alone
 NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES = 64, 4, 17_500
 BLOCK_BYTES = NUM_LAYERS * LAYER_BYTES  # 29 blocks in one of the small parcels of tests/transport/conftest.py
 POOL_SHAPE = (NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES)

@@ -22,7 +22,7 @@ from splitserve.transport.channels import RouterChannel
 from splitserve.transport.messages import FROM_WORKER, Hello, Message, Peer, Prefill, RequestSpec, Sampling, Welcome, u32
 from splitserve.transport.movers.shm import SharedPool
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 NUM_BLOCKS, MAX_MODEL_LEN = 2000, 4000
 COORDINATOR = 1
 

@@ -10,7 +10,7 @@ from splitserve.transport.channels import DealerChannel, RouterChannel
 from splitserve.transport.keys import new_key
 from splitserve.transport.messages import FROM_DECODE, FROM_PREFILL
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0  # against hanging alone
 
 
 def until_gone(channel: DealerChannel, gone: bool) -> None:

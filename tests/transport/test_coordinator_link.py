@@ -51,14 +51,14 @@ class Line:
     def hear_hello(self) -> bytes:
         """The identity that the worker's Hello came from."""
         self.link.tick(self.now)
-        assert self.router.socket.poll(5000)
+        assert self.router.socket.poll(60_000)
         ((identity, message),) = self.router.receive(10)
         assert isinstance(message, Hello)
         return identity
 
     def say(self, identity: bytes, message: Message) -> None:
         self.router.send(identity, message)
-        assert self.link.socket.poll(5000)
+        assert self.link.socket.poll(60_000)
         assert self.link.receive(self.now) == []
 
 

@@ -56,7 +56,7 @@ class Cluster:
     def hears(self, number: int) -> list[Message]:
         """What has come to this coordinator; waits for something."""
         router = self.routers[number]
-        assert router.socket.poll(5000), f"coordinator {number} heard nothing"
+        assert router.socket.poll(60_000), f"coordinator {number} heard nothing"
         received = router.receive(100)
         self.identity = received[0][0]
         return [message for _, message in received]
@@ -64,7 +64,7 @@ class Cluster:
     def says(self, number: int, message: Message) -> list[Message]:
         """What the worker is to do about it."""
         self.routers[number].send(self.identity, message)
-        ready = {socket for socket, _ in self.poller.poll(5000)}
+        ready = {socket for socket, _ in self.poller.poll(60_000)}
         assert ready
         return self.links.receive(ready, 0.0)
 

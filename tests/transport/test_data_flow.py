@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from threading import Event
 
 import numpy as np
 import pytest
@@ -97,6 +98,8 @@ def test_a_block_is_written_again_only_when_asked_for(stack: ExitStack, mode: in
 
 def test_a_receiver_that_is_gone_blocks_nobody_and_is_an_error_in_time(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_source, "RETRY_S", 0.3)
+    connect, asked = tcp_source._Connection._open_stream, Event()
+    monkeypatch.setattr(tcp_source._Connection, "_open_stream", lambda self: asked.wait(DEADLINE_S) and connect(self))
     target, _ = new_target(ExitStack())
     data_address = target.data_address("127.0.0.1")
     target.close_all()
@@ -108,13 +111,14 @@ def test_a_receiver_that_is_gone_blocks_nobody_and_is_an_error_in_time(stack: Ex
     assert source.pending() == 3 * NUM_BLOCKS
     source.cancel(2)
     assert source.pending() == 2 * NUM_BLOCKS
+    asked.set()
     with pytest.raises(MoverError, match="cannot reach the decode worker"):
         until(lambda: source.poll() and False)
     with pytest.raises(MoverError, match="cannot reach the decode worker"):
         source.put(1, SECRET, items)
     start = time.monotonic()
     source.close()
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < tcp_source.CONNECT_TIMEOUT_S / 2
 
 
 def test_a_receiver_that_comes_back_is_connected_to_again(stack: ExitStack) -> None:

@@ -96,7 +96,7 @@ async def test_a_revoked_key_is_noticed(store: TenantStore, path: Path) -> None:
     directory = KeyDirectory(path)
     following = asyncio.create_task(directory.follow(every_s=0.005))
     store.revoke_key(key.id)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while directory.num_keys:
             await asyncio.sleep(0.005)
     following.cancel()
@@ -134,7 +134,7 @@ async def test_the_server_asks_for_keys(
     caplog.set_level(logging.DEBUG)
     server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
     await server.start()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False) as http:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as http:
         for method, url in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/v1/completions")):
             for headers in ({}, bearer("sk-split-wrong")):
                 answer = await http.request(method, url, headers=headers, json=CHAT if method == "POST" else None)
@@ -157,7 +157,7 @@ async def test_a_wrong_key_is_refused_before_its_body_is_sent(
     await server.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n{")
-    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 401")
+    assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 401")
     writer.close()
     await server.stop(grace_s=0)
 

@@ -34,7 +34,7 @@ async def limited(tmp_path: Path, dispatcher: FakeDispatcher, model: ServedModel
     server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(directory, limiter)))
     await server.start()
     headers = {"authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, headers=headers) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, headers=headers, timeout=60) as client:
         yield store, client
     following.cancel()
     await server.stop(grace_s=0)
@@ -43,7 +43,7 @@ async def limited(tmp_path: Path, dispatcher: FakeDispatcher, model: ServedModel
 
 async def until_limited(client: httpx.AsyncClient) -> httpx.Response:
     """The first answer that speaks of limits: the directory has followed."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while "x-ratelimit-limit-requests" not in (answer := await client.post(URL, json=BODY)).headers:
             await asyncio.sleep(0.005)
     return answer
@@ -100,7 +100,7 @@ async def test_open_streams_are_bounded_and_end(limited: tuple[TenantStore, http
 async def test_a_quota_is_another_kind_of_429(limited: tuple[TenantStore, httpx.AsyncClient]) -> None:
     store, client = limited
     store.set_tier("t", None, {"requests_per_minute": 1000, "tokens_per_day": 5})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while (answer := await client.post(URL, json=BODY)).status_code == 200:
             await asyncio.sleep(0.005)
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "insufficient_quota")
