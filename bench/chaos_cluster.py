@@ -103,6 +103,6 @@ class ChaosCluster:
 
 async def read_state(url: str) -> dict[str, Any]:
     """/debug/state."""
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=30, trust_env=False, verify=False) as client:
         state: dict[str, Any] = (await client.get(f"{url}/debug/state")).json()
         return state
