@@ -145,7 +145,7 @@ def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(ti
             body = {"model": tiny[0].name, "prompt": "x", "max_tokens": 2}
             start = time.monotonic()
             refused = HTTP.post(f"{url}/v1/completions", json=body)
-            assert time.monotonic() - start < LifecycleLimits.unserved_s / 4, "it waits for nobody"
+            assert time.monotonic() - start < LifecycleLimits().unserved_s / 4, "it waits for nobody"
             assert refused.status_code == 503
             assert "retry-after" in refused.headers
             processes += [subprocess.Popen([*spawn, *role], stdout=log, stderr=log) for role in roles[1:]]
