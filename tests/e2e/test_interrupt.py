@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from e2e.cluster import DEAD_AFTER_S, HTTP, MODEL_NAME, PATIENCE_S, Cluster, running, wait_for
 from transformers import PreTrainedModel
 
@@ -29,12 +30,13 @@ def test_ctrl_c_ends_an_open_stream_and_everything_else(tiny: tuple[Path, PreTra
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
-def test_a_killed_worker_is_noticed_before_it_is_missed(cluster: Cluster) -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_is_noticed_before_it_is_missed(cluster: Cluster, role: str) -> None:
     cluster.wait_whole(2, 2)
-    victim = cluster.workers("decode")[0]
+    victim = cluster.workers(role)[0]
     os.kill(victim["pid"], signal.SIGKILL)
     killed = time.monotonic()
-    wait_for("the loss is noticed", lambda: victim["incarnation"] not in [w["incarnation"] for w in cluster.workers("decode")])
+    wait_for("the loss is noticed", lambda: victim["incarnation"] not in [w["incarnation"] for w in cluster.workers(role)])
     assert time.monotonic() - killed < DEAD_AFTER_S / 2  # silence would take twice as long
-    assert f"decode worker {victim['worker_id']} is gone: its process has ended" in cluster.log.read_text()
+    assert f"{role} worker {victim['worker_id']} is gone: its process has ended" in cluster.log.read_text()
     cluster.wait_whole(2, 2)
