@@ -9,15 +9,18 @@ from .attention_variants import VARIANTS
 from .sm90 import SHARED_MEMORY
 
 WARP_GROUP_ROWS = 64  # of its smallest product
+FEW_BYTES = 32
+"""Of stack, in cases that the tests do not compile: the assembler keeps a few values there that are used before and after the loops, to
+fit one more program on a multiprocessor (decode, head dim 64, with a window alone: 24)."""
 
 
-def faults_of(case: str, kernels: Sequence[Mapping[str, Any]]) -> list[str]:
+def faults_of(case: str, kernels: Sequence[Mapping[str, Any]], allowed_stack: int = 0) -> list[str]:
     """What is wrong with a case of compile_kernels.py, in words: nothing may spill, all must fit; attention and exact products multiply
     with matrix instructions, those of warp groups where a tile has the rows for one; decode reads ahead; as many programs fill a
-    multiprocessor as launches count on."""
+    multiprocessor as launches count on. ``allowed_stack``: bytes a thread that may lie on the stack all the same."""
     faults = []
     for kernel in kernels:
-        if kernel["stack"]:
+        if kernel["stack"] > allowed_stack:
             faults.append(f"{case}: {kernel['name']} spills {kernel['stack']} bytes")
         if kernel["shared"] > SHARED_MEMORY:
             faults.append(f"{case}: {kernel['name']} needs {kernel['shared']} bytes of shared memory")

@@ -210,7 +210,7 @@ def check_compiled(report: Report) -> None:
 
 
 def add_compiled(report: Report, case: str, compiled: Future[list[Compiled]]) -> None:
-    from .compile_bounds import faults_of
+    from .compile_bounds import FEW_BYTES, faults_of
 
     try:
         kernels = [kernel.as_json() for kernel in compiled.result()]
@@ -219,10 +219,11 @@ def add_compiled(report: Report, case: str, compiled: Future[list[Compiled]]) ->
         text = f"{type(problem).__name__}: {str(problem)[:200]}"
         report.add(f"WRONG {case}: {text}", {"compiled": case, "good": False, "error": text})
         return
-    faults = faults_of(case, kernels)
+    faults = faults_of(case, kernels, FEW_BYTES)
     report.wrong += faults
     for kernel in kernels:
-        text = f"{kernel['registers']:3d} registers, {kernel['shared']:6d} B shared, {kernel['programs_per_sm']:2d} a multiprocessor"
+        text = f"{kernel['registers']:3d} registers, {kernel['stack']:2d} B stack, {kernel['shared']:6d} B shared, "
+        text += f"{kernel['programs_per_sm']:2d} a multiprocessor"
         line: dict[str, object] = {"compiled": case, "good": not faults} | kernel
         report.add(f"{'WRONG' if faults else 'ok   '} {case:52s} {kernel['name']:24s} {text}", line)
 

@@ -52,6 +52,7 @@ def test_the_bounds_can_be_broken() -> None:
     decode, prefill = USUAL
     linear, smaller = "exact linear 64 rows", str(Attention("prefill", 256, "fp8", exact=True))
     assert [faults_of(case, [good]) for case in (decode, prefill, linear, smaller)] == [[], [], [], []]
+    assert faults_of(decode, [{**good, "stack": 8}], allowed_stack=8) == []
     for case, field, value in (
         (decode, "stack", 8),
         (decode, "shared", SHARED_MEMORY + 1),
