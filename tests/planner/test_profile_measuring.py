@@ -90,7 +90,7 @@ def test_a_change_of_role_is_timed_on_real_workers_that_no_coordinator_hears_of(
     runner = f"paced:{tmp_path / 'profile.json'}"
     options = {"model": DEMO_MODEL, "runner": runner, "insecure": True, "num_blocks": 64, "block_size": 16, "device": "cpu"}
     decode, prefill = DecodeSettings.model_validate(options), PrefillSettings.model_validate(options)
-    model = load_model(decode, max_decode_seqs=8, max_prefill_tokens=64)
+    model = load_model(decode, max_decode_seqs=8, prefill_tokens=lambda device: 64)
     made: list[tuple[str, str]] = []
     for kind in (DecodeWorker, PrefillWorker):
         begin = kind.__init__
