@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 class HungWatch:
     """A worker that the coordinator knew, and has not known for ``patience_s`` while its process runs, is hung."""
 
-    def __init__(self, patience_s: float = 15.0) -> None:
+    def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._last_known: dict[tuple[str, int], float] = {}
 

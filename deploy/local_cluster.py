@@ -52,6 +52,7 @@ async def _run(plan: Plan) -> int:
         ready_timeout_s=plan.up.ready_timeout_s,
         known_workers=lambda: known_workers(plan.url),
         leave_within_s=max(worker.drain_timeout_s for worker in plan.workers) + plan.up.grace_s,
+        hung_after_s=plan.up.hung_after_s,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP) if interactive else (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

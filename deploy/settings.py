@@ -33,6 +33,13 @@ class UpSettings(BaseModel):
     )
     ready_timeout_s: float = Field(default=600, gt=0, le=86_400, description="Seconds until the first answer must have been possible.")
     grace_s: float = Field(default=10, ge=0, le=600, description="Seconds that a process gets to stop by itself before it is killed.")
+    hung_after_s: float = Field(
+        default=15,
+        gt=0,
+        le=86_400,
+        description="Seconds that a worker's process may run after the coordinator has given it up and not heard of it again; then it is "
+        "killed and started anew. Raise it to look at a hanging worker with a debugger.",
+    )
     chat: bool = Field(default=False, description="When ready, start a chat in this terminal; stop everything when it ends.")
     prompt: str | None = Field(default=None, description="When ready, print the answer to this one question and stop everything.")
     api_key_file: Path | None = Field(default=None, description="File with the API key for --chat and --prompt, with --tenants-file.")

@@ -33,9 +33,11 @@ class Supervisor:
         policy: Callable[[], RestartPolicy] = RestartPolicy,
         known_workers: Callable[[], Awaitable[dict[str, int] | None]] | None = None,
         leave_within_s: float = 20.0,
+        hung_after_s: float = 15.0,
     ) -> None:
         """``known_workers``: process ids of the workers that the coordinator counts as alive; None where it does not answer.
-        ``leave_within_s``: so long a worker may take to leave in a rolling restart."""
+        ``leave_within_s``: so long a worker may take to leave in a rolling restart; ``hung_after_s``: so long one may run after the
+        coordinator has given it up."""
         self.children = [ChildProcess(command, log) for command in commands]
         self.failure = ""
         self.failed: ChildProcess | None = None
@@ -46,6 +48,7 @@ class Supervisor:
         self._policy = policy
         self._known_workers = known_workers
         self._leave_within_s = leave_within_s
+        self._hung_after_s = hung_after_s
         self._rolling: asyncio.Task[None] | None = None
         self._leaving = ""  # the process that a rolling restart has just told to leave
         self._ever_ready = False
@@ -98,12 +101,12 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Kills workers that hang, so that they are started again."""
-        watch = HungWatch()
+        watch = HungWatch(self._hung_after_s)
         while self._known_workers is not None:
             await asyncio.sleep(WATCH_S)
             known = await self._known_workers()
             if known is None:
-                watch = HungWatch()  # nobody can tell who lives
+                watch = HungWatch(self._hung_after_s)  # nobody can tell who lives
                 continue
             running = {child.command.name: child.pid for child in self.children if child.running and child.pid is not None}
             for child in self.children:

@@ -132,7 +132,7 @@ def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
     port = free_port()
     log = folder / "up.log"
     command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL_NAME]
-    command += ["--dead-after-s", str(DEAD_AFTER_S)]
+    command += ["--dead-after-s", str(DEAD_AFTER_S), "--hung-after-s", "600"]  # who is frozen here is thawed by the test
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as sink:
         process = subprocess.Popen([*command, "--port", str(port), *arguments], stdout=sink, stderr=subprocess.STDOUT, env=environment)
