@@ -11,7 +11,7 @@ import pytest
 from e2e.cluster import HTTP, MODEL_NAME, Cluster, wait_for
 from e2e.test_failure import Streams
 
-NUM_TOKENS = 1500
+NUM_TOKENS = 3000  # a second and more: time to be caught in the middle
 LEAVES_WITHIN_S = 15.0  # much less where it does not wait for a core; `up` waits twenty
 PROMPTS = [f"number {i} " + "xyz" * (7 * i) for i in range(3)]
 
@@ -64,12 +64,17 @@ def test_all_of_a_requests_state_moves(cluster: Cluster) -> None:
         answer = cluster.client.completions.create(model=MODEL_NAME, prompt="state " * 20, max_tokens=1500, **more)
         return [(choice.text, choice.finish_reason, choice.logprobs) for choice in answer.choices]
 
+    def running() -> list[int]:
+        return [w["pid"] for w in cluster.workers("decode") if w["running"]]
+
     undisturbed = ask()
+    cluster.wait_at_rest()
+    wait_for("nobody's last report is of the first answer", lambda: not running())
+    before = counters(cluster)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask)
-        wait_for("it runs", lambda: any(w["running"] for w in cluster.workers("decode")))
-        before = counters(cluster)
-        os.kill(cluster.busy_worker("decode")["pid"], signal.SIGTERM)
+        wait_for("it runs", lambda: bool(running()))
+        os.kill(running()[0], signal.SIGTERM)
         moved = answer.result(timeout=200)
     assert moved == undisturbed
     assert counters(cluster)["sequences_moved"] > before["sequences_moved"]
