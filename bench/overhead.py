@@ -1,14 +1,12 @@
 """What the system costs around the model, with a model runner that takes no time.
 
-    python -m splitserve.bench.overhead            # a minute; prints JSON
+    python -m splitserve.bench.overhead            # half a minute; prints JSON
     python -m splitserve.bench.overhead --json bench/results/overhead.json
 
 1. Decode steps a second at a batch of 64 through the decode worker's loop: its core, its step thread, its sockets. The coordinator is a
    stub on the other core that only drains them.
 2. Time to first token of single requests through the real coordinator, prefill worker and handoff: all of it is overhead. Beside it, in the
    same run, what no code of ours can avoid: a bare HTTP exchange with uvicorn's parser, and a bare ZeroMQ round trip between two processes.
-3. The same once more while a loop of the scheduler's idle class runs on each core. It yields to everything, but keeps the cores from
-   going to sleep: on a virtual machine each wake-up of a sleeping core takes tens of microseconds, and a request's way has about ten.
 """
 
 from __future__ import annotations
@@ -187,28 +185,6 @@ def _stages(text: bytes) -> dict[str, float]:
 
 
 @contextmanager
-def _awake_cores() -> Iterator[None]:
-    """No core goes to sleep: on each runs a loop that gives way to any other process."""
-    context = multiprocessing.get_context("spawn")
-    loops = [context.Process(target=_spin, args=(core,), daemon=True) for core in sorted(os.sched_getaffinity(0))]
-    for loop in loops:
-        loop.start()
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.terminate()
-            loop.join()
-
-
-def _spin(core: int) -> None:
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    os.sched_setaffinity(0, {core})
-    while os.getppid() != 1:  # ends with the process that asked for it
-        pass
-
-
-@contextmanager
 def _null_cluster() -> Iterator[int]:
     port, control = free_port("127.0.0.1"), free_port("127.0.0.1")
     command = [sys.executable, "-m", "splitserve.deploy.cli", "coordinator", "--model", str(DEMO_MODEL), "--insecure"]
@@ -241,8 +217,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     results = {"environment": environment(), "decode_loop": decode_loop(), "single_request": time_to_first_token()}
-    with _awake_cores():
-        results["single_request_on_awake_cores"] = time_to_first_token()
     print(json.dumps(results, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
