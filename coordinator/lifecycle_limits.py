@@ -37,12 +37,16 @@ def shortest_timeout(limits: LifecycleLimits) -> float:
     return min(limits.queue_timeout_s, limits.prefill_timeout_s, limits.handoff_timeout_s, limits.token_timeout_s)
 
 
+def own_deadline(flight: Flight) -> str:
+    """The sentence for a request whose own time is over, whether the coordinator or a worker sees it first."""
+    took = flight.request.deadline - flight.request.arrival
+    return f"the request did not end within its {took:g} s (stage: {flight.stage}); allow more time or ask for fewer tokens"
+
+
 def passed_deadline(flight: Flight, limits: LifecycleLimits, now: float) -> str:
     """Which deadline the request has passed, and what to do about it, as a sentence; empty where none."""
-    request = flight.request
-    if now >= request.deadline:
-        took = request.deadline - request.arrival
-        return f"the request did not end within its {took:g} s (stage: {flight.stage}); allow more time or ask for fewer tokens"
+    if now >= flight.request.deadline:
+        return own_deadline(flight)
     waited, stage = now - flight.mark, flight.stage
     if stage == "queue" and waited > limits.queue_timeout_s:
         return f"no worker had room for {limits.queue_timeout_s:g} s (stage: queue); try again later, or add workers"

@@ -6,6 +6,7 @@ from ..transport.actions import TellTokens
 from ..transport.messages import FinishReason, FirstToken, Joined, RequestFailed, StepTokens, TokenLogprobs, from_u32
 from .attempts import Attempts
 from .flight import Flight, Push, PushPromptLogprobs
+from .lifecycle_limits import own_deadline
 from .lifecycle_state import LifecycleState
 from .membership import Membership
 from .pools import Worker
@@ -151,7 +152,7 @@ class Progress:
         if message.kind == "refused":
             self._attempts.fail(flight, "refused", message.message, now)
         elif message.kind == "deadline":
-            self._attempts.expire(flight, message.message, now)
+            self._attempts.expire(flight, own_deadline(flight), now)
         else:
             self._attempts.retry(flight, message.message, now, counts=message.kind != "preempted")
 

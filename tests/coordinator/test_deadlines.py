@@ -7,7 +7,7 @@ from support.lifecycle_bench import Bench, ends, sent
 
 from splitserve.coordinator.errors import InvalidRequest
 from splitserve.coordinator.timeouts import timeout_of
-from splitserve.transport.messages import Cancel
+from splitserve.transport.messages import Cancel, RequestFailed
 
 LIMITS = {"queue_timeout_s": 3.0, "prefill_timeout_s": 4.0, "handoff_timeout_s": 5.0, "token_timeout_s": 6.0, "dead_after_s": 99.0}
 
@@ -65,3 +65,15 @@ def test_a_request_may_ask_for_less() -> None:
     for bad in (b"soon", b"-1", b"0", b"nan", b"inf"):
         with pytest.raises(InvalidRequest, match="no number of seconds"):
             timeout_of(None, {b"x-request-timeout": bad}, 600.0)
+
+
+def test_a_worker_that_sees_it_first_changes_nothing_in_what_the_client_reads() -> None:
+    bench = Bench(**LIMITS)
+    bench.submit(deadline=20.0)
+    bench.first(1)
+    bench.joined(1)
+    late = RequestFailed(coordinator=7, dispatch=1, kind="deadline", message="the deadline passed here")
+    (ended,) = ends(bench.say("d", late))
+    assert ended.error == "deadline"
+    assert ended.message == "the request did not end within its 20 s (stage: decode); allow more time or ask for fewer tokens"
+    assert bench.core.counters()["deadlines_decode"] == 1

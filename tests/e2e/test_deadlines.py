@@ -35,7 +35,7 @@ def test_past_its_deadline_a_stream_ends_with_a_finish_reason_and_an_error_event
     reasons = [(choice["index"], choice["finish_reason"]) for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
     assert sorted(reasons) == [(i, "error") for i in range(NUM_CHOICES)]
     assert error["error"]["code"] == "deadline_exceeded"
-    assert "stage: decode" in error["error"]["message"]
+    assert "did not end within its 3 s (stage: " in error["error"]["message"]  # whether the coordinator or a worker saw it first
     forked_cluster.wait_at_rest()
 
 
