@@ -174,21 +174,20 @@ def mutated(rng: random.Random, examples: list[bytes]) -> bytes:
     return bytes(data)
 
 
-def fuzz(num_inputs: int, seed: int) -> Record:
-    """Raises AssertionError with the input where a decoder misbehaves."""
+def fuzz(num_inputs: int, seed: int, before_batch: Callable[[], None] = lambda: None) -> Record:
+    """Raises AssertionError with the input where a decoder misbehaves. ``before_batch`` is called every BATCH inputs."""
     rng, record, all_decoders = random.Random(seed), Record(), decoders()
     weights = [8, 2, 4, 1, 1, 1]
     began = time.perf_counter()
     for number in range(num_inputs):
         if number % BATCH == 0:
-            faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+            before_batch()
         decoder = rng.choices(all_decoders, weights)[0]
         data = mutated(rng, decoder.examples)
         try:
             _one(decoder, data, record, traced=number % TRACED_EVERY == 0)
         except Exception as error:
             raise AssertionError(f"{decoder.name}, input {number} of seed {seed}: {data.hex()}") from error
-    faulthandler.cancel_dump_traceback_later()
     record.seconds = time.perf_counter() - began
     return record
 
@@ -220,7 +219,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the record here")
     options = parser.parse_args()
-    record = fuzz(options.inputs, options.seed)
+    # Ends this process, so only here: a test has its own time limit, and shares its process with others.
+    record = fuzz(options.inputs, options.seed, lambda: faulthandler.dump_traceback_later(HANG_SECONDS, exit=True))
+    faulthandler.cancel_dump_traceback_later()
     print(f"{options.inputs} inputs in {record.seconds:.0f} s: no crash, no hang, at most {record.peak_bytes} bytes held")
     if options.json is not None:
         from splitserve.bench.environment import environment
