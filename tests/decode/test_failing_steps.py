@@ -69,7 +69,7 @@ def test_a_worker_whose_gpu_is_lost_ends_with_that_step(role: str) -> None:
     runner = Fragile(*range(NUM_SEQS), error=RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
     with WorkerPair(runners={role: runner}) as pair:
         pair.ask(*(spec(i) for i in range(NUM_SEQS)))
-        pair.threads[role].join(10)
+        pair.threads[role].join(60)
         assert not pair.threads[role].is_alive()
     assert isinstance(pair.errors[role], DeviceLostError)
     assert runner.num_failed_steps == 1, "who was in it is not tried apart, here"

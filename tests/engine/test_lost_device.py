@@ -23,7 +23,7 @@ def run_one(error: Exception) -> Finished[OneStep]:
     steps: StepThread[OneStep] = StepThread(runner, woken.set)
     try:
         steps.submit(OneStep(EMPTY))
-        assert woken.wait(10)
+        assert woken.wait(60)
         finished = steps.collect()
         assert finished is not None
         return finished

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from splitserve.transport import channels
 from splitserve.transport.movers import parcel, tcp_source, tcp_target
 
 
@@ -23,6 +24,8 @@ def small_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody here is given up because the machine stood still for some seconds. (Who tests how peers are given up says how soon.)"""
+    monkeypatch.setattr(channels, "HANDSHAKE_TIMEOUT_MS", 60_000)
+    monkeypatch.setattr(channels, "HEARTBEAT_TIMEOUT_MS", 60_000)
     monkeypatch.setattr(tcp_source, "CONNECT_TIMEOUT_S", 60.0)
     monkeypatch.setattr(tcp_source, "RETRY_S", 60.0)
     monkeypatch.setattr(tcp_target, "HANDSHAKE_TIMEOUT_S", 60.0)

@@ -13,10 +13,12 @@ from splitserve.transport.messages import FROM_DECODE, FROM_PREFILL
 DEADLINE_S = 60.0  # against hanging alone
 
 
-def until_gone(channel: DealerChannel, gone: bool) -> None:
+def until_gone(channel: DealerChannel, gone: bool, router: RouterChannel | None = None) -> None:
+    """``router``: goes on meanwhile, as whoever has one does all the time."""
     deadline = time.monotonic() + DEADLINE_S
     while (channel.gone_since(time.monotonic()) is not None) is not gone:
         assert time.monotonic() < deadline
+        assert router is None or router.receive(1) == []
         time.sleep(0.005)
 
 
@@ -69,5 +71,5 @@ def test_a_change_of_keys_is_no_loss() -> None:
             until_gone(dealer, False)
             before = time.monotonic()
             router.change_key(new_key())
-            until_gone(dealer, True)
+            until_gone(dealer, True, router)
             assert not router.lost_any(before)

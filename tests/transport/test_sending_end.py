@@ -131,11 +131,13 @@ class Reached:
                 self.end.carry_out(action)
         return [action for action in actions if isinstance(action, Undelivered)]
 
-    def until_gone(self, peer: PeerId = PEER, gone: bool = True) -> None:
+    def until_gone(self, peer: PeerId = PEER, gone: bool = True) -> float:
+        """Returns since when, as the channel has it."""
         channel, deadline = self.end._channels[peer], time.monotonic() + 60
-        while (channel.gone_since(time.monotonic()) is not None) is not gone:
+        while ((since := channel.gone_since(time.monotonic())) is not None) is not gone:
             assert time.monotonic() < deadline
             time.sleep(0.005)
+        return since or 0.0
 
     def connect(self, peer: PeerId) -> set[PeerId]:
         """Returns who has a channel then."""
@@ -196,11 +198,11 @@ def test_who_stays_away_is_forgotten_and_connected_to_anew_when_a_prompt_is_for_
     reached = Reached()
     address = reached.router.address
     reached.router.close()
-    reached.until_gone()
-    reached.end.receive(set(), time.monotonic() + FORGOTTEN_S - 1)
+    gone_since = reached.until_gone()
+    reached.end.receive(set(), gone_since + FORGOTTEN_S - 1)
     reached.act()
     assert PEER in reached.end._channels
-    reached.end.receive(set(), time.monotonic() + FORGOTTEN_S + 1)
+    reached.end.receive(set(), gone_since + FORGOTTEN_S + 1)
     assert reached.end._channels == {}
     with RouterChannel.bind(address, None, FROM_PREFILL) as again:
         reached.sender.offer(Peer(worker_id=PEER[0], incarnation=PEER[1], address=address), SPEC, 1, [], time.monotonic())
