@@ -164,7 +164,7 @@ class SocketDispatcher:
         self._receive(self._channel.receive(TICK_LIMIT))  # after a stall, first hear who has spoken
         now = time.monotonic()
         if self._channel.lost_any(now):
-            self._core.connection_lost(now)
+            self._core.connection_lost()
         self._carry_out(self._core.tick(now))
         self._tell_changes()
 
@@ -243,7 +243,8 @@ async def prove(dispatcher: SocketDispatcher, make: Callable[[int, Sink], Genera
             request = make(number, sink)
             dispatcher.submit(request)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(sink.done.wait(), 10.0)
+                async with asyncio.timeout(10.0):
+                    await sink.done.wait()
             dispatcher.cancel(request.request_id)
         await asyncio.sleep(every_s)
     _log.info("ready: a request has gone prefill, handoff and decode")

@@ -270,9 +270,9 @@ class Lifecycle:
         if worker is not None:
             worker.unreached_since = None if connected else worker.unreached_since if worker.unreached_since is not None else now
 
-    def connection_lost(self, now: float) -> None:
+    def connection_lost(self) -> None:
         """The connection of one of the workers has ended (or a stranger's): the next ticks find out whose."""
-        self._members.connection_lost(now)
+        self._members.connection_lost()
 
     # --- as time goes by -------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from .routing import Policy
 
 DRAINED = "drained"
 """Why a worker that left in good order is gone."""
-FIND_OUT_S = 0.2
-"""So long after a connection has ended everybody is spoken to: what is sent in the first moments may seem to reach who is gone."""
+FIND_OUT_LOOKS = 4
+"""So many times after a connection has ended everybody is spoken to: what is sent in the first moments may seem to reach who is gone.
+Counted, not timed: a coordinator that stands still just then would have asked once, too early."""
 
 
 class Membership:
@@ -25,7 +26,7 @@ class Membership:
         self.evacuation = Evacuation(state.table, state.pools, policy, state.incarnation, state.limits.lost_after_s)
         self.flips = Flips(state)
         self._fenced: dict[WorkerId, float] = {}
-        self._finds_out_until = float("-inf")  # whose connection has ended
+        self._looks_to_find_out = 0  # whose connection has ended
         self.expected_until = float("-inf")  # who left in good order is expected back by then
         self.reasons_lost: dict[WorkerId, str] = {}
         self.num_workers_lost = 0
@@ -83,13 +84,14 @@ class Membership:
         for worker, reason in self._state.pools.dead(now):
             self.lose(worker, reason, now)
         pools = self._state.pools
-        finds_out = now < self._finds_out_until
+        finds_out = self._looks_to_find_out > 0
+        self._looks_to_find_out -= finds_out
         for worker in list(pools.workers.values()) if finds_out else pools.overdue(self._state.limits.heartbeat_s, now):
             self._state.send(worker, Alive(coordinator=self._state.incarnation))
 
-    def connection_lost(self, now: float) -> None:
+    def connection_lost(self) -> None:
         """Of some worker: whose, shows in speaking to all."""
-        self._finds_out_until = now + FIND_OUT_S
+        self._looks_to_find_out = FIND_OUT_LOOKS
 
     def fence(self, worker_id: WorkerId, now: float) -> None:
         """Whoever is not known here takes a new incarnation, and says hello."""

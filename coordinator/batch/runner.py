@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import time
@@ -89,10 +90,9 @@ class BatchRunner:
                     await self._advance()
             except Exception:
                 _log.exception("running batches failed; trying again")
-            try:
-                await asyncio.wait_for(self._changed.wait(), LOOK_EVERY_S)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):  # wait_for() may swallow stop()'s cancellation (Python 3.11)
+                    await self._changed.wait()
 
     def _is_ours(self) -> bool:
         """Whether this process holds the lock, which ends with it."""

@@ -113,8 +113,12 @@ class Meter:
                 return
 
     def _write(self) -> None:
-        if not self._pending:
-            return
+        if self._pending:
+            self._write_pending()
+        while self._full and self._full[0][1] <= self._num_kept:  # it may have become full after its last record was kept
+            self._full.popleft()[0].remove()
+
+    def _write_pending(self) -> None:
         journal = self._journal
         batch = [self._pending.popleft() for _ in range(len(self._pending))]
         try:
@@ -124,8 +128,6 @@ class Meter:
             self._pending.extendleft(reversed(batch))
             raise
         self._num_kept += len(batch)
-        while self._full and self._full[0][1] <= self._num_kept:
-            self._full.popleft()[0].remove()
 
     def _prune(self, now: float) -> None:
         """What is older than it is to be kept, once an hour."""

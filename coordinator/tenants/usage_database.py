@@ -11,6 +11,7 @@ from .errors import TenantsFileError
 from .usage_record import FIELDS, SUMS, UsageRecord
 
 By = Literal["tenant", "key", "model", "endpoint", "priority_class", "status", "day"]
+CONNECT_TIMEOUT_S = 5
 SQLITE, POSTGRES = "sqlite:///", ("postgresql://", "postgres://")
 REAL = {"started", "kv_byte_seconds", *(name for name in FIELDS if name.endswith("_s"))}
 INTEGER = {name for name in FIELDS if name.endswith("_tokens")}
@@ -112,7 +113,8 @@ class PostgresUsage:
 
     def _connected(self) -> Any:
         if self._db is None or self._db.closed:
-            self._db = self._driver.connect(self._url, autocommit=True, connect_timeout=5, options="-c statement_timeout=30000")
+            options = "-c statement_timeout=30000"
+            self._db = self._driver.connect(self._url, autocommit=True, connect_timeout=CONNECT_TIMEOUT_S, options=options)
             for statement in SCHEMA:
                 self._db.execute(statement)
         return self._db

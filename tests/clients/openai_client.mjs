@@ -56,7 +56,7 @@ try {
 const line = { custom_id: "a", method: "POST", url: "/v1/chat/completions", body: { messages, temperature: 0 } };
 const file = await client.files.create({ file: await toFile(Buffer.from(JSON.stringify(line) + "\n"), "in.jsonl"), purpose: "batch" });
 let batch = await client.batches.create({ input_file_id: file.id, endpoint: "/v1/chat/completions", completion_window: "24h" });
-for (let i = 0; i < 1000 && !["completed", "failed"].includes(batch.status); i++) {
+for (let i = 0; i < 6000 && !["completed", "failed"].includes(batch.status); i++) {
   await new Promise((resolve) => setTimeout(resolve, 10));
   batch = await client.batches.retrieve(batch.id);
 }

@@ -45,5 +45,5 @@ def test_curl(base_url: str) -> None:
     for found in examples:
         kind = "application/json" if "content-type: application/json" in found["headers"] else FORM
         url = base_url.removesuffix("/v1") + found["path"]
-        answer = httpx.post(url, content=found["body"], headers={"content-type": kind}, timeout=20)
+        answer = httpx.post(url, content=found["body"], headers={"content-type": kind}, timeout=60)
         assert answer.status_code == 200, answer.text

@@ -260,8 +260,8 @@ async def test_no_worker_is_503_at_once(http: httpx.AsyncClient, dispatcher: Fak
         response = await http.post(path, json=body)
         assert response.status_code == 503
         assert int(response.headers["retry-after"]) >= 1
-        assert response.elapsed.total_seconds() < 0.1
         error_of(response)
+    assert not dispatcher.requests, "nobody was waited for"
     dispatcher.workers = True
     assert (await http.post("/v1/completions", json=TEXT)).status_code == 200
 
@@ -274,7 +274,7 @@ async def test_a_prompt_without_template_or_that_it_refuses(http: httpx.AsyncCli
 async def test_headers_without_end_are_refused(server: HttpServer) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 20_000 + b"\r\n")
-    with contextlib.suppress(ConnectionResetError):  # the answer may be lost where much was left unread
+    with contextlib.suppress(ConnectionError):  # the answer may be lost where much was left unread
         assert (await reader.readline()).startswith(b"HTTP/1.1 431")
     writer.close()
     with contextlib.suppress(ConnectionError):

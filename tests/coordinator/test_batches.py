@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from support.http_fakes import ANSWER, FakeDispatcher
 
 from splitserve.coordinator.batch.lines import Line, read_lines
-from splitserve.coordinator.batch.runner import BatchOptions, pack_account, unpack_account
+from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner, pack_account, unpack_account
 from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.limits import HttpLimits
 from splitserve.coordinator.served_model import ServedModel
@@ -200,19 +200,35 @@ async def test_of_two_processes_one_runs_the_batches_and_the_other_goes_on(
     dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path
 ) -> None:
     path, num_lines, dispatcher.step_s = tmp_path / "batches.db", 12, STEP_S
+    heir = FakeDispatcher(dispatcher.script)  # may begin as soon as the first has let go, which is before that has stopped
     async with AsyncExitStack() as first:
         client = await first.enter_async_context(serving(dispatcher, model, path))
-        async with serving(dispatcher, model, path) as other:
+        async with serving(heir, model, path) as other:
             batch = await submit(other, jsonl(*(line(i) for i in range(num_lines))))  # at either of them
             await until(lambda: client.batches.retrieve(batch.id), lambda b: b.request_counts.completed >= 1)
             dispatcher.hold = True
             await until(lambda: client.batches.retrieve(batch.id), lambda b: len(dispatcher.running) > 0)
             assert len(dispatcher.running) <= 4  # one process's worth
+            assert not heir.requests
             await first.aclose()
-            dispatcher.hold, dispatcher.step_s = False, 0
             batch = await ended(other, batch.id)
             assert batch.request_counts.completed == num_lines
+            assert 0 < len(heir.requests) < num_lines
             assert len(await answers(other, batch.output_file_id)) == num_lines
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_it_stops_whatever_has_just_changed(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path, turns: int) -> None:
+    """``asyncio.wait_for`` returned what it had waited for, and not that it was cancelled, where both came within a turn of the loop."""
+    runner = BatchRunner(BatchOptions(tmp_path / "batches.db"), create_app(dispatcher, model).generation)
+    runner.start()
+    async with asyncio.timeout(60):
+        while not runner._changed._waiters:  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+        runner.wake()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await runner.stop()
 
 
 def test_what_is_old_is_deleted_unless_it_is_in_use(tmp_path: Path) -> None:

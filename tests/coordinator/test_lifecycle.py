@@ -152,7 +152,7 @@ def _found_dead_after(phase: float, told: bool) -> float:
             heartbeat += 0.25
         else:
             if told and killed <= bench.now < killed + 0.05:
-                bench.core.connection_lost(bench.now)
+                bench.core.connection_lost()
             for said in bench.core.tick(bench.now):
                 if isinstance(said, Send):
                     too_early = bench.now < killed + 0.002  # ZeroMQ has not taken the connection down yet
@@ -172,7 +172,7 @@ def test_a_killed_worker_of_another_host_is_found_within_0_4_s() -> None:
 
 def test_whose_connection_comes_back_in_time_is_not_dead() -> None:
     bench = Bench(dead_after_s=5.0)
-    bench.core.connection_lost(bench.now)
+    bench.core.connection_lost()
     for spoken in (False, False, False, True, True, True, True, True):
         bench.now += 0.05
         said = [a for a in bench.core.tick(bench.now) if isinstance(a, Send)]
@@ -180,6 +180,18 @@ def test_whose_connection_comes_back_in_time_is_not_dead() -> None:
         for send in said:
             bench.core.reached(send.worker, send.worker[0] == "p" or spoken, bench.now)
     assert len(bench.core.pools.workers) == 2
+
+
+def test_a_coordinator_that_stands_still_just_as_a_connection_ends_finds_out_whose() -> None:
+    """What it said before seemed to reach everybody, and nothing else makes it speak: no heartbeat is due for hours."""
+    bench = Bench(heartbeat_s=9000.0, dead_after_s=9000.0)
+    bench.core.connection_lost()
+    for seconds in (0.0, 3.0, *[0.05] * 10):
+        bench.now += seconds
+        for said in bench.core.tick(bench.now):
+            if isinstance(said, Send):
+                bench.core.reached(said.worker, said.worker[0] == "p" or bench.now == 0.0, bench.now)
+    assert set(bench.core.pools.workers) == {("p", 1)}
 
 
 def test_the_coordinators_own_stall_is_nobodys_silence() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from support.http_fakes import FakeDispatcher
 
@@ -43,8 +43,9 @@ def everything() -> SystemSnapshot:
 
 
 @pytest.fixture
-async def metrics(dispatcher: FakeDispatcher, model: ServedModel) -> str:
-    """All that /metrics can have."""
+async def metrics(dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All that /metrics can have. Nothing is sampled but by this, however long it takes."""
+    monkeypatch.setattr("splitserve.coordinator.sampler.PERIOD_S", 1e6)
     server = HttpServer(create_app(dispatcher, model, system=everything, price_per_hour=2.0))
     await server.start()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as http:
@@ -135,17 +136,21 @@ async def test_promtool_accepts_metrics_and_rules(metrics: str) -> None:
 
 @contextmanager
 def prometheus(target: str, folder: Path) -> Iterator[str]:
-    """A real one that scrapes ``target`` four times a second; its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    """A real one that scrapes ``target`` four times a second; its address, of a port that the system chose for it."""
     config = (MONITORING / "prometheus.yml").read_text().replace("127.0.0.1:8000", target).replace("interval: 5s", "interval: 250ms")
     (folder / "prometheus.yml").write_text(config)
     shutil.copy(MONITORING / "alerts.yml", folder)
     command = [str(PROMETHEUS), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-    with subprocess.Popen([*command, f"--web.listen-address={address}"], stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen([*command, "--web.listen-address=127.0.0.1:0"], stderr=subprocess.DEVNULL) as process:
         try:
-            yield f"http://{address}"
+            deadline = time.monotonic() + 60
+            while not (
+                listening := [c.laddr for c in psutil.Process(process.pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+            ):
+                assert process.poll() is None, "Prometheus has ended"
+                assert time.monotonic() < deadline, "Prometheus does not listen"
+                time.sleep(0.02)
+            yield f"http://127.0.0.1:{listening[0].port}"
         finally:
             process.terminate()
 

@@ -31,6 +31,6 @@ def test_every_operation_does_what_it_says(fuzzed: httpx.Client) -> None:
     def each(data: st.DataObject) -> None:
         operation: Any = data.draw(st.sampled_from(operations))
         case = data.draw(operation.as_strategy())
-        case.call_and_validate(base_url=str(fuzzed.base_url), checks=CHECKS)
+        case.call_and_validate(base_url=str(fuzzed.base_url), checks=CHECKS, timeout=60)
 
     each()

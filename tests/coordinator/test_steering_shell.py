@@ -24,6 +24,12 @@ from splitserve.coordinator.system_snapshot import SystemSnapshot
 PATIENCE_S = 60.0
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is believed gone because the machine stood still."""
+    monkeypatch.setattr("splitserve.coordinator.steering.hooks.WEBHOOK_S", PATIENCE_S)
+
+
 class Scripted(Steering):
     """Decides what it is told to, once."""
 
@@ -138,10 +144,9 @@ async def test_a_hook_that_fails_is_said_and_does_no_harm(caplog: pytest.LogCapt
     hooks.decided(DECISIONS[0], {"prefill": 2, "decode": 1})
     hooks.start_worker("decode")
     async with asyncio.timeout(PATIENCE_S):
-        while len(caplog.records) < 2:
+        while not ("webhook" in caplog.text and "cannot run" in caplog.text):
             await asyncio.sleep(0.01)
     await hooks.close()
-    assert {"webhook", "cannot run"} <= {word for word in ("webhook", "cannot run") if word in caplog.text}
 
 
 def test_metrics() -> None:

@@ -87,8 +87,8 @@ async def test_the_server_timing_header_adds_up(http: httpx.AsyncClient) -> None
     seconds = parsed(response.headers["server-timing"])
     assert list(seconds) == [*get_args(Stage), "total"]
     total = seconds.pop("total")
-    assert sum(seconds.values()) == pytest.approx(total, rel=0.01)
-    assert total <= took
+    assert sum(seconds.values()) == pytest.approx(total, rel=0.01, abs=ROUNDED_S)
+    assert total <= took + ROUNDED_S
 
 
 async def test_a_stream_ends_with_it_as_a_comment(http: httpx.AsyncClient, client: AsyncOpenAI) -> None:
@@ -97,7 +97,7 @@ async def test_a_stream_ends_with_it_as_a_comment(http: httpx.AsyncClient, clien
     assert (done, rest) == ("data: [DONE]", "")
     seconds = parsed(comment.removeprefix(": server-timing "))
     total = seconds.pop("total")
-    assert sum(seconds.values()) == pytest.approx(total, rel=0.01)
+    assert sum(seconds.values()) == pytest.approx(total, rel=0.01, abs=ROUNDED_S)
     stream = await client.completions.create(model="tiny", stream=True, **BODY)  # type: ignore[call-overload]
     assert "".join([chunk.choices[0].text async for chunk in stream])  # the client of OpenAI reads over it
 
@@ -110,6 +110,10 @@ async def test_the_metrics_agree(http: httpx.AsyncClient) -> None:
     stages = [of[f"request_{stage}_time"] for stage in get_args(Stage)]
     assert sum(stages) == pytest.approx(of["e2e_request_latency"], rel=0.01)
     assert min(stages) > 0
+
+
+ROUNDED_S = 4e-6
+"""Seven numbers, each to a thousandth of a millisecond: of a request that takes a fraction of one that is more than a hundredth."""
 
 
 def parsed(header: str) -> dict[str, float]:

@@ -50,7 +50,7 @@ async def answering(model: ServedModel, limits: HttpLimits) -> AsyncIterator[Ans
         server = HttpServer(create_app(dispatcher, served, limits, dispatcher.system))
         await server.start()
         servers.append(server)
-        plain = httpx.AsyncClient(verify=False, timeout=20)  # reading certificates takes longer than a test
+        plain = httpx.AsyncClient(verify=False, timeout=60)  # reading certificates takes longer than a test
         url = f"http://127.0.0.1:{server.port}/v1"
         clients.append(AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=plain))
         return clients[-1], dispatcher

@@ -80,7 +80,7 @@ def test_the_handoff_and_the_loop_of_this_machine_can_be_measured() -> None:
     movers = measure_movers(block_bytes=1 << 20, num_layers=4)
     assert set(movers) == {"shm", "zmq"}
     for handoff in movers.values():
-        assert 1e7 < handoff.bytes_per_s < 1e12
+        assert 1e5 < handoff.bytes_per_s < 1e12
         assert 0 < handoff.message_s < 1
     assert 0 < decode_loop_s(4, num_steps=20) < 1
 

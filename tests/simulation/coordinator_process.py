@@ -62,7 +62,7 @@ class CoordinatorProcess(Process):
     def connection_lost(self) -> None:
         """Some worker's process has ended."""
         if self._sees_connections:
-            self.core.connection_lost(self.now)
+            self.core.connection_lost()
 
     def hear(self, worker: PeerId, message: Message) -> None:
         self._carry_out(self.core.receive(worker, message, self.now))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.tenants import usage_database
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.meter import Meter
 from splitserve.coordinator.tenants.store import TenantStore
@@ -56,15 +58,17 @@ def statuses(folder: Path) -> dict[str, int]:
 def test_records_are_deleted_when_they_are_old_enough(tmp_path: Path) -> None:
     database = open_database(f"sqlite:///{tmp_path}/usage")
     now = time.time()
-    database.insert([record("old")._replace(started=now - 100), record("new")._replace(started=now - 10)])
-    meter = make(tmp_path, write_every_s=0.01, keep_s=50)
+    database.insert([record("old")._replace(started=now - 10_000), record("new")._replace(started=now)])
+    meter = make(tmp_path, write_every_s=0.01, keep_s=5000)
     until(lambda: [kept.id for kept in database.records(0, 1e12)] == ["new"])
     meter.stop()
     database.close()
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[UsageDatabase]:
+def database(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UsageDatabase]:
+    """PostgreSQL's is not believed gone because the machine stood still."""
+    monkeypatch.setattr(usage_database, "CONNECT_TIMEOUT_S", 60)
     if request.param == "sqlite":
         yield open_database(f"sqlite:///{tmp_path}/usage")
         return
@@ -163,6 +167,26 @@ def test_full_journals_go_when_the_database_has_them(tmp_path: Path, monkeypatch
     meter.ended(record("open"))
     meter.stop()
     assert statuses(tmp_path) == {"200": 201}
+
+
+def test_a_journal_goes_that_became_full_after_its_last_record_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may take a record before the loop has seen that its journal is full; no other may come for hours."""
+    monkeypatch.setattr("splitserve.coordinator.tenants.meter.MAX_JOURNAL_BYTES", 0)
+    meter = Meter(f"sqlite:///{tmp_path}/usage", tmp_path, "journal-")
+
+    class TakenAtOnce(deque[UsageRecord]):
+        def append(self, record: UsageRecord) -> None:
+            super().append(record)
+            meter._write()
+
+    meter._pending = TakenAtOnce()
+    meter.began(record("a"))
+    meter.ended(record("a"))
+    assert (meter.num_waiting, len(list(tmp_path.glob("journal-*")))) == (0, 2)
+    meter._write()
+    assert len(list(tmp_path.glob("journal-*"))) == 1
+    meter.start()
+    meter.stop()
 
 
 async def test_sums_agree_with_the_metrics(tmp_path: Path, dispatcher: FakeDispatcher, model: ServedModel) -> None:
