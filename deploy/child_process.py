@@ -16,6 +16,7 @@ from .early_signals import hold_signals
 
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 16
+LAST_WORDS_S = 1.0
 _libc = ctypes.CDLL(None)  # loaded before any fork: nothing may be loaded between fork and exec
 
 Log = Callable[[str, str], None]
@@ -90,9 +91,15 @@ class ChildProcess:
         reader = asyncio.create_task(self._read(stream))
         status = await process.wait()
         self.running = False
-        # A grandchild may hold the pipe open: what the process itself said has arrived by now.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(reader, 1)
+        # A grandchild may hold the pipe open: what the process itself said is there by now. (wait_for, from Python 3.12 on, would end the
+        # reader before it has taken that in, where this loop itself comes so late: what cannot start would have said nothing.)
+        try:
+            await asyncio.wait({reader}, timeout=LAST_WORDS_S)
+        finally:
+            reader.cancel()
+        await asyncio.wait({reader})
+        if not reader.cancelled():
+            reader.result()
         transport.close()
         return status
 

@@ -42,8 +42,9 @@ def test_steps_take_their_time_and_no_more_of_the_core_than_waking_up() -> None:
     began, worked = time.monotonic(), time.thread_time()
     for _ in range(20):
         runner.execute(batch(state(1, 5)))
-    assert time.monotonic() - began >= 0.199  # what one step oversleeps the next makes up for
-    assert time.thread_time() - worked < 0.1
+    took, worked = time.monotonic() - began, time.thread_time() - worked
+    assert took >= 0.199  # what one step oversleeps the next makes up for
+    assert worked < 0.5 * took  # of both, where a hypervisor takes the core away and the kernel does not see it
 
 
 def test_layers_are_reported_in_order_while_the_step_runs() -> None:

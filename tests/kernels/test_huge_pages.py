@@ -6,7 +6,6 @@ import ctypes
 import gc
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -25,8 +24,11 @@ def resident(memory: Tensor) -> list[bool]:
     return [bool(found[i]) for i in range(0, len(found), PAGE // 4096)]
 
 
-def populating() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "populate-kv-cache"]
+def populate(memory: Tensor) -> list[threading.Thread]:
+    """Returns the threads that go on with it. (Another test's may still be at work.)"""
+    before = threading.enumerate()
+    huge_pages.populate(memory)
+    return [thread for thread in threading.enumerate() if thread.name == "populate-kv-cache" and thread not in before]
 
 
 def test_the_first_pages_are_there_at_once_the_rest_soon_and_the_content_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,32 +46,39 @@ def test_the_first_pages_are_there_at_once_the_rest_soon_and_the_content_stays(m
         return find(page, end)
 
     monkeypatch.setattr(huge_pages, "_found", found)
-    huge_pages.populate(memory)
+    (thread,) = populate(memory)
     assert resident(memory) == [True, True, False, False, False, True]
     release.set()
-    for thread in populating():
-        thread.join(60)
+    thread.join(60)
     assert all(resident(memory))
     assert asked == [memory.data_ptr() + i * PAGE for i in range(6)], "one huge page at a time"
     assert int(memory.sum()) == 7
 
 
 def test_memory_that_is_no_longer_used_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "FIRST_BYTES", PAGE)
-    monkeypatch.setattr(huge_pages, "BACKGROUND_SHARE", 0.05)
-    memory = huge_pages.huge_page_bytes(500 * PAGE)
-    huge_pages.populate(memory)
-    (thread,) = populating()
+    monkeypatch.setattr(huge_pages, "FIRST_BYTES", 0)
+    monkeypatch.setattr(huge_pages, "BACKGROUND_SHARE", 1.0)
+    at_a_page, release, find, asked = threading.Event(), threading.Event(), huge_pages._found, []
+
+    def found(page: int, end: int) -> bool:
+        asked.append(page)
+        at_a_page.set()
+        assert release.wait(60)
+        return find(page, end)
+
+    monkeypatch.setattr(huge_pages, "_found", found)
+    memory = huge_pages.huge_page_bytes(4 * PAGE)
+    (thread,) = populate(memory)
+    assert at_a_page.wait(60)
     del memory
     gc.collect()
-    deadline = time.monotonic() + 60
-    while thread.is_alive():
-        assert time.monotonic() < deadline
-        thread.join(0.1)
+    release.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(asked) == 1, "the one that it was at"
 
 
 def test_what_another_system_does_not_know_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "MADV_POPULATE_WRITE", 12345)
     memory = torch.zeros(4096, dtype=torch.uint8)
-    huge_pages.populate(memory)
-    assert not populating()
+    assert populate(memory) == []

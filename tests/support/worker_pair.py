@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Self
+from unittest.mock import patch
 
 import numpy as np
 
@@ -18,11 +19,13 @@ from splitserve.engine.errors import EngineError
 from splitserve.engine.step_thread import Runner
 from splitserve.prefill.settings import PrefillSettings
 from splitserve.prefill.worker import PrefillWorker
+from splitserve.transport import channels
 from splitserve.transport.channels import RouterChannel
 from splitserve.transport.messages import FROM_WORKER, Hello, Message, Peer, Prefill, RequestSpec, Sampling, Welcome, u32
 from splitserve.transport.movers.shm import SharedPool
 
 DEADLINE_S = 60.0
+PATIENT = {"orphaned_after_s": 3600}  # this coordinator answers no heartbeats
 NUM_BLOCKS, MAX_MODEL_LEN = 2000, 4000
 COORDINATOR = 1
 
@@ -48,8 +51,9 @@ class WorkerPair:
     def __init__(self, mover: str = "zmq", runners: dict[str, Runner] | None = None, **settings: Any) -> None:
         """``runners``: by role, in place of the one that takes no time."""
         self._stack = ExitStack()
+        self._stack.enter_context(patch.object(channels, "HEARTBEAT_TIMEOUT_MS", 60_000))  # nobody is given up for a machine's pause
         self._channel = self._stack.enter_context(RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER))
-        common = {"model": ".", "coordinator": self._channel.address, "insecure": True, "mover": mover, **settings}
+        common = {"model": ".", "coordinator": self._channel.address, "insecure": True, "mover": mover, **PATIENT, **settings}
         models = {role: null_model(NUM_BLOCKS, MAX_MODEL_LEN) for role in ("prefill", "decode")}
         models |= {role: replace(models[role], runner=runner) for role, runner in (runners or {}).items()}
         shared = SharedPool.create(models["decode"].pool.nbytes)

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import pytest
 import zmq
+from support.ports import kept_port
 
 from splitserve.transport import channels
 from splitserve.transport.channels import DealerChannel, RouterChannel
@@ -177,12 +178,13 @@ def test_bad_messages_of_a_member_are_dropped_and_counted(
 
 
 def test_a_worker_reconnects_when_the_coordinator_restarts(stack: ExitStack) -> None:
-    server = RouterChannel.bind("tcp://127.0.0.1:*", KEY, FROM_WORKER)
-    worker = dealer(stack, server.address)
+    address = stack.enter_context(kept_port())
+    server = RouterChannel.bind(address, KEY, FROM_WORKER)
+    worker = dealer(stack, address)
     worker.send(HELLO)
     until(lambda: server.receive(10))
     server.close()
-    server = until(lambda: _bind_again(stack, server.address))
+    server = until(lambda: _bind_again(stack, address))
     until(lambda: worker.send(HELLO) and server.receive(10))
     assert server.send(b"p0\0a1", WELCOME)
     assert until(lambda: worker.receive(10)) == [WELCOME]

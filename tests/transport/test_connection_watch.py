@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import zmq
+from support.ports import kept_port
 
 from splitserve.transport.channels import DealerChannel, RouterChannel
 from splitserve.transport.keys import new_key
@@ -23,8 +24,8 @@ def until_gone(channel: DealerChannel, gone: bool, router: RouterChannel | None 
 
 
 def test_it_comes_goes_and_comes_again() -> None:
-    router = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_PREFILL)
-    with DealerChannel.connect(router.address, b"p", None, FROM_DECODE) as dealer:
+    with kept_port() as address, DealerChannel.connect(address, b"p", None, FROM_DECODE) as dealer:
+        router = RouterChannel.bind(address, None, FROM_PREFILL)
         assert not dealer.ever_connected
         until_gone(dealer, False)
         before = time.monotonic()
@@ -34,7 +35,7 @@ def test_it_comes_goes_and_comes_again() -> None:
         assert since is not None
         assert before <= since <= time.monotonic()
         assert dealer.ever_connected
-        with RouterChannel.bind(router.address, None, FROM_PREFILL):
+        with RouterChannel.bind(address, None, FROM_PREFILL):
             until_gone(dealer, False)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import pytest
 import zmq
 from support.kv_pools import filled_pool
 from support.messages import SPEC
+from support.ports import kept_port
 
 from splitserve.transport.actions import CancelPuts, Connect, Put, SendHandoff, SendPlaced, ToPeer, Undelivered
 from splitserve.transport.channels import RouterChannel
@@ -114,8 +116,8 @@ def test_of_a_lease_that_nobody_writes_it_speaks_at_once(end: SendingEnd) -> Non
 class Reached:
     """A decode worker's listening end, met once, and the sending end that offers it a prompt."""
 
-    def __init__(self) -> None:
-        self.router = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_PREFILL)
+    def __init__(self, address: str = "tcp://127.0.0.1:*") -> None:
+        self.router = RouterChannel.bind(address, None, FROM_PREFILL)
         peer = Peer(worker_id=PEER[0], incarnation=PEER[1], address=self.router.address)
         self.sender = HandoffSender(Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("zmq",)))
         self.end = SendingEnd(self.sender, "p", 1, None, Blocks(), zmq.Poller(), True)
@@ -194,9 +196,9 @@ def test_a_peer_that_has_ended_is_no_fault_of_its_mover(error: MoverError, num_f
     reached.router.close()
 
 
-def test_who_stays_away_is_forgotten_and_connected_to_anew_when_a_prompt_is_for_it() -> None:
-    reached = Reached()
-    address = reached.router.address
+def test_who_stays_away_is_forgotten_and_connected_to_anew_when_a_prompt_is_for_it(stack: ExitStack) -> None:
+    address = stack.enter_context(kept_port())
+    reached = Reached(address)
     reached.router.close()
     gone_since = reached.until_gone()
     reached.end.receive(set(), gone_since + FORGOTTEN_S - 1)
