@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
-from support.worker_pair import WorkerPair, spec
+from support.worker_pair import DEADLINE_S, WorkerPair, spec
 
 from splitserve.bench.null_workers import NullRunner
 from splitserve.engine.batch import Batch, StepOutput
-from splitserve.transport.messages import FirstToken, Message, RequestFailed, StepTokens, from_u32
+from splitserve.transport.messages import FirstToken, Joined, Message, RequestFailed, StepTokens, from_u32
 
 NUM_SEQS = 4
 
 
 class Greedy(NullRunner):
-    """Needs more memory than there is for steps of more than ``room`` sequences."""
+    """Needs more memory than there is for steps of more than ``room`` sequences. Begins when it ``may_begin``."""
 
     def __init__(self, room: int) -> None:
         self.room = room
         self.num_failed = 0
+        self.may_begin = threading.Event()
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        assert self.may_begin.wait(DEADLINE_S)
         if batch.num_seqs > self.room:
             self.num_failed += 1
             raise MemoryError
@@ -33,6 +36,9 @@ def test_a_step_out_of_memory_does_not_end_the_worker(role: str) -> None:
     short = Greedy(room=2 if role == "decode" else 1)
     with WorkerPair(runners={role: short}) as pair:
         pair.ask(*map(spec, range(NUM_SEQS)))
+        if role == "decode":  # else the first ones may be through before the others join
+            pair.until(lambda: sum(isinstance(m, Joined) for m in pair.heard) == NUM_SEQS)
+        short.may_begin.set()
         pair.until(lambda: _served(pair.heard, role))
         assert short.num_failed
         assert pair.threads[role].is_alive()

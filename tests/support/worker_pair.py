@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -69,6 +71,9 @@ class WorkerPair:
         self._hellos: dict[str, tuple[bytes, Hello]] = {}
 
     def __enter__(self) -> Self:
+        self._stack.callback(sys.setswitchinterval, sys.getswitchinterval())  # both workers' loops set them, for their whole process
+        self._stack.callback(gc.set_threshold, *gc.get_threshold())
+        self._stack.callback(gc.unfreeze)
         for role, worker in (("prefill", self.prefill), ("decode", self.decode)):
             self.threads[role] = threading.Thread(target=self._run, args=(role, worker), name=role, daemon=True)
             self.threads[role].start()

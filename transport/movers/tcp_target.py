@@ -42,13 +42,13 @@ class TcpTarget(BookedTarget):
 
     def __init__(self, address: str, pool: Pool, takes_plain: bool = False):
         """Listens on ``address`` (tcp://host:* takes a free port). Raises AddressError."""
+        self._listener = _listening(address)
         super().__init__(pool.shape[1], pool.shape[2])
         self.dropped: Counter[str] = Counter()
         self.num_blocks_received = 0
         self._secret = secrets.token_bytes(SECRET_BYTES)
         desk = Desk(pool, self._book, self._lock, self._secret, takes_plain, self.dropped, self._arrived)
         self._takes_plain = takes_plain
-        self._listener = _listening(address)
         self._server = _Server(self._listener, desk, self._news.set)
         self._server.start()
 
