@@ -61,16 +61,18 @@ def admit(holders: Sequence[Holder], tokens: int, now: float) -> Shortage | Room
     if (shortage := shortage_of(holders, tokens, now)) is not None:
         return shortage
     for state, limits, _ in holders:
-        state[REQUESTS] -= limits.requests_per_minute is not None
+        if limits.requests_per_minute is not None:
+            state[REQUESTS] -= 1
         take(state, limits, tokens)
     return room(holders)
 
 
 def shortage_of(holders: Sequence[Holder], tokens: int, now: float) -> Shortage | None:
     """What keeps one request of so many tokens out the longest; the holders' buckets are filled up to ``now``."""
-    short = [found for holder in holders for found in _shortages(holder, tokens, now)]
-    if not short:
-        return None
+    full = [holder for holder in holders if not _has_room(holder, tokens)]
+    if not full:
+        return None  # mostly, and every request asks
+    short = [found for holder in full for found in _shortages(holder, tokens, now)]
     what, limit, asked, wait_s = max(short, key=lambda s: s[3])
     return Shortage(what, limit, asked, wait_s, room(holders))
 
@@ -85,23 +87,29 @@ def settle(holders: Sequence[Holder], estimated: int, used: int, now: float) -> 
 def take(state: list[float], limits: Limits, tokens: int) -> None:
     """Negative: gives back."""
     if (per_minute := limits.tokens_per_minute) is not None:
-        state[TOKENS] = min(per_minute, state[TOKENS] - tokens)
-    state[DAY_TOKENS] = max(0.0, state[DAY_TOKENS] + tokens)
-    state[MONTH_TOKENS] = max(0.0, state[MONTH_TOKENS] + tokens)
+        level = state[TOKENS] - tokens
+        state[TOKENS] = level if level < per_minute else per_minute
+    used = state[DAY_TOKENS] + tokens
+    state[DAY_TOKENS] = used if used > 0 else 0.0
+    used = state[MONTH_TOKENS] + tokens
+    state[MONTH_TOKENS] = used if used > 0 else 0.0
 
 
 def fill(holder: Holder, now: float) -> None:
     """Brings a holder's buckets and calendar up to ``now``. A clock that went back fills nothing."""
     state, limits, _ = holder
-    minutes, new = (now - state[FILLED_AT]) / 60, state[FILLED_AT] == 0
+    filled_at = state[FILLED_AT]
+    minutes = math.inf if filled_at == 0 else (now - filled_at) / 60  # a new one is full
     if minutes > 0:
         state[FILLED_AT] = now
     else:
         minutes = 0.0
-    per_minute = limits.requests_per_minute
-    state[REQUESTS] = FULL if per_minute is None else per_minute if new else min(per_minute, state[REQUESTS] + minutes * per_minute)
-    per_minute = limits.tokens_per_minute
-    state[TOKENS] = FULL if per_minute is None else per_minute if new else min(per_minute, state[TOKENS] + minutes * per_minute)
+    for bucket, per_minute in ((REQUESTS, limits.requests_per_minute), (TOKENS, limits.tokens_per_minute)):
+        if per_minute is None:
+            state[bucket] = FULL
+        else:
+            level = state[bucket] + minutes * per_minute
+            state[bucket] = level if level < per_minute else per_minute
     day = now // DAY_S
     if day > state[DAY]:
         state[DAY], state[DAY_TOKENS] = day, 0.0
@@ -136,7 +144,19 @@ def month_end(now: float) -> float:
 def _left(level: float, limit: int) -> tuple[int | None, int, float]:
     if level == FULL:
         return None, 0, 0.0
-    return limit, max(0, math.floor(level)), (limit - level) * 60 / limit
+    return limit, math.floor(level) if level > 0 else 0, (limit - level) * 60 / limit
+
+
+def _has_room(holder: Holder, tokens: int) -> bool:
+    """For one request of so many tokens; ``_shortages`` says what there is too little of."""
+    state, limits, num_streams = holder
+    return (
+        (limits.requests_per_minute is None or state[REQUESTS] >= 1)
+        and ((limit := limits.tokens_per_minute) is None or state[TOKENS] >= tokens)
+        and ((limit := limits.max_streams) is None or num_streams < limit)
+        and ((limit := limits.tokens_per_day) is None or state[DAY_TOKENS] + tokens <= limit)
+        and ((limit := limits.tokens_per_month) is None or state[MONTH_TOKENS] + tokens <= limit)
+    )
 
 
 def _shortages(holder: Holder, tokens: int, now: float) -> list[tuple[What, int, int, float]]:

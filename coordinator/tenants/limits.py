@@ -32,6 +32,7 @@ class Limits(BaseModel):
 
 LIMIT_NAMES = tuple(Limits.model_fields)
 UNLIMITED = Limits()
+Rows = tuple[tuple[int, Limits], ...]
 
 
 class Account(BaseModel):
@@ -48,6 +49,12 @@ class Account(BaseModel):
     key_limits: Limits = UNLIMITED
     digest: bytes = b""
     expires: float = float("inf")  # unix seconds
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Whom it is held to: tenant and key, as far as they have limits, each by a number that no other tenant or key has."""
+        both = ((2 * self.tenant_id, self.tenant_limits), (2 * self.key_id + 1, self.key_limits))
+        return tuple([(row, limits) for row, limits in both if limits.bounded])
 
     @cached_property
     def key(self) -> str:

@@ -13,19 +13,19 @@ import mmap
 import os
 import struct
 import time
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 
 from .buckets import NUM_FIELDS, Holder, Room, Shortage, admit, settle
 from .errors import TenantsFileError
 from .limiter import Admission, Answer
-from .limits import Account, Limits
+from .limits import Account, Rows
 
 FIRST_COLUMN = 8
 MAX_PROCESSES = 56
 ROW_DOUBLES = FIRST_COLUMN + MAX_PROCESSES
 ROW_BYTES = 8 * ROW_DOUBLES
+STATE = struct.Struct(f"{NUM_FIELDS}d")
 GROW_ROWS = 1024
 END_OF_COLUMNS = 0  # in row 0, which is nobody's: the first column that was never owned
 LOCK_TRIES = 50
@@ -47,7 +47,7 @@ class SharedLimiter:
             raise TenantsFileError(f"cannot use the limits file {path}: {error.strerror}") from None
         self._lock = _Lock(self._fd)
         self._column = self._claim_column(path)
-        self._map: mmap.mmap | None = None
+        self._map: mmap.mmap
         self._view: memoryview[float] = memoryview(bytearray(8)).cast("d")
         self._num_rows = 0
         with self._lock:
@@ -57,7 +57,7 @@ class SharedLimiter:
                 self._view[row * ROW_DOUBLES + self._column] = 0.0
 
     def admit(self, account: Account, tokens: int, answer: Answer) -> None:
-        rows = self._rows(account)
+        rows = account.rows
         if not rows:
             answer(Admission(account, tokens, Room()))
             return
@@ -72,7 +72,7 @@ class SharedLimiter:
         answer(Admission(account, tokens, result) if isinstance(result, Room) else result)
 
     def settle(self, admission: Admission, tokens: int) -> None:
-        rows = self._rows(admission.account)
+        rows = admission.account.rows
         if rows:
             with self._lock:
                 holders = self._holders(rows)
@@ -84,20 +84,10 @@ class SharedLimiter:
 
     async def stop(self) -> None:
         self._view.release()
-        if self._map is not None:
-            self._map.close()
+        self._map.close()
         os.close(self._fd)
 
-    def _rows(self, account: Account) -> list[tuple[int, Limits]]:
-        """Rows and limits, of the tenant and of the key, as far as there are limits."""
-        rows: list[tuple[int, Limits]] = []
-        if account.tenant_limits.bounded:
-            rows.append((2 * account.tenant_id, account.tenant_limits))
-        if account.key_limits.bounded:
-            rows.append((2 * account.key_id + 1, account.key_limits))
-        return rows
-
-    def _holders(self, rows: list[tuple[int, Limits]]) -> list[Holder]:
+    def _holders(self, rows: Rows) -> list[Holder]:
         """Copies: a list of floats is quicker to work on than shared memory."""
         holders: list[Holder] = []
         for row, limits in rows:
@@ -106,15 +96,14 @@ class SharedLimiter:
             view, at, num_streams = self._view, row * ROW_DOUBLES, 0
             if limits.max_streams is not None:
                 num_streams = round(sum(view[at + FIRST_COLUMN : at + int(view[END_OF_COLUMNS])]))
-            state: list[float] = [*view[at : at + NUM_FIELDS]]
-            holders.append(Holder(state, limits, num_streams))
+            holders.append(Holder([*STATE.unpack_from(self._map, 8 * at)], limits, num_streams))
         return holders
 
-    def _store(self, rows: list[tuple[int, Limits]], holders: list[Holder], change: float) -> None:
+    def _store(self, rows: Rows, holders: list[Holder], change: float) -> None:
         """Writes the holders' numbers back, and counts so many more streams of this process."""
-        for (row, _), holder in zip(rows, holders, strict=True):
+        for (row, _), (state, _, _) in zip(rows, holders, strict=True):
             at = row * ROW_DOUBLES
-            self._view[at : at + NUM_FIELDS] = array("d", holder.state)
+            STATE.pack_into(self._map, 8 * at, *state)
             self._view[at + self._column] = max(0.0, self._view[at + self._column] + change)
 
     def _reach(self, row: int) -> None:
@@ -128,7 +117,7 @@ class SharedLimiter:
         self._view = memoryview(self._map).cast("d")
         self._num_rows = num_rows
 
-    def _bury_dead(self, rows: list[tuple[int, Limits]]) -> bool:
+    def _bury_dead(self, rows: Rows) -> bool:
         """Drops what processes that have ended still hold of these rows; whether there was anything."""
         found = False
         for row, _ in rows:
