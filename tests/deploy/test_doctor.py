@@ -9,6 +9,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from splitserve.deploy.checks import model_problem
@@ -43,7 +44,9 @@ def test_what_blocks_is_named_with_advice(tmp_path: Path) -> None:
     assert "3 problems" in said
 
 
-def test_the_coordinator_that_runs_already_is_no_problem() -> None:
+def test_the_coordinator_that_runs_already_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitserve.deploy.doctor.ANSWER_S", 60.0)
+
     class State(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps({"coordinator": {"control_address": f"tcp://127.0.0.1:{control.getsockname()[1]}"}}).encode()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.worker_pair import process_settings_kept
 
 from splitserve.bench.steer_workload import worker as profile
 from splitserve.deploy.flexible_settings import FlexibleSettings
@@ -25,7 +26,8 @@ def flexible(tmp_path: Path) -> Iterator[FlexibleWorker]:
     yield process
     process.leave()
     process.leave()
-    process.run()
+    with process_settings_kept():
+        process.run()
 
 
 def test_both_roles_for_a_moment(flexible: FlexibleWorker) -> None:

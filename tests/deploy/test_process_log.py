@@ -86,7 +86,7 @@ def test_each_request_is_a_line_with_its_id_and_its_stages(caplog: pytest.LogCap
     record = RequestRecord("cmpl-1", "/v1/completions", "200", ledger, ledger.stages(), 2.0, 10, 4, 7, 1, "p0", "d0", "acme")
     with caplog.at_level(logging.INFO):
         log_request(record)
-    (logged,) = caplog.records
+    (logged,) = [said for said in caplog.records if said.name == log_request.__module__]
     assert (
         logged.getMessage()
         == "cmpl-1 200 in 2000.0 ms (parse 500.0, decode 1500.0): 10 prompt tokens (4 cached), 7 output tokens, p0 to d0"

@@ -39,6 +39,7 @@ STEERING = {
     "decisions": [{"ago_s": 64.0, "kind": "flip", "worker": "worker-3", "role": "prefill", "reason": "prompts wait"}],
 }
 KEY = "k" * 32
+PATIENT_TOP = "from splitserve.deploy import cli, top; top.PATIENCE_S = 60; cli.main()"
 
 
 def live_view() -> LiveView:
@@ -121,7 +122,7 @@ def test_q_leaves_the_terminal_as_it_was(coordinator: str, tmp_path: object) -> 
 
 
 def test_without_a_terminal_it_prints_once_or_says_why_not(coordinator: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "splitserve.deploy.cli", "top", "--url", coordinator]
+    command = [sys.executable, "-c", PATIENT_TOP, "top", "--url", coordinator]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (refused.returncode, refused.stderr) == (1, "splitserve: This needs the admin key.\n")
     (tmp_path / "key").write_text(KEY)

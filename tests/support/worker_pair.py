@@ -6,8 +6,8 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Self
 from unittest.mock import patch
@@ -47,6 +47,18 @@ def spec(dispatch: int, request: int | None = None, epoch: int = 0, max_tokens: 
     )
 
 
+@contextmanager
+def process_settings_kept() -> Iterator[None]:
+    """A worker's loop sets them for its whole process, which here is everybody's."""
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)
+        gc.unfreeze()
+
+
 class WorkerPair:
     """Entered, both workers run and are welcome. ``heard``: all that they have said since, their hellos aside."""
 
@@ -71,9 +83,7 @@ class WorkerPair:
         self._hellos: dict[str, tuple[bytes, Hello]] = {}
 
     def __enter__(self) -> Self:
-        self._stack.callback(sys.setswitchinterval, sys.getswitchinterval())  # both workers' loops set them, for their whole process
-        self._stack.callback(gc.set_threshold, *gc.get_threshold())
-        self._stack.callback(gc.unfreeze)
+        self._stack.enter_context(process_settings_kept())
         for role, worker in (("prefill", self.prefill), ("decode", self.decode)):
             self.threads[role] = threading.Thread(target=self._run, args=(role, worker), name=role, daemon=True)
             self.threads[role].start()
