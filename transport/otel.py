@@ -1,35 +1,45 @@
 """Spans to OpenTelemetry, where an OTLP endpoint is configured. Needs the extra ``splitserve[otel]``; nothing else imports it.
 
+A request costs two random numbers when it comes in; its span is made when it has ended, under the ids that were drawn at the beginning.
 Spans are exported from a thread of the SDK's own. A collector that does not answer costs spans, never a request.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from .errors import TracingUnavailable
 from .worker_trace import Attribute, WorkerSpan
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span
 
 TIMEOUT_S = 5.0
 EXPORT_EVERY_MS = 1000
 FLUSH_MS = 2000
 PREFIX = "splitserve."
+SAMPLED, RANDOM = 1, 2
+"""Flags of a trace: https://www.w3.org/TR/trace-context-2/"""
 
 
 class Tracing:
     """One process's spans."""
 
     def __init__(self, provider: TracerProvider) -> None:
+        """Takes the provider over: its spans get their ids here."""
+        from opentelemetry.sdk.trace.sampling import Decision
+        from opentelemetry.trace import NoOpTracer
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        self.ids = cast(Any, provider).id_generator = _Ids()
         self._provider = provider
-        self._tracer = provider.get_tracer("splitserve")
+        self.tracer = provider.get_tracer("splitserve")
+        self._sampled = Decision.RECORD_AND_SAMPLE
+        self._is_on = not isinstance(self.tracer, NoOpTracer)  # OTEL_SDK_DISABLED turns it off
         self._propagator = TraceContextTextMapPropagator()
 
     @classmethod
@@ -51,11 +61,19 @@ class Tracing:
 
     def begin(self, name: str, headers: Mapping[str, str], begin: float) -> RequestTrace | None:
         """The span of a client's request; its parent is in the client's headers. None where it is not sampled."""
-        from opentelemetry.trace import SpanKind
+        context, trace_id, is_random = None, 0, True
+        if headers:
+            from opentelemetry.trace import get_current_span
 
-        context = self._propagator.extract(headers) if headers else None
-        span = self._tracer.start_span(name, context, kind=SpanKind.SERVER, start_time=_wall_ns(begin))
-        return RequestTrace(span) if span.is_recording() else None
+            context = self._propagator.extract(headers)
+            parent = get_current_span(context).get_span_context()
+            if parent.is_valid:
+                trace_id, is_random = parent.trace_id, parent.trace_flags.random_trace_id
+        trace_id = trace_id or self.ids.generate_trace_id()
+        sampler = self._provider.sampler  # asked again when the span is made: it goes by the parent and the trace's id
+        if not self._is_on or sampler.should_sample(context, trace_id, name).decision is not self._sampled:
+            return None
+        return RequestTrace(self, name, context, trace_id, self.ids.generate_span_id(), SAMPLED | RANDOM * is_random, begin)
 
     def emit(self, span: WorkerSpan) -> None:
         """A span that has ended, below the request's own."""
@@ -63,7 +81,7 @@ class Tracing:
 
         context = self._propagator.extract({"traceparent": span.traceparent})
         attributes = {PREFIX + name: value for name, value in span.attributes.items()}
-        emitted = self._tracer.start_span(span.name, context, attributes=attributes, start_time=_wall_ns(span.begin))
+        emitted = self.tracer.start_span(span.name, context, attributes=attributes, start_time=_wall_ns(span.begin))
         if span.error:
             emitted.set_status(Status(StatusCode.ERROR, span.error))
         emitted.end(_wall_ns(span.end))
@@ -77,23 +95,45 @@ class Tracing:
 class RequestTrace:
     """A request's own span, open until ``end``."""
 
-    def __init__(self, span: Span) -> None:
-        self._span = span
-        context = span.get_span_context()
-        self.trace_id = f"{context.trace_id:032x}"
-        self.traceparent = f"00-{self.trace_id}-{context.span_id:016x}-{context.trace_flags:02x}"
+    __slots__ = ("_begin", "_context", "_ids", "_name", "_tracing", "trace_id", "traceparent")
+
+    def __init__(self, tracing: Tracing, name: str, context: Context | None, trace_id: int, span_id: int, flags: int, begin: float) -> None:
+        self._tracing, self._name, self._context, self._begin = tracing, name, context, begin
+        self._ids = trace_id, span_id
+        self.trace_id = f"{trace_id:032x}"
+        self.traceparent = f"00-{self.trace_id}-{span_id:016x}-{flags:02x}"
         """For the spans below it, in whatever process."""
 
     def end(self, now: float, attributes: Mapping[str, Attribute], events: Iterable[tuple[str, float]], failed: bool) -> None:
-        """``events``: what began when; times in monotonic seconds."""
-        from opentelemetry.trace import Status, StatusCode
+        """``events``: what began when; times in monotonic seconds. On the thread that began it."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        self._span.set_attributes(dict(attributes))
+        tracing, began = self._tracing, _wall_ns(self._begin)
+        tracing.ids.next = self._ids
+        span = tracing.tracer.start_span(self._name, self._context, SpanKind.SERVER, attributes, start_time=began)
         for name, at in events:
-            self._span.add_event(name, timestamp=_wall_ns(at))
+            span.add_event(name, timestamp=_wall_ns(at))
         if failed:
-            self._span.set_status(Status(StatusCode.ERROR))
-        self._span.end(_wall_ns(now))
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(_wall_ns(now))
+
+
+class _Ids:
+    """Of spans: drawn, or those that are ``next``, of a trace and of a span. An ``IdGenerator`` of OpenTelemetry's, without its base."""
+
+    def __init__(self) -> None:
+        self.next = (0, 0)
+
+    def generate_trace_id(self) -> int:
+        return self.next[0] or random.getrandbits(128) or 1
+
+    def generate_span_id(self) -> int:
+        """The last that a span asks for."""
+        (_, given), self.next = self.next, (0, 0)
+        return given or random.getrandbits(64) or 1
+
+    def is_trace_id_random(self) -> bool:
+        return True
 
 
 def _wall_ns(monotonic_s: float) -> int:

@@ -9,6 +9,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.trace import SpanKind, format_trace_id
 from support.http_fakes import FakeDispatcher
 
@@ -64,6 +65,29 @@ async def test_without_tracing_nothing_is_sent_on(http: httpx.AsyncClient, dispa
     assert dispatcher.requests[0].traceparent == ""
 
 
-async def test_what_is_no_context_is_a_new_trace(http: httpx.AsyncClient, spans: InMemorySpanExporter) -> None:
+async def test_what_is_no_context_is_a_new_trace(http: httpx.AsyncClient, dispatcher: FakeDispatcher, spans: InMemorySpanExporter) -> None:
     await http.post("/v1/completions", json=BODY, headers={"traceparent": "00-zz-yy-01"})
-    assert spans.get_finished_spans()[-1].parent is None
+    span = spans.get_finished_spans()[-1]
+    assert span.parent is None
+    assert span.context is not None
+    assert dispatcher.requests[0].traceparent == f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-03"
+
+
+def test_spans_have_the_ids_that_were_told_when_they_began() -> None:
+    """Whichever ends first."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing = Tracing(provider)
+    began = [tracing.begin(name, {}, 1.0) for name in ("a", "b", "c")]
+    for trace in (began[1], began[0], began[2]):
+        assert trace is not None
+        trace.end(2.0, {}, [], failed=False)
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans] == ["b", "a", "c"]
+    told = {trace.traceparent for trace in began if trace is not None}
+    assert {f"00-{s.context.trace_id:032x}-{s.context.span_id:016x}-03" for s in spans if s.context is not None} == told
+    assert len({trace.trace_id for trace in began if trace is not None}) == 3
+
+
+def test_what_is_not_sampled_is_not_begun() -> None:
+    assert Tracing(TracerProvider(sampler=TraceIdRatioBased(0.0), shutdown_on_exit=False)).begin("a", {}, 1.0) is None
