@@ -24,6 +24,8 @@ from .worker_model import WorkerModel
 PACED = "paced:"
 SLICES = 8
 """Layers are reported in so many groups a step: each costs a wake-up."""
+FOLLOWS_S = 0.01
+"""A step that begins so soon after the last was waiting for it; after a longer pause there is nothing to make up for."""
 DEFAULT_CACHE_GIB = 1 / 16
 
 
@@ -35,16 +37,19 @@ class PacedRunner:
         self._vocab_size, self._eos = vocab_size, eos_token_ids
         self._num_layers = profile.memory.num_layers
         self._noise, self._sigma = noise, math.sqrt(math.log1p(profile.noise_cv**2))
-        self._late_s = 0.0  # by which the last step overslept: the next is so much shorter
+        self._late_s = 0.0  # by which the last step overslept: the next is so much shorter, if it follows at once
+        self._ended = float("-inf")
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """Returns when the step is over."""
         began, seconds = time.monotonic(), self.clock.batch(batch) * self._factor()
-        due = began + max(0.0, seconds - self._late_s)
+        late_s = self._late_s if began - self._ended < FOLLOWS_S else 0.0
+        due = began + max(0.0, seconds - late_s)
         if on_layer is not None:
             self._report_layers(began, due, on_layer)
         _sleep_until(due)
-        self._late_s = min(time.monotonic() - due, seconds)
+        self._ended = time.monotonic()
+        self._late_s = min(self._ended - due, seconds)
         return self._output(batch)
 
     def _factor(self) -> float:

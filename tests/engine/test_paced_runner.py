@@ -47,6 +47,28 @@ def test_steps_take_their_time_and_no_more_of_the_core_than_waking_up() -> None:
     assert worked < 0.5 * took  # of both, where a hypervisor takes the core away and the kernel does not see it
 
 
+def test_what_the_last_step_overslept_is_made_up_for_by_one_that_follows_at_once_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, oversleeps = [100.0], [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds + oversleeps.pop()
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    runner = PacedRunner(profile(0.2), 1000, EOS, random.Random(0))
+
+    def took(pause: float, oversleeps_by: float) -> float:
+        now[0] += pause
+        began, oversleeps[:] = now[0], [oversleeps_by]
+        runner.execute(batch(state(1, 5)))
+        return now[0] - began
+
+    assert took(0.0, 0.15) == pytest.approx(0.35)
+    assert took(0.001, 0.0) == pytest.approx(0.05)
+    assert took(0.001, 0.15) == pytest.approx(0.35)
+    assert took(3.0, 0.0) == pytest.approx(0.2)
+
+
 def test_layers_are_reported_in_order_while_the_step_runs() -> None:
     runner = PacedRunner(profile(0.08), 1000, EOS, random.Random(0))
     began, seen = time.monotonic(), []
