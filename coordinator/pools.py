@@ -209,8 +209,8 @@ class Pools:
                 found.append((worker, f"its connection is gone, and it has been silent for {now - worker.heard:.1f} s"))
             elif now - worker.heard > self._dead_after_s:
                 found.append((worker, f"silent for {now - worker.heard:.1f} s"))
-            elif now - worker.progressed > self._progress_timeout_s:
-                found.append((worker, f"busy without finishing a step for {now - worker.progressed:.1f} s"))
+            elif (stood_s := worker.heard - worker.progressed) > self._progress_timeout_s:  # by its own words: who is silent says nothing
+                found.append((worker, f"busy without finishing a step for {stood_s:.1f} s"))
         return found
 
 

@@ -113,6 +113,19 @@ def test_a_busy_worker_without_progress_is_dead() -> None:
     assert bench.core.num_queued == 1  # until a prefill worker comes
 
 
+def test_a_worker_that_says_nothing_is_silent_and_not_busy() -> None:
+    bench = Bench(progress_timeout_s=3.0, dead_after_s=4.0)
+    bench.load("p", [], steps=3, busy=True)
+    bench.load("d", [])
+    for _ in range(39):
+        bench.now += 0.1
+        bench.core.tick(bench.now)
+    assert len(bench.core.pools.workers) == 2
+    bench.now += 0.2
+    bench.core.tick(bench.now)
+    assert [reason.partition(" for ")[0] for reason in bench.core.reasons_lost.values()] == ["silent", "silent"]
+
+
 def test_a_worker_whose_connection_is_gone_is_dead_sooner_unless_it_comes_back() -> None:
     bench = Bench(dead_after_s=5.0, unreachable_s=0.25)
     asked: list[Action] = []
