@@ -43,7 +43,7 @@ class Evacuation:
         flights = [self._table.by_dispatch[d] for d in sorted(worker.dispatches)]
         here = [f for f in flights if f.decode is worker and f.stage == "decode" and not f.owes_prompt_logprobs]
         for flight in here:
-            if flight.move is not None and self._is_lost(flight, now):
+            if flight.move is not None and self.is_lost(flight, now):
                 actions += self.give_up(flight, now)
         room = AT_ONCE - sum(f.move is not None for f in here)
         waiting = [f for f in here if f.move is None and now - f.moved_at >= TRY_AGAIN_S]
@@ -60,6 +60,15 @@ class Evacuation:
         flight.moved_at = now
         cancel = Cancel(coordinator=self._coordinator, dispatches=u32([move.dispatch]))
         return [Send(w.id, cancel) for w in (flight.decode, move.target) if w is not None and w.id in self._pools.workers]
+
+    def is_lost(self, flight: Flight, now: float) -> bool:
+        """Of its move: both workers have reported since they had time to hear of it, and not named it (who is silent may have it). Or it
+        takes too long."""
+        move = flight.move
+        assert move is not None, "it moves"
+        told_by, ends = move.since + self._lost_after_s, (flight.decode, move.target)
+        lost = all(w is None or (w.held_at >= told_by and move.dispatch not in w.held) for w in ends)
+        return lost or now - move.since > LONGEST_S
 
     def arrived(self, flight: Flight, now: float) -> None:
         """The target runs it."""
@@ -87,10 +96,3 @@ class Evacuation:
         if not able:
             return None
         return choose_decode(self._policy, able, Need(flight.num_tokens, flight.hashes(worker), flight.request.session, flight.dispatch))
-
-    def _is_lost(self, flight: Flight, now: float) -> bool:
-        move, source = flight.move, flight.decode
-        assert move is not None
-        assert source is not None
-        known = move.dispatch in source.held or move.dispatch in move.target.held
-        return now - move.since > (LONGEST_S if known else self._lost_after_s)

@@ -320,6 +320,8 @@ class Lifecycle:
         said nothing of it: whether that one is dead is another question, and no failure of the request's."""
         if now - flight.mark < self.limits.lost_after_s:
             return False
+        if flight.move is not None and not self._members.evacuation.is_lost(flight, now):
+            return False  # who handed it over may be heard before who took it
         holders = {"prefill": [flight.prefill], "handoff": [flight.prefill, flight.decode], "decode": [flight.decode]}[flight.stage]
         told_by = flight.mark + self.limits.lost_after_s
         return all(w is None or (w.held_at >= told_by and flight.dispatch not in w.held) for w in holders)

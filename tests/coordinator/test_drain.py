@@ -97,6 +97,16 @@ def test_a_move_that_nobody_holds_is_lost() -> None:
     assert [from_u32(c.dispatches) for c in sent(leaving(bench), Cancel)] == [[2], [2]]
 
 
+def test_a_move_that_the_target_may_hold_is_not_lost_while_the_target_is_silent() -> None:
+    bench = running()
+    leaving(bench)
+    bench.now += 1.1
+    assert not sent(bench.load("d", [], draining=True), Cancel)  # it has handed the sequence over
+    assert not sent(bench.core.tick(bench.now), Cancel)
+    bench.joined(2, token=7, index=2, worker="d2")  # which had to wait for a core
+    assert (bench.core.counters()["sequences_moved"], bench.core.counters()["redispatches"]) == (1, 0)
+
+
 @pytest.mark.parametrize("dies", ["d", "d2"])
 def test_either_end_dies_in_mid_move(dies: str) -> None:
     bench = running()
