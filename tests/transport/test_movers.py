@@ -203,6 +203,14 @@ def test_a_killed_owner_leaves_no_memory_behind(stack: ExitStack) -> None:
         ShmSource(name, NUM_BLOCKS, filled_pool())
 
 
+def test_an_owner_that_nobody_has_waited_for_has_ended_too(stack: ExitStack) -> None:
+    process, name = start_owner(stack, NUM_BLOCKS * BLOCK_BYTES)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(PeerEnded, match="has ended"):
+        ShmSource(name, NUM_BLOCKS, filled_pool())
+
+
 def test_a_pool_cannot_be_shrunk_under_its_writers(stack: ExitStack) -> None:
     shared = SharedPool.create(1 << 20)
     stack.callback(shared.close)

@@ -135,9 +135,13 @@ def _map(shm_name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
         process = os.pidfd_open(pid)  # before the check below: so it stays the process checked
         return process, _map_file(f"/proc/{pid}/fd/{descriptor}", inode, num_bytes)
     except (OSError, MoverError) as error:
+        has_ended = isinstance(error, ProcessLookupError)
         if process >= 0:
+            ended = select.poll()
+            ended.register(process, select.POLLIN)
+            has_ended = has_ended or bool(ended.poll(0))  # its files went a moment before it
             os.close(process)
-        if isinstance(error, ProcessLookupError):
+        if has_ended:
             raise PeerEnded("the decode worker's process has ended") from None
         raise MoverError(f"cannot map the decode worker's KV pool ({shm_name}): {error}") from None
 
