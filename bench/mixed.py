@@ -210,7 +210,7 @@ def _blocks(state: dict[str, Any]) -> Iterator[str]:
     for worker in state["workers"]:
         blocks = worker["blocks"]
         if worker["held"] or blocks["used"] or blocks["free"] + blocks["cached"] != blocks["total"]:
-            yield f"{worker['id']} holds {worker['held']} requests, blocks: {blocks}"
+            yield f"{worker['worker_id']} holds {worker['held']} requests, blocks: {blocks}"
 
 
 def _split(total: int, most: int) -> list[int]:
