@@ -2,7 +2,8 @@
 
     python -m splitserve.bench.front_door [--seconds 60] [--processes 2] [--only admission] [--json bench/results/front_door.json]
 
-    admission   key, validation, template, tokens, limits, journal: from a complete call to its submission, in this process
+    admission   key, validation, template, tokens, limits, journal: from a complete call to its submission, in this process, with the
+                coordinator's event loop and its settings of the collector
     streams     10,000 open streams on one coordinator process, and some tokens to each of them
     sustained   1,700 requests a second (100,000 a minute) over several processes on one port, against fake workers that answer at once
     streamed    tokens a second with keys, limits, metering and tracing on, and without, in turn
@@ -31,6 +32,7 @@ from typing import Any
 
 import httpx
 import psutil
+import uvloop
 
 from ..coordinator.call import Endpoint, Headers
 from ..coordinator.generate import GenerationApi
@@ -47,11 +49,12 @@ from ..coordinator.tenants.shared_limiter import SharedLimiter
 from ..coordinator.tenants.store import TenantStore
 from ..coordinator.tenants.tenancy import Tenancy
 from ..deploy.up import free_port, free_ports
+from ..transport.collector import settle_heap
 from ..transport.otel import Tracing
 from .environment import environment
 from .fake_workers import FakeWorkers
 from .raw_client import RawClient, request_bytes
-from .streaming import CHAT, Server, coordinator, model_folder, pinned, streamed_tokens, workers_of
+from .streaming import CHAT, POLL_S, Server, coordinator, model_folder, open_streams, pinned, workers_of
 from .trace_sink import trace_sink
 
 NUM_CONNECTIONS = 256
@@ -65,7 +68,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the sustained load")
     parser.add_argument("--rate", type=float, default=1700.0, help="its requests a second")
     parser.add_argument("--processes", type=int, default=2, help="coordinator processes under it")
-    parser.add_argument("--rounds", type=int, default=3, help="how often streamed cost is measured with and without")
+    parser.add_argument("--rounds", type=int, default=15, help="how often streamed cost is measured with and without")
     parser.add_argument("--streams", type=int, default=10_000, help="streams open at a time")
     parser.add_argument("--only", choices=["admission", "streams", "sustained", "streamed"], help="measure this alone")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -77,7 +80,7 @@ def main() -> None:
         model = model_folder(Path(folder))
         tenants, key = tenants_file(Path(folder))
         parts: dict[str, Callable[[], Any]] = {
-            "admission": lambda: asyncio.run(admission(model, tenants, key)),
+            "admission": lambda: uvloop.run(admission(model, tenants, key)),
             "streams": lambda: streams(model, tenants, key, cores, options.streams),
             "sustained": lambda: sustained(model, tenants, key, cores, options.processes, options.rate, options.seconds),
             "streamed": lambda: streamed(model, tenants, key, cores, options.rounds),
@@ -139,6 +142,7 @@ class Heard:
 async def admission(model: Path, tenants: Path, key: str, count: int = 20_000) -> dict[str, Any]:
     """Microseconds from a complete call to its submission."""
     served = ServedModel.load(model, "bench")
+    settle_heap()
     meter = Meter(f"sqlite:///{tenants}-usage", tenants.parent, "admission-journal-", soon=asyncio.get_running_loop().call_soon)
     meter.start()
     limiter = SharedLimiter(tenants.with_name("admission-limits"))
@@ -357,28 +361,68 @@ def _cpu_s(server: Server) -> float:
 # --- streamed tokens -----------------------------------------------------------------------------
 
 
-def streamed(model: Path, tenants: Path, key: str, cores: list[int], rounds: int = 3, seconds: float = 3.0) -> dict[str, Any]:
-    """Per second of the server's processor time, with and without, in turn; what a round's ratio is, and their median."""
+class Streams:
+    """Open streams of one server, fed by its workers for a window at a time."""
+
+    def __init__(self, server: Server, workers: FakeWorkers, num_streams: int, max_ahead: int, key: str) -> None:
+        self._server, self.workers, self._max_ahead = server, workers, max_ahead
+        self._client = RawClient(server.port, num_streams)
+        self._client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}, key))
+        open_streams(self._client, workers, num_streams)
+
+    def window(self, seconds: float, poll: Callable[[], None]) -> float:
+        """Tokens per second of the server's processor time, all of them received in the end. ``poll`` is called all the while."""
+        begin, cpu, sent, received = time.monotonic(), self._server.cpu_s(), 0, 0
+        polled = 0.0
+        while (now := time.monotonic()) < begin + seconds or received < sent:
+            while now < begin + seconds and sent - received < self._max_ahead:
+                sent += self.workers.step()
+            events, blanks = self._client.count(0.01)
+            received += blanks - events
+            if now >= polled + POLL_S:
+                poll()
+                polled = now
+        return received / (self._server.cpu_s() - cpu)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def streamed(model: Path, tenants: Path, key: str, cores: list[int], rounds: int, seconds: float = 1.0) -> dict[str, Any]:
+    """Per second of the server's processor time, with and without: two servers on one core take turns, so that a round's ratio is of two
+    neighbouring seconds; and the rounds' median."""
     with trace_sink() as endpoint:
         everything = ("--tenants-file", str(tenants), "--otlp-endpoint", endpoint)
-        return _streamed(model, key, cores, everything, rounds, seconds)
+        counts = ((64, 2), (512, 32))
+        return {f"{count}_streams": _streamed(model, key, cores, everything, count, ahead, rounds, seconds) for count, ahead in counts}
 
 
-def _streamed(model: Path, key: str, cores: list[int], everything: tuple[str, ...], rounds: int, seconds: float) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for num_streams, ahead in ((64, 2), (512, 32)):
-        rates: dict[str, list[float]] = {"without": [], "with": []}
-        for _ in range(rounds):
-            for name, more, used in (("without", (), ""), ("with", everything, key)):
-                with coordinator(model, cores, *more) as server, workers_of(server, model) as workers:
-                    rates[name].append(streamed_tokens(server, workers, num_streams, ahead, seconds, used)["tokens_per_cpu_s"])
-        ratios = [w / wo for w, wo in zip(rates["with"], rates["without"], strict=True)]
-        results[f"{num_streams}_streams"] = {
-            "tokens_per_cpu_s": {name: round(statistics.median(values)) for name, values in rates.items()},
-            "ratios": [round(ratio, 3) for ratio in ratios],
-            "ratio": round(statistics.median(ratios), 3),
-        }
-    return results
+def _streamed(
+    model: Path, key: str, cores: list[int], everything: tuple[str, ...], num_streams: int, ahead: int, rounds: int, seconds: float
+) -> dict[str, Any]:
+    rates: dict[str, list[float]] = {"without": [], "with": []}
+    with ExitStack() as stack:
+        both: dict[str, Streams] = {}
+        for name, more, used in (("without", (), ""), ("with", everything, key)):
+            server = stack.enter_context(coordinator(model, cores, "--dead-after-s", "60", *more))
+            workers = stack.enter_context(workers_of(server, model))
+            both[name] = Streams(server, workers, num_streams, ahead * num_streams, used)
+            stack.callback(both[name].close)
+
+        def poll() -> None:
+            for each in both.values():
+                each.workers.poll()
+
+        for number in range(rounds + 1):
+            for name in sorted(both, reverse=bool(number % 2)):
+                rates[name].append(both[name].window(seconds, poll))
+    without, all_on = rates["without"][1:], rates["with"][1:]  # the first round warms up
+    ratios = [w / wo for w, wo in zip(all_on, without, strict=True)]
+    return {
+        "tokens_per_cpu_s": {"without": round(statistics.median(without)), "with": round(statistics.median(all_on))},
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "ratio": round(statistics.median(ratios), 3),
+    }
 
 
 if __name__ == "__main__":

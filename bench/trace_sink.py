@@ -1,11 +1,15 @@
-"""Where traces go while something else is measured: an OTLP receiver over HTTP that takes everything and keeps nothing."""
+"""Where traces go while something else is measured: an OTLP receiver over HTTP, a process of its own, that takes everything and keeps
+nothing."""
 
 from __future__ import annotations
 
-import threading
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+
+START_S = 60.0
 
 
 class _Sink(BaseHTTPRequestHandler):
@@ -24,13 +28,21 @@ class _Sink(BaseHTTPRequestHandler):
 @contextmanager
 def trace_sink() -> Iterator[str]:
     """Its endpoint, for ``--otlp-endpoint``."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Sink)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, name="trace sink")
-    thread.start()
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(sender,), name="trace sink", daemon=True)
+    process.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces"
+        if not receiver.poll(START_S):
+            raise TimeoutError("the trace sink did not start")
+        yield f"http://127.0.0.1:{receiver.recv()}/v1/traces"
     finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        process.terminate()
+        process.join()
+
+
+def _serve(told: Connection) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Sink) as server:
+        server.daemon_threads = True
+        told.send(server.server_port)
+        server.serve_forever()
