@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import os
 import subprocess
@@ -165,6 +166,7 @@ def test_memory_does_not_grow_with_the_trace(monkeypatch: pytest.MonkeyPatch) ->
         return Trace("long", lambda: islice((TraceRequest(0.1 * i, 40, 3) for i, _ in enumerate(repeat(0))), count))
 
     def peak(count: int) -> int:
+        gc.collect()  # so that the collector comes at the same places each time
         tracemalloc.start()
         Simulation(cluster(of=profile(memory=Memory(block_size=16, num_blocks=64, block_bytes=16, num_layers=4, max_model_len=512)))).run(
             requests(count)
