@@ -23,6 +23,7 @@ class Membership:
 
     def __init__(self, state: LifecycleState, attempts: Attempts, policy: Policy) -> None:
         self._state, self._attempts = state, attempts
+        self._alive = Alive(coordinator=state.incarnation)
         self.evacuation = Evacuation(state.table, state.pools, policy, state.incarnation, state.limits.lost_after_s)
         self.flips = Flips(state)
         self._fenced: dict[WorkerId, float] = {}
@@ -52,7 +53,7 @@ class Membership:
             self._state.forecast.hear(worker, load)
         held = set(from_u32(load.dispatches))
         worker.held, worker.held_at = held, now
-        self._state.send(worker, Alive(coordinator=self._state.incarnation))
+        self._state.send(worker, self._alive)
         if worker.drain is not None:  # it has not heard yet
             self._state.send(worker, worker.drain)
         if load.num_cache_reports > worker.num_cache_reports and now - worker.asked_for_cache >= self._state.limits.lost_after_s:
@@ -87,7 +88,7 @@ class Membership:
         finds_out = self._looks_to_find_out > 0
         self._looks_to_find_out -= finds_out
         for worker in list(pools.workers.values()) if finds_out else pools.overdue(self._state.limits.heartbeat_s, now):
-            self._state.send(worker, Alive(coordinator=self._state.incarnation))
+            self._state.send(worker, self._alive)
 
     def connection_lost(self) -> None:
         """Of some worker: whose, shows in speaking to all."""

@@ -24,6 +24,7 @@ class Foretold:
     def __init__(self, rows: DecodeRows, blocks: BlockManager, commit: Commit | None, most: int) -> None:
         """The rows have their blocks for the first step. ``commit``: hears of each block that is full; None: nobody wants to know."""
         self._rows, self._blocks, self._commit = rows, blocks, commit
+        rows.look_ahead()
         self.num_seqs = len(rows.sequences)
         self.num_context_tokens = rows.num_context_tokens()
         """That the first step attends to; each one after it ``num_seqs`` more."""
@@ -51,7 +52,7 @@ class Foretold:
         self.num_passed += num_steps
         assert self.num_passed <= self.num_steps, "no more steps than were foretold"
         full = self._rows.pass_by(num_steps)
-        if self._blocks_to_come:
+        if full and self._blocks_to_come:  # else the running step writes to the blocks that the one before it wrote to
             self._grow()
         if self._commit is not None:
             for row, first, end in full:

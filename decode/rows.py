@@ -66,10 +66,11 @@ class DecodeRows:
         self._last_indices = np.zeros(max_num_seqs, np.int64)
         self._dispatches = np.zeros(max_num_seqs, np.uint32)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
+        self._full_at = np.zeros(max_num_seqs, np.int32)  # while steps are foretold: the position at which each row's block is full
         self._untold = np.zeros(max_num_seqs, np.int64)  # tokens of foretold steps that the coordinator has not heard of
         self._columns = (
             self._tokens, self._fed_from, self._positions, self._slots, self._indices, self._last_indices, self._dispatches,
-            self._num_blocks, self._untold,
+            self._num_blocks, self._full_at, self._untold,
         )  # fmt: skip
         self.beginning: set[DecodeSequence] = set()  # their next token begins a block that they have not got yet
         self.num_constrained = 0  # rows that follow a grammar
@@ -157,6 +158,11 @@ class DecodeRows:
         n = len(self.sequences)
         return int(np.minimum.reduce(self._last_indices[:n] - self._indices[:n])) + 1
 
+    def look_ahead(self) -> None:
+        """Steps are foretold from here on: ``pass_by`` follows."""
+        n = len(self.sequences)
+        self._full_at[:n] = (self._positions[:n] // self._block_size + 1) * self._block_size
+
     def blocks_lacking(self, num_steps: int) -> NDArray[np.intp]:
         """The rows that need more blocks than they have in the next so many steps, once for each block."""
         n = len(self.sequences)
@@ -166,15 +172,17 @@ class DecodeRows:
     def pass_by(self, num_steps: int) -> list[tuple[int, int, int]]:
         """So many steps have run. Returns (row, first, end) where blocks became full: [first, end) of the row's."""
         n, size = len(self.sequences), self._block_size
-        positions = self._positions[:n]
-        before = positions // size
+        positions, full_at = self._positions[:n], self._full_at[:n]
         positions += num_steps
         self._indices[:n] += np.uint32(num_steps)
         self._untold[:n] += num_steps
         self._is_behind = True
-        after = positions // size
-        rows = (after != before).nonzero()[0].tolist()
-        return [(row, int(before[row]), int(after[row])) for row in rows]
+        full = []
+        for row in (positions >= full_at).nonzero()[0].tolist():  # mostly none
+            first, end = int(full_at[row]) // size - 1, int(positions[row]) // size
+            full_at[row] = (end + 1) * size
+            full.append((row, first, end))
+        return full
 
     def take_untold(self) -> list[tuple[DecodeSequence, int, int]]:
         """(sequence, output index of the first, number) of tokens that the coordinator has not heard of; now it has."""

@@ -114,4 +114,4 @@ class CoordinatorShell:
             return
         worker = self._simulation.workers.get(send.worker[0])
         if worker is not None:
-            self._queue.after(worker.pool.message_s, worker.hear, send.worker, send.message)
+            self._queue.after(worker.message_s, worker.hear, send.worker, send.message)

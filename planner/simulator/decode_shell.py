@@ -105,11 +105,11 @@ class DecodeShell(WorkerShell):
         kind = type(action)
         if kind is act.ToPeer:
             if (peer := self._peers.get(action.peer)) is not None:
-                self.queue.after(self.pool.message_s, peer.hear_answer, action.peer, self.id, action.message)
+                self.queue.after(self.message_s, peer.hear_answer, action.peer, self.id, action.message)
         elif kind is act.Verify:
             self._check(action.lease, action.positions)
         elif kind is act.TellTokens:
-            self.queue.after(self.pool.message_s, self.simulation.coordinator.hear_tokens, self.id, action)
+            self.queue.after(self.message_s, self.simulation.coordinator.hear_tokens, self.id, action)
         elif kind not in (act.OpenLease, act.ExpectAgain, act.CloseLease, act.Join, act.Supersede):
             raise TypeError(f"the simulator does not know the action {action}")
 

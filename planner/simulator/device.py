@@ -144,6 +144,7 @@ class Device:
         if run is None or self.decode is None or run.ends[run.num_passed] > now:
             return
         passed = bisect_right(run.ends, now, run.num_passed, run.num_steps)
+        self._book_begun(run, min(passed + 1, run.num_steps))
         self._book_gaps(run, passed)
         self.decode.core.pass_by(passed - run.num_passed, now)
         if self.decode.closely:
@@ -151,8 +152,6 @@ class Device:
         run.num_passed = passed
         if passed == run.num_steps:
             self._run, self.busy = None, False
-        else:
-            self._book_begun(run, passed + 1)
 
     def cut(self) -> None:
         """The running one of many steps is the last."""
@@ -264,7 +263,6 @@ class Device:
         run.num_begun = num_begun
 
     def _book_gaps(self, run: _Run, passed: int) -> None:
-        self._book_begun(run, passed)
         num_seqs, before = run.foretold.num_seqs, self._decoded_at
         both = min(self._num_decoded, num_seqs)
         for end in run.ends[run.num_passed : passed]:

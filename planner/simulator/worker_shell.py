@@ -34,7 +34,7 @@ class Receiver(Protocol):
     """A decode worker, as those that hand over to it reach it."""
 
     device: Device
-    pool: Pool
+    bytes_per_s: float
     in_free_at: float
 
     @property
@@ -84,6 +84,7 @@ class WorkerShell:
     def __init__(self, simulation: Surroundings, name: str, pool: Pool, num_blocks: int, model: ModelIdentity, device: Device) -> None:
         self.simulation, self.queue = simulation, simulation.queue
         self.name, self.pool, self.num_blocks, self.model, self.device = name, pool, num_blocks, model, device
+        self.message_s, self.bytes_per_s = pool.message_s, pool.bytes_per_s
         self.incarnation = simulation.next_number()
         self.id: PeerId = (name, self.incarnation)
         self.alive = True
@@ -181,7 +182,7 @@ class WorkerShell:
             self.turn()
 
     def _tell(self, message: Message) -> None:
-        self.queue.after(self.pool.message_s, self.simulation.coordinator.hear, self.id, message)
+        self.queue.after(self.message_s, self.simulation.coordinator.hear, self.id, message)
 
     # --- the sending side of the handoff -----------------------------------------------------------
 
@@ -217,7 +218,7 @@ class WorkerShell:
     def _say(self, peer: PeerId, message: Message, at: float = 0.0) -> None:
         target = self.simulation.decode_workers.get(peer[0])
         if target is not None:
-            self.queue.at(max(at, self.queue.now) + self.pool.message_s, target.hear_peer, peer, self, self.id, message)
+            self.queue.at(max(at, self.queue.now) + self.message_s, target.hear_peer, peer, self, self.id, message)
 
     def _say_after_puts(self, peer: PeerId, message: Message) -> None:
         self._say(peer, message, self._puts_done.get(peer, 0.0))
@@ -237,7 +238,7 @@ class WorkerShell:
 
     def _over_the_link(self, target: Receiver, num_bytes: int) -> float:
         begin = max(self.queue.now, self.out_free_at, target.in_free_at)
-        done = begin + self.pool.profile.handoff.put_s + num_bytes / min(self.pool.bytes_per_s, target.pool.bytes_per_s)
+        done = begin + self.pool.profile.handoff.put_s + num_bytes / min(self.bytes_per_s, target.bytes_per_s)
         self.out_free_at = target.in_free_at = done
         self.num_bytes_out += num_bytes
         return done
