@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 from support.http_fakes import ANSWER, FakeDispatcher
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio import client
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Origin, Subprotocol
 
@@ -21,11 +23,12 @@ from splitserve.coordinator.tenants.tenancy import Tenancy
 
 BODY: Any = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
 WRONG = ["{", "5", '{"id": 5}', '{"id": ""}', '{"id": "b"}', '{"id": "b", "endpoint": "/x", "body": {}}', '{"id": "b", "endpoint": 5}']
+connect = partial(client.connect, proxy=None, open_timeout=60, close_timeout=60, ping_timeout=60)
 
 
 @pytest.fixture
 async def socket(server: HttpServer) -> AsyncIterator[ClientConnection]:
-    async with connect(f"ws://127.0.0.1:{server.port}/v1/stream", proxy=None) as socket:
+    async with connect(f"ws://127.0.0.1:{server.port}/v1/stream") as socket:
         yield socket
 
 
@@ -110,17 +113,17 @@ async def test_cancelled_and_gone(socket: ClientConnection, dispatcher: FakeDisp
 async def test_other_paths_are_no_websockets(server: HttpServer) -> None:
     for path, status in (("/v1/chat/completions", 405), ("/v1/models", 200), ("/nowhere", 404)):
         with pytest.raises(InvalidStatus) as refused:
-            await connect(f"ws://127.0.0.1:{server.port}{path}", proxy=None)
+            await connect(f"ws://127.0.0.1:{server.port}{path}")
         assert refused.value.response.status_code == status
 
 
 async def test_pages_of_other_sites_are_kept_out(server: HttpServer) -> None:
     host = f"127.0.0.1:{server.port}"
-    async with connect(f"ws://{host}/v1/stream", proxy=None, origin=Origin(f"http://{host}")) as socket:
+    async with connect(f"ws://{host}/v1/stream", origin=Origin(f"http://{host}")) as socket:
         await say(socket, id="a", body=BODY)
         await until_done(socket, "a")
     with pytest.raises(InvalidStatus) as refused:
-        await connect(f"ws://{host}/v1/stream", proxy=None, origin=Origin("http://elsewhere.example"))
+        await connect(f"ws://{host}/v1/stream", origin=Origin("http://elsewhere.example"))
     assert refused.value.response.status_code == 403
 
 
@@ -140,13 +143,13 @@ async def test_a_browser_gives_its_key_as_a_subprotocol(dispatcher: FakeDispatch
     await server.start()
     url = f"ws://127.0.0.1:{server.port}/v1/stream"
     protocols = [Subprotocol("splitserve"), Subprotocol("openai-insecure-api-key.secret")]
-    async with connect(url, proxy=None, subprotocols=protocols, origin=Origin("http://elsewhere.example")) as socket:
+    async with connect(url, subprotocols=protocols, origin=Origin("http://elsewhere.example")) as socket:
         assert socket.subprotocol == "splitserve"
         await say(socket, id="a", body=BODY)
         await until_done(socket, "a")
     assert dispatcher.requests[-1].tenant == "t"
     for wrong in (None, [Subprotocol("openai-insecure-api-key.wrong")]):
         with pytest.raises(InvalidStatus) as refused:
-            await connect(url, proxy=None, subprotocols=wrong)
+            await connect(url, subprotocols=wrong)
         assert refused.value.response.status_code == 401
     await server.stop(grace_s=0)
