@@ -39,7 +39,7 @@ class UsageJournal:
     def __init__(self, path: Path, soon: Soon = at_once) -> None:
         self.path = path
         self._soon = soon
-        self._lines: list[bytes] = []  # to be written at the end of the turn
+        self._said: list[tuple[bytes, UsageRecord]] = []  # to be written at the end of the turn
         unlocked = path.with_name(f".{path.name}")  # under its own name it would be taken for one that was left behind
         self._fd = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -47,10 +47,10 @@ class UsageJournal:
         self.num_bytes = 0
 
     def began(self, record: UsageRecord) -> None:
-        self._write(b'{"began":%b}\n' % orjson.dumps(tuple(record)))
+        self._say(b"began", record)
 
     def ended(self, record: UsageRecord) -> None:
-        self._write(b'{"ended":%b}\n' % orjson.dumps(tuple(record)))
+        self._say(b"ended", record)
 
     def sync(self, now: float) -> None:
         """Everything so far is on disk when this returns. May be called on another thread."""
@@ -59,19 +59,20 @@ class UsageJournal:
 
     def remove(self) -> None:
         """The database has all of it."""
-        self._lines.clear()
+        self._said.clear()
         self.path.unlink()
         os.close(self._fd)
 
-    def _write(self, line: bytes) -> None:
-        self._lines.append(line)
-        if len(self._lines) == 1:
+    def _say(self, what: bytes, record: UsageRecord) -> None:
+        self._said.append((what, record))
+        if len(self._said) == 1:
             self._soon(self.flush)
 
     def flush(self) -> None:
         """What was said in this turn is with the kernel when this returns."""
-        lines, self._lines = self._lines, []
-        if lines:
+        said, self._said = self._said, []
+        if said:
+            lines = [b'{"%b":%b}\n' % (what, orjson.dumps(tuple(record))) for what, record in said]
             self.num_bytes += os.write(self._fd, b"".join(lines))
 
 
