@@ -18,25 +18,35 @@ import httpx
 from openai import OpenAI
 
 MODEL_NAME = "tiny"
-START_S = 90.0
+START_S = 200.0  # five processes that all read torch from a disk; a test has 300
 PATIENCE_S = 60.0
 """For what happens in a moment, on a machine that may stand still for seconds: against hanging alone."""
 DEAD_AFTER_S = 4.0
 """A worker that says nothing for so long is dead to these clusters (to others sooner): it may just have waited for a core."""
+GRACE_S = 40.0  # to end in good order; a coordinator with an open stream takes five where it need not wait for a core
+MOST_PROCESSES = 2  # of a coordinator
+NEVER_DEAD = ("--dead-after-s", "60")
+"""For clusters in which nobody is frozen: no worker is ever dead for having waited."""
 HTTP = httpx.Client(verify=False, timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
 """For all questions: to read certificates takes longer than an answer. No connection outlives the process that it leads to."""
 
 
-def free_port() -> int:
-    """Not one of those that the kernel deals out: the process that is told of it listens there only seconds later."""
+def free_port(count: int = 1) -> int:
+    """The first of so many in a row. Not one of those that the kernel deals out: the process that is told of it listens there only seconds
+    later."""
     while True:
         port = random.randrange(20_000, 32_000)
-        with socket.socket() as sock:
-            try:
-                sock.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        if all(map(_is_free, range(port, port + count))):
             return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
@@ -62,6 +72,10 @@ class Cluster:
     def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.url, self.process, self.log = url, process, log
         self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=90)
+
+    def wait_log(self, line: str) -> None:
+        """Until the log has a line with this: a process's words come there by way of `up`, later than what they tell of."""
+        wait_for(f"the log says: {line}", lambda: line in self.log.read_text())
 
     def ready(self) -> bool:
         return answers(f"{self.url}/ready")
@@ -129,10 +143,12 @@ class Cluster:
 @contextmanager
 def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
     """`splitserve up` with these arguments, until the block ends; then it must stop cleanly."""
-    port = free_port()
+    port, control = free_port(), free_port(MOST_PROCESSES)
     log = folder / "up.log"
     command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL_NAME]
+    command += ["--control-address", f"tcp://127.0.0.1:{control}"]
     command += ["--dead-after-s", str(DEAD_AFTER_S), "--hung-after-s", "600"]  # who is frozen here is thawed by the test
+    command += ["--grace-s", str(GRACE_S)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as sink:
         process = subprocess.Popen([*command, "--port", str(port), *arguments], stdout=sink, stderr=subprocess.STDOUT, env=environment)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 from e2e.cluster import HTTP, MODEL_NAME, wait_for
@@ -26,16 +28,24 @@ def test_past_its_deadline_a_request_is_a_504(forked_cluster: ForkedCluster) -> 
     forked_cluster.wait_at_rest()
 
 
+def events_until(cluster: ForkedCluster, timeout_s: float) -> list[dict[str, Any]]:
+    """Of a stream of more tokens than can come in that time; empty where not even the first one came."""
+    body = {**BODY, "timeout": timeout_s, "stream": True, "n": NUM_CHOICES, "logprobs": 5}
+    with HTTP.stream("POST", f"{cluster.url}/v1/completions", json=body) as answer:
+        assert answer.status_code in (200, 504)
+        return [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+
+
 def test_past_its_deadline_a_stream_ends_with_a_finish_reason_and_an_error_event(forked_cluster: ForkedCluster) -> None:
-    body = {**BODY, "timeout": 3.0, "stream": True, "n": NUM_CHOICES, "logprobs": 5}  # more tokens than can come in that time
-    with HTTP.stream("POST", f"{forked_cluster.url}/v1/completions", json=body) as answer:
-        assert answer.status_code == 200
-        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    timeout_s = 3
+    while not (events := events_until(forked_cluster, timeout_s)):
+        timeout_s *= 2  # the machine has other work
+        assert timeout_s < 60
     *chunks, error = events
     reasons = [(choice["index"], choice["finish_reason"]) for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
     assert sorted(reasons) == [(i, "error") for i in range(NUM_CHOICES)]
     assert error["error"]["code"] == "deadline_exceeded"
-    assert "did not end within its 3 s (stage: " in error["error"]["message"]  # whether the coordinator or a worker saw it first
+    assert f"did not end within its {timeout_s} s (stage: " in error["error"]["message"]  # whether the coordinator or a worker saw it first
     forked_cluster.wait_at_rest()
 
 
@@ -48,7 +58,7 @@ def test_a_model_that_hangs_is_given_up_and_its_streams_go_on(forked_cluster: Fo
     streams = Streams(cluster, prompts, 300)
     assert cluster.complete("hang", 40, seed=HANGS[role]) == expected
     assert streams.texts() == bystanders
-    assert "busy without finishing a step" in cluster.log_of("coordinator")
+    assert re.search(f"{role} worker {role}-. is gone: busy without finishing a step for ", cluster.log_of("coordinator"))
     wait_for("the hung process was started again", lambda: cluster.num_started > started)
     cluster.wait_whole(2, 2)
     cluster.wait_at_rest()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.cluster import HTTP, MODEL_NAME, Cluster, running, wait_for
+from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, Cluster, running, wait_for
 from transformers import PreTrainedModel
 
 NUM_TOKENS = 250
@@ -30,7 +30,7 @@ Answer = dict[int, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Path, PreTrainedModel]) -> Iterator[Cluster]:
-    arguments = ("--exact", "--dtype", "bfloat16", "--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1")
+    arguments = ("--exact", "--dtype", "bfloat16", "--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1", *NEVER_DEAD)
     with running(tiny[0], tmp_path_factory.mktemp("exact"), *arguments) as cluster:
         yield cluster
 

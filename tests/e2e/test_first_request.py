@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from e2e.cluster import HTTP, MODEL_NAME, Cluster, running
+from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, Cluster, running
 
 from splitserve.deploy.settings import DEMO_MODEL
 
@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The bundled model, whose tokenizer is a real one, and a cache large enough to be populated beside requests."""
-    with running(DEMO_MODEL, tmp_path_factory.mktemp("fresh"), "--kv-cache-gib", "0.2") as cluster:
+    with running(DEMO_MODEL, tmp_path_factory.mktemp("fresh"), "--kv-cache-gib", "0.2", *NEVER_DEAD) as cluster:
         yield cluster
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2e.cluster import HTTP, MODEL_NAME, Cluster, answers, running, wait_for
+from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, Cluster, answers, free_port, running, wait_for
 from transformers import PreTrainedModel
 
 from splitserve.bench.mixed import Place, mix
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.usage_database import open_database
-from splitserve.deploy.up import free_ports
 
 PROCESSES = 2
 
@@ -53,12 +52,12 @@ def front(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         store.set_tenant(tenant, tier=tier)
         keys[tenant] = store.create_key(tenant).key
     store.close()
-    admin = free_ports("127.0.0.1", PROCESSES)
+    admin = free_port(PROCESSES)
     arguments = ["--processes", str(PROCESSES), "--tenants-file", str(folder / "tenants"), "--admin-port", str(admin)]
     arguments += ["--batch-file", str(folder / "batches")]
-    with running(tiny[0], folder, *arguments, "--kv-cache-gib", "0.05") as cluster:
+    with running(tiny[0], folder, *arguments, "--kv-cache-gib", "0.05", *NEVER_DEAD) as cluster:
         front = Front(cluster, keys, admin, folder)
-        wait_for("every process knows both workers", lambda: front.workers_seen() == [2] * PROCESSES)
+        wait_for("every process knows both workers", lambda: _seen(front) == [2] * PROCESSES)
         wait_for("every process is ready", lambda: all(answers(f"{url}/ready") for url in front.admin))
         yield front
 
@@ -78,8 +77,10 @@ def test_a_prefix_is_its_tenants_on_every_process_and_no_other_tenants_on_any(fr
 
 
 def test_limits_hold_across_processes(front: Front) -> None:
+    began = time.monotonic()
     answers = [front.ask("limited", [1, 2, 3]) for _ in range(9)]
-    assert [answer.status_code for answer in answers].count(200) == 2
+    regained = (time.monotonic() - began) // 30
+    assert 2 <= [answer.status_code for answer in answers].count(200) <= 2 + regained
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert int(refused.headers["retry-after"]) <= 30
     assert HTTP.get(f"{front.cluster.url}/v1/models").status_code == 401

@@ -3,8 +3,8 @@
     python -m support.worker_nursery        reads {"role", "argv", "log"} as JSON lines, answers each with the new worker's process id
 
 A worker from here is `splitserve prefill` or `splitserve decode`, but for two things: a request with a seed of ``KILLS`` kills the worker
-of that role that computes it; one with a seed of ``HANGS`` keeps the first such worker's model busy without end, while its loop answers as
-ever. Workers die with the nursery, which ends with its standard input.
+of that role that computes it; one with a seed of ``HANGS`` keeps the first such worker's model busy until the coordinator has given the
+worker up (then somebody kills it), while its loop answers as ever. Workers die with the nursery, which ends with its standard input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 HANGS = {"prefill": 66_611, "decode": 66_612}
-HANGS_S = 6.0  # then somebody kills it
+LOOK_S = 0.05
+FENCED = b"fenced by the coordinator"
 KILLS = {"prefill": 66_601, "decode": 66_602}
 
 
@@ -48,7 +49,7 @@ def be_worker(order: dict[str, Any]) -> None:
     os.dup2(log, 2)
     status = 1
     try:
-        catch(KILLS[order["role"]], HANGS[order["role"]], Path(order["log"]).with_name(f"{order['role']} has hung"))
+        catch(KILLS[order["role"]], HANGS[order["role"]], Path(order["log"]))
         sys.argv = ["splitserve", order["role"], *order["argv"]]
         from splitserve.deploy.cli import main as splitserve
 
@@ -61,18 +62,20 @@ def be_worker(order: dict[str, Any]) -> None:
         os._exit(status)
 
 
-def catch(kills: int, hangs: int, hung: Path) -> None:
-    """From now on a batch with a sequence of such a seed is this process's last. ``hung``: made by the first that hangs."""
+def catch(kills: int, hangs: int, log: Path) -> None:
+    """From now on a batch with a sequence of such a seed is this process's last."""
     from splitserve.engine.batch import Batch
     from splitserve.engine.model_runner import ModelRunner
 
-    execute = ModelRunner.execute
+    execute, hung = ModelRunner.execute, log.with_name(f"{log.name.partition('-')[0]} has hung")
 
     def deadly(self: ModelRunner, batch: Batch, *args: Any) -> Any:
         seeds = {state.params.seed for state in batch.sampling if state is not None}
         if hangs in seeds and not hung.exists():
             hung.touch()
-            time.sleep(HANGS_S)
+            said = log.stat().st_size
+            while FENCED not in log.read_bytes()[said:]:
+                time.sleep(LOOK_S)
             os.kill(os.getpid(), signal.SIGKILL)
         if kills in seeds:
             os.kill(os.getpid(), signal.SIGKILL)
