@@ -18,7 +18,7 @@ from ..transport.handoff import PeerId
 from ..transport.host import advertised_address, host_identity
 from ..transport.keys import ClusterKey
 from ..transport.liveness import ProcessIdentity
-from ..transport.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Message, Met
+from ..transport.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Message, Met, Retired
 from ..transport.movers.checksum import checksums
 from ..transport.movers.opening import ON_DEVICE, offered
 from ..transport.movers.shm import SharedPool
@@ -147,6 +147,10 @@ class ReceivingEnd:
         said = self._movers.complete(message, peer) if isinstance(message, Met) else message
         if said is not None and peer in self._identities:
             self._peers.send(self._identities[peer], said)
+        if isinstance(message, Retired) and message.incarnation >= peer[1]:  # nothing more comes from it
+            self._identities.pop(peer, None)
+            self._processes.pop(peer, None)
+            self._movers.forget(peer)
 
     def _verify(self, check: Verify, core: DecodeCore, now: float) -> None:
         on_device = self._model.device_blocks if core.receiver.mover_of(check.lease) in ON_DEVICE else None

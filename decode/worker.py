@@ -51,6 +51,7 @@ from ..transport.messages import (
 from ..transport.movers.shm import SharedPool
 from ..transport.otel import Tracing
 from ..transport.reports import with_telemetry
+from ..transport.retiring_end import RetiringEnd
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
 from ..transport.worker_trace import WorkerTrace
@@ -343,6 +344,18 @@ class DecodeWorker:
 
     def close(self) -> None:
         """Lets go of all but the model."""
+        self._sending.close()
+        self._close_the_rest()
+
+    def retire(self) -> RetiringEnd:
+        """Instead of ``close``, of one that has stopped in a process that goes on: lets go of all but what is left to be said to those that
+        it wrote to."""
+        assert self._core.moving is not None
+        retiring = RetiringEnd(self._sending, self._core.moving.sender)
+        self._close_the_rest()
+        return retiring
+
+    def _close_the_rest(self) -> None:
         self._steps.stop()
         self._grammars.stop()
         if self._telemetry is not None:
@@ -350,7 +363,6 @@ class DecodeWorker:
         if self._tracing is not None:
             self._tracing.close()
         self._receiving.close()
-        self._sending.close()
         self._links.close(LINGER_S)
         self._wakeup.close()
 

@@ -25,6 +25,7 @@ from ..transport.collector import settle_heap
 from ..transport.host import allow_many_files
 from ..transport.keys import ClusterKey, load_key
 from ..transport.movers.shm import SharedPool
+from ..transport.retiring_end import RetiringEnd
 from .flexible_settings import FlexibleSettings
 
 BESIDE_S = 0.001
@@ -41,6 +42,7 @@ class FlexibleWorker:
         self._model = replace(model, runner=turns, launch=turns.launch if model.launch is not None else None)
         self._host = RoleHost(settings.worker_id, BlockManager(len(model.pool)), self.begin)
         self._workers: dict[str, PrefillWorker | DecodeWorker] = {}
+        self._retiring: list[RetiringEnd] = []  # of roles that are over
         self._leaving = False
         self.begin(settings.start_as)
 
@@ -76,15 +78,27 @@ class FlexibleWorker:
                     worker.turn(TICK_S if len(self._workers) == 1 else BESIDE_S)
                     if worker.stopped:
                         self._end(role)
+                self._retire(time.monotonic())
         finally:
-            for role in list(self._workers):
-                self._end(role)
+            for worker in self._workers.values():
+                worker.close()
+            for end in self._retiring:
+                end.close()
 
     def _end(self, role: str) -> None:
         worker = self._workers.pop(role)
-        worker.close()
-        if self._workers:
+        if self._leaving or not self._workers:
+            worker.close()  # the process ends, which says it all
+        else:
+            self._retiring.append(worker.retire())
             _log.info("is no %s worker any more: %d of %d KV blocks are cached", role, self._host.blocks.num_cached, len(self._model.pool))
+
+    def _retire(self, now: float) -> None:
+        for end in list(self._retiring):
+            end.turn(now)
+            if end.is_over:
+                end.close()
+                self._retiring.remove(end)
 
 
 def run(settings: FlexibleSettings) -> None:

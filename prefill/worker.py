@@ -40,6 +40,7 @@ from ..transport.messages import Flip, Goodbye, Hello, Load, Meet, Message, Mode
 from ..transport.movers.opening import offered
 from ..transport.otel import Tracing
 from ..transport.reports import with_telemetry
+from ..transport.retiring_end import RetiringEnd
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
 from ..transport.worker_trace import WorkerTrace
@@ -332,13 +333,23 @@ class PrefillWorker:
 
     def close(self) -> None:
         """Lets go of all but the model."""
+        self._sending.close()
+        self._close_the_rest()
+
+    def retire(self) -> RetiringEnd:
+        """Instead of ``close``, of one that has stopped in a process that goes on: lets go of all but what is left to be said to those that
+        it wrote to."""
+        retiring = RetiringEnd(self._sending, self._core.sender)
+        self._close_the_rest()
+        return retiring
+
+    def _close_the_rest(self) -> None:
         self._steps.stop()
         self._grammars.stop()
         if self._telemetry is not None:
             self._telemetry.stop()
         if self._tracing is not None:
             self._tracing.close()
-        self._sending.close()
         self._links.close(LINGER_S)
         self._wakeup.close()
 

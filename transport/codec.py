@@ -60,12 +60,14 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
     38: (messages.ParcelComing, Bounds()),
     39: (messages.RendezvousEntry, Bounds()),
     40: (messages.SessionOver, Bounds()),
+    41: (messages.Retire, Bounds()),
     48: (messages.Met, Bounds()),
     49: (messages.Grant, Bounds(max_bytes=5 * MIB)),
     50: (messages.Refuse, Bounds()),
     51: (messages.Ack, Bounds()),
     52: (messages.Nack, Bounds(max_bytes=5 * MIB)),
     53: (messages.Revoke, Bounds()),
+    54: (messages.Retired, Bounds()),
 }
 """Tags are part of the wire: a number is never given to another type."""
 

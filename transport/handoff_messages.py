@@ -90,6 +90,14 @@ class Release(Message):
     dispatch: Dispatch
 
 
+class Retire(Message):
+    """What this process was called, by that name up to this incarnation, writes no more: whatever it was granted is free. Said again until
+    Retired."""
+
+    pid: Count
+    incarnation: Incarnation
+
+
 # --- decode -> prefill ---------------------------------------------------------------------------
 
 
@@ -180,3 +188,9 @@ class Revoke(Message):
     dispatch: Dispatch
     lease: Count
     reason: Text
+
+
+class Retired(Message):
+    """Answer to Retire: nothing is held here any more for those names."""
+
+    incarnation: Incarnation

@@ -23,6 +23,8 @@ from .messages import (
     Refuse,
     Release,
     Renew,
+    Retire,
+    Retired,
     Revoke,
     from_u64,
     u32,
@@ -121,7 +123,8 @@ class HandoffReceiver:
     def receive(self, peer: PeerId, message: Message, now: float) -> None:
         """A message from a prefill worker."""
         if isinstance(message, Meet):
-            self._actions.append(ToPeer(peer, self._meet(peer, message)))
+            if not self._writers.has_retired(peer, message.pid):  # else an echo
+                self._actions.append(ToPeer(peer, self._meet(peer, message)))
         elif isinstance(message, Offer):
             self._on_offer(peer, message, now)
         elif isinstance(message, Renew):
@@ -133,6 +136,10 @@ class HandoffReceiver:
             self._on_handoff(peer, message, now)
         elif isinstance(message, Release):
             self._on_release(peer, message)
+        elif isinstance(message, Retire):
+            for ended in self._writers.retire(peer, message):
+                self.writer_gone(ended)
+            self._actions.append(ToPeer(peer, Retired(incarnation=message.incarnation)))
 
     def arrived(self, lease: int, position: int) -> None:
         """A two-sided mover has written this block."""
@@ -167,7 +174,7 @@ class HandoffReceiver:
                 self.cancel(key)
 
     def writer_gone(self, peer: PeerId) -> None:
-        """This prefill worker's process has ended: nothing of it can be written any more."""
+        """This prefill worker's process has ended, or is not called so any more: nothing of it can be written."""
         for incoming in [i for i in (*self._granting.waiting.values(), *self._leases.granted.values()) if i.peer == peer]:
             self.cancel(incoming.key)
         self._leases.free_of_writer(peer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer, Undelivered
-from .handoff import FALLBACK_MOVER, MADE_ANEW, HandoffTimes, Key, PeerId, Wait
+from .handoff import FALLBACK_MOVER, MADE_ANEW, ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
 from .layer_slicing import UNSEEN_RATE, WHOLE_BLOCKS, LayerSlicing, seen
 from .messages import (
     Ack,
@@ -21,12 +21,15 @@ from .messages import (
     Release,
     Renew,
     RequestSpec,
+    Retire,
+    Retired,
     Revoke,
     TokenLogprobs,
     from_u32,
     u64,
 )
 from .outgoing import Contact, Outgoing
+from .retirement import Retirement
 
 
 class HandoffSender:
@@ -40,6 +43,7 @@ class HandoffSender:
         self._outgoing: dict[Key, Outgoing] = {}
         self._failed_movers: dict[PeerId, tuple[str, ...]] = {}
         self._made_anew: set[PeerId] = set()  # whose mover has failed once since the last handoff to them that it carried
+        self._retirement = Retirement()
         self.num_fallbacks = 0
         self._actions: list[SenderAction] = []
 
@@ -52,16 +56,29 @@ class HandoffSender:
         return list(self._outgoing)
 
     def rename(self, meet: Meet) -> None:
-        """Takes a new incarnation. Every decode worker is met anew at once: meeting the new incarnation is what tells it that the old
-        one writes no more."""
-        for key in list(self._outgoing):
-            self.abandon(key)
-        peers = [contact.peer for contact in self._contacts.values()]
-        self._meet, self._contacts, self._strangers = meet, {}, {}
+        """Takes a new incarnation; the movers of the old one are closed. Whoever may hold blocks for that one is told."""
+        self.retire()
+        self._meet = meet
         self._failed_movers.clear()
         self._made_anew.clear()
-        for peer in peers:
-            self._contact(peer)
+        self._actions += [Connect(peer) for peer in self._retirement.unheard()]
+
+    def retire(self) -> None:
+        """Nothing is written any more under this name: the movers are closed. Whoever may hold blocks for it is told until it has heard
+        (see ``has_retired``)."""
+        for key in list(self._outgoing):
+            self.abandon(key)
+        self._contacts, self._strangers = {}, {}
+        self._retirement.ended = self._meet.incarnation
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether nobody holds anything for a name of ours that is over."""
+        return self._retirement.is_heard
+
+    def peer_gone(self, peer: PeerId) -> None:
+        """This decode worker is gone for good: whatever it held is gone with it."""
+        self._retirement.forget(peer[0])
 
     def waits(self) -> Iterator[Wait]:
         """Every handoff that waits for its peer. (One that waits for its own prompt ends with that.)"""
@@ -140,6 +157,9 @@ class HandoffSender:
         if isinstance(message, Met):
             self._on_met(peer, message, now)
             return
+        if isinstance(message, Retired):
+            self._retirement.heard(peer[0], message.incarnation)
+            return
         if not isinstance(message, Grant | Refuse | Ack | Nack | Revoke):
             return
         out = self._outgoing.get((message.coordinator, message.dispatch))
@@ -194,11 +214,14 @@ class HandoffSender:
                 self._say(out, now)
         self._greet(now)
         self._renew(now)
+        for peer in self._retirement.to_tell(self._times.resend, now):
+            self._actions.append(ToPeer(peer, Retire(pid=self._meet.pid, incarnation=self._retirement.ended)))
 
     def _contact(self, peer: Peer) -> None:
         peer_id = (peer.worker_id, peer.incarnation)
         if peer_id not in self._contacts:
             self._contacts[peer_id] = self._strangers[peer_id] = Contact(peer)
+            self._retirement.connects(peer)
             self._actions.append(Connect(peer))
 
     def _greet(self, now: float) -> None:
@@ -254,6 +277,8 @@ class HandoffSender:
             return  # an echo of what was said to an earlier incarnation was answered: our own Meet is still on its way
         contact.met = met
         del self._strangers[peer]
+        if met.mover in ONE_SIDED_MOVERS:
+            self._retirement.met(contact.peer, self._meet.incarnation)
         self._actions.append(OpenMover(peer, met))
         for out in self._outgoing.values():
             if out.peer == peer:

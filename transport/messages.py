@@ -4,8 +4,8 @@ Who says what:
 
     worker      -> coordinator   Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye
     coordinator -> worker        Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip
-    prefill     -> decode        Meet, Offer, Renew, Placed, Handoff, Release
-    decode      -> prefill       Met, Grant, Refuse, Ack, Nack, Revoke
+    prefill     -> decode        Meet, Offer, Renew, Placed, Handoff, Release, Retire
+    decode      -> prefill       Met, Grant, Refuse, Ack, Nack, Revoke, Retired
     their movers, both ways      RendezvousEntry, ParcelComing, SessionOver
 
 A decode worker that leaves speaks to another decode worker as a prefill worker does.
@@ -50,6 +50,8 @@ from .handoff_messages import (
     Release,
     RendezvousEntry,
     Renew,
+    Retire,
+    Retired,
     Revoke,
     SessionOver,
 )
@@ -77,8 +79,8 @@ from .message_parts import (
 
 FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
 FROM_COORDINATOR = (Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip)
-FROM_PREFILL = (Meet, Offer, Renew, Placed, Handoff, Release, RendezvousEntry, ParcelComing, SessionOver)
-FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke, RendezvousEntry, SessionOver)
+FROM_PREFILL = (Meet, Offer, Renew, Placed, Handoff, Release, Retire, RendezvousEntry, ParcelComing, SessionOver)
+FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke, Retired, RendezvousEntry, SessionOver)
 BETWEEN_MOVERS = (RendezvousEntry, ParcelComing, SessionOver)
 """The movers' own: the handoff's cores never see them."""
 
@@ -125,6 +127,8 @@ __all__ = [
     "Renew",
     "RequestFailed",
     "RequestSpec",
+    "Retire",
+    "Retired",
     "Revoke",
     "Role",
     "Sampling",

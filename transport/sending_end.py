@@ -114,6 +114,7 @@ class SendingEnd:
                 self._lose(peer, f"decode worker {peer[0]} cannot be reached from here")
             if away_s > FORGOTTEN_S:
                 self._forget(peer)
+                self._sender.peer_gone(peer)
 
     def _hear(self, peer: PeerId, message: Message, now: float) -> None:
         if not isinstance(message, BETWEEN_MOVERS):
@@ -144,6 +145,14 @@ class SendingEnd:
             self._connect(action)
         elif isinstance(action, OpenMover):
             self._with_mover(action.peer, lambda: self._open_mover(action))
+
+    def stop_writing(self, poller: zmq.Poller) -> None:
+        """Ends all movers; channels stay, registered with ``poller`` instead."""
+        for peer, channel in self._channels.items():
+            self._close_mover(peer)
+            self._poller.unregister(channel.socket)
+            poller.register(channel.socket, zmq.POLLIN)
+        self._poller = poller
 
     def close(self) -> None:
         """Ends all channels and movers; what has not left is lost."""

@@ -65,6 +65,8 @@ class Checks:
         for process in self.world.processes.values():
             if not process.alive:
                 yield f"{process.name} is dead"
+            elif process.retiring:
+                yield f"{process.retiring[0].name} is over, and not everybody has heard it"
         for coordinator in self.world.coordinators.values():
             yield from self._left_at(coordinator)
 

@@ -16,7 +16,7 @@ from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.transport import actions as act
 from splitserve.transport.handoff import Key
 from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.messages import FROM_DECODE, Meet, Message
+from splitserve.transport.messages import FROM_DECODE, Meet, Message, Retired
 
 if TYPE_CHECKING:
     from simulation.flexible_process import FlexibleProcess
@@ -99,7 +99,7 @@ class DecodeProcess(WorkerProcess):
         if known is None or channel[1][1] >= known[1][1]:  # what an older channel still brings is no way back
             self._peers[peer] = channel
         if isinstance(message, Meet) and message.host == self.host:
-            self._watched[peer] = channel[0].process
+            self._watched[peer] = channel[0].writer
         self.core.from_peer(peer, message, self.now)
         self.turn()
 
@@ -117,6 +117,9 @@ class DecodeProcess(WorkerProcess):
             self.sending.carry_out(action)
         elif (channel := self._peers.get(action.peer)) is not None:
             end, opened_to = channel
+            if isinstance(action.message, Retired) and action.message.incarnation >= action.peer[1]:  # nothing more comes from it
+                del self._peers[action.peer]
+                self._watched.pop(action.peer, None)
             self.world.network.send(self.name, end.process.name, action.message, end.process.run, end.hear, opened_to, action.peer)
 
     # --- blocks that come ------------------------------------------------------------------------

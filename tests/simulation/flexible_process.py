@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from simulation.memory import Memory
 from simulation.process import Process
+from simulation.retiring_role import RetiringRole
 from simulation.watched_blocks import WatchedBlocks
 from simulation.worker_process import BLOCK_SIZE, WorkerProcess
 
@@ -28,6 +29,7 @@ class FlexibleProcess:
         self.writers: dict[Process, Counter[int]] = {}
         self.blocks = WatchedBlocks(num_blocks, self)
         self.roles: dict[Role, WorkerProcess] = {}
+        self.retiring: list[RetiringRole] = []
         self.latest: Role = role
         self.begin(role)
 
@@ -47,14 +49,19 @@ class FlexibleProcess:
         self._drop(worker)
         if not self.roles:
             self.world.kill_process(self)
+        elif not self.leaving:
+            self.retiring.append(role := RetiringRole(worker, self))
+            role.turn()
 
     def die(self) -> None:
         self.alive = False
         for worker in list(self.roles.values()):
             self._drop(worker)
+        for role in self.retiring:
+            role.die()
 
     def freeze(self, seconds: float) -> None:
-        for worker in self.roles.values():
+        for worker in (*self.roles.values(), *self.retiring):
             Process.freeze(worker, seconds)
 
     def tell_to_leave(self) -> None:

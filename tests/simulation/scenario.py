@@ -109,7 +109,7 @@ EVERYTHING = replace(
     flip_every=0.8,
     short_deadline=0.03,
 )
-FLIPS = Faults(flip_every=0.15, freeze_in_put=0.03, partition_every=0.8, cancel=0.1)
+FLIPS = Faults(flip_every=0.15, freeze_in_put=0.03, partition_every=0.3, drop=0.02, double=0.05, late=0.02, cancel=0.1)
 FEW_BLOCKS = Cluster(prefill_blocks=40, decode_blocks=28)
 NAMED = {
     "calm": Scenario(),

@@ -15,6 +15,7 @@ from splitserve.transport.handoff_sender import HandoffSender
 from splitserve.transport.messages import Message, Placed, u64
 
 if TYPE_CHECKING:
+    from simulation.retiring_role import RetiringRole
     from simulation.worker_process import PeerId, WorkerProcess
 
 
@@ -22,8 +23,10 @@ class SendingEnd:
     """Carries out what a ``HandoffSender`` wants done."""
 
     def __init__(self, process: WorkerProcess, sender: HandoffSender) -> None:
-        self.process, self.world, self._sender = process, process.world, sender
-        self._channels: set[PeerId] = set()
+        self.writer = process
+        self.process: WorkerProcess | RetiringRole = process  # that speaks
+        self.world, self.sender = process.world, sender
+        self.channels: set[PeerId] = set()
         self._sources: dict[PeerId, Source] = {}
         self._checksums = RunningChecksums(process.memory)
         self._doing: dict[type, Callable[[Any], None]] = {
@@ -38,22 +41,28 @@ class SendingEnd:
             act.Undelivered: _nothing,
         }
 
+    def stop_writing(self, process: RetiringRole) -> None:
+        """Ends all movers; what is said on the channels is the word of a role that is over."""
+        for peer in self.channels:
+            self._close_mover(peer)
+        self.process = process
+
     def close(self) -> None:
         """Ends all channels and movers; what has not left is lost."""
-        for peer in list(self._channels):
+        for peer in list(self.channels):
             self._forget(peer)
 
     def hear(self, peer: PeerId, addressee: PeerId, message: Message) -> None:
         """The channel to ``peer`` belongs to an incarnation of ours."""
-        if addressee == self.process.id and peer in self._channels:
-            self._sender.receive(peer, message, self.process.now)
+        if addressee == self.process.id and peer in self.channels:
+            self.sender.receive(peer, message, self.process.now)
             self.process.turn()
 
     def carry_out(self, action: Any) -> None:
         self._doing[type(action)](action)
 
     def _send_placed(self, action: act.SendPlaced) -> None:
-        if action.peer in self._channels:
+        if action.peer in self.channels:
             sums = u64(self._checksums.of(action.source_blocks))
             self._send(action.peer, Placed(lease=action.lease, first=action.first, checksums=sums))
 
@@ -63,29 +72,29 @@ class SendingEnd:
 
     def _connect(self, action: act.Connect) -> None:
         peer = (action.peer.worker_id, action.peer.incarnation)
-        for other in [p for p in self._channels if p[0] == peer[0] and p != peer]:
+        for other in [p for p in self.channels if p[0] == peer[0] and p != peer]:
             if other[1] > peer[1]:
-                self._sender.peer_lost(peer, "it has restarted")
+                self.sender.peer_lost(peer, "it has restarted")
                 return
             self._forget(other)
-            self._sender.peer_lost(other, "it has restarted")
-        self._channels.add(peer)
+            self.sender.peer_lost(other, "it has restarted")
+        self.channels.add(peer)
 
     def _open_mover(self, action: act.OpenMover) -> None:
-        self._sources[action.peer] = open_source(self.process, action.peer[0], action.met)
+        self._sources[action.peer] = open_source(self.writer, action.peer[0], action.met)
 
     def _put(self, put: act.Put) -> None:
         blocks = [block for _, block, _ in put.items]
         first, end = put.layers or (0, NUM_LAYERS)
-        self.process.blocks.begin_put(blocks)
+        self.writer.blocks.begin_put(blocks)
         self.world.counts["layers put" if put.layers else "blocks put"] += len(blocks)
         self._with_mover(put.peer, lambda: self._sources[put.peer].put(put.lease, put.secret, put.items, first, end))
         self._checksums.add(blocks, first, end)
         if self.world.random.random() < 0.1:  # now and then a transfer was timed
-            self._sender.moved(put.peer, 1 << 20, 10 ** self.world.random.uniform(-5, -1))
+            self.sender.moved(put.peer, 1 << 20, 10 ** self.world.random.uniform(-5, -1))
 
     def _send_handoff(self, action: act.SendHandoff) -> None:
-        if action.peer in self._channels:
+        if action.peer in self.channels:
             sums = u64(self._checksums.of(action.source_blocks))
             handoff = action.message(sums)
             self._send(action.peer, handoff)
@@ -93,11 +102,11 @@ class SendingEnd:
     def _with_mover(self, peer: PeerId, use: Callable[[], None]) -> None:
         """A mover that fails ends the handoffs to that peer, which is met anew without it."""
         try:
-            if peer in self._channels:
+            if peer in self.channels:
                 use()
         except (MoverError, KeyError) as error:
             self._close_mover(peer)
-            self._sender.mover_failed(peer, str(error))
+            self.sender.mover_failed(peer, str(error))
 
     def _close_mover(self, peer: PeerId) -> None:
         if (source := self._sources.pop(peer, None)) is not None:
@@ -105,10 +114,10 @@ class SendingEnd:
 
     def _forget(self, peer: PeerId) -> None:
         self._close_mover(peer)
-        self._channels.discard(peer)
+        self.channels.discard(peer)
 
     def _send(self, peer: PeerId, message: Message) -> None:
-        if peer in self._channels:
+        if peer in self.channels:
             self.world.network.send(self.process.name, peer[0], message, self._arrives, peer, self.process.id)
 
     def _arrives(self, peer: PeerId, me: PeerId, message: Message) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simulation.campaign import simulate
-from simulation.scenario import Cluster, Faults, Scenario
+from simulation.scenario import FLIPS, Cluster, Faults, Scenario
 
 
 def test_a_failed_mover_leaves_nothing_in_quarantine() -> None:
@@ -29,6 +29,15 @@ def test_echoes_of_old_messages_open_no_way_into_joined_blocks() -> None:
     for that to its own Meet, so that the two went by different movers, and parcels came into blocks that had been verified."""
     scenario = Scenario(Faults(mover_error=0.03, double=0.2, late=0.1, kill_every=0.3), Cluster(one_sided=1.0))
     assert not any(simulate(seed, scenario, requests=25).violations for seed in range(50))
+
+
+def test_a_role_that_ended_cut_off_leaves_nothing_in_quarantine() -> None:
+    """A flexible process wrote by shm, and its Release was lost in a partition, or the Grant that it would have answered. Its role ended,
+    the process went on: the decode worker asked in vain for those blocks ever after."""
+    scenario = Scenario(FLIPS, Cluster(num_prefill=1, num_decode=1, num_flexible=3, one_sided=1.0))
+    worlds = [simulate(seed, scenario, requests=150) for seed in range(1, 4)]
+    assert sum(world.network.said["Retire"] for world in worlds) > 50
+    assert not any(world.violations for world in worlds)
 
 
 def test_a_decode_step_that_ran_out_of_memory_is_made_again_with_the_blocks_it_has() -> None:

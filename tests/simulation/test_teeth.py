@@ -28,6 +28,8 @@ from splitserve.transport.handoff_sender import HandoffSender
 from splitserve.transport.lease_table import LeaseTable
 from splitserve.transport.messages import u32
 from splitserve.transport.movers.lease_book import LeaseBook
+from splitserve.transport.retirement import Retirement
+from splitserve.transport.writers import Writers
 
 BUDGET = 6_000
 """Requests within which each must be found; the everyday run makes 20,000."""
@@ -325,6 +327,20 @@ def let_the_role_that_leaves_speak_of_the_cache(patch: Patch) -> None:
         patch.setattr(core, "block_events", lambda self, everything=False: self._cache_reporter.report(self.worker, everything))
 
 
+def end_a_role_without_a_word(patch: Patch) -> None:
+    patch.setattr(Retirement, "is_heard", True)
+
+
+def say_once_that_a_role_is_over(patch: Patch) -> None:
+    to_tell = Retirement.to_tell
+    patch.setattr(Retirement, "to_tell", lambda self, every_s, now: to_tell(self, 1e6, now))
+
+
+def take_the_end_of_a_name_for_that_of_the_next(patch: Patch) -> None:
+    retire = Writers.retire
+    patch.setattr(Writers, "retire", lambda self, peer, message: retire(self, peer, message.model_copy(update={"incarnation": 1 << 60})))
+
+
 BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (reuse_blocks_that_a_stalled_writer_may_still_write, "movers"),
     (let_the_quarantine_end_with_time, "movers"),
@@ -361,6 +377,9 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (cancel_whoever_has_that_dispatch_number, "coordinators"),
     (end_a_role_while_somebody_may_still_write, "flips"),
     (let_the_role_that_leaves_speak_of_the_cache, "flips"),
+    (end_a_role_without_a_word, "flips"),
+    (say_once_that_a_role_is_over, "flips"),
+    (take_the_end_of_a_name_for_that_of_the_next, "flips"),
 ]
 
 

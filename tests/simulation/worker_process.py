@@ -10,6 +10,7 @@ from simulation.lines import Lines
 from simulation.memory import Memory
 from simulation.model import VOCABULARY
 from simulation.process import Process
+from simulation.sending_end import SendingEnd
 from simulation.steps import FAILED, NO_MEMORY, SKIPPED, Steps
 from simulation.watched_blocks import WatchedBlocks
 
@@ -50,6 +51,7 @@ class WorkerProcess(Process):
 
     role: Role
     base_step_s: float
+    sending: SendingEnd
 
     def __init__(self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None) -> None:
         """``process``: whose role it is, where that can change; the memory is then that one's."""
@@ -67,9 +69,7 @@ class WorkerProcess(Process):
         self._reported, self._num_ticks = -1e9, 0
         self._rests_since: float | None = None
         self.lines = Lines(self, world.coordinators_known_to_a_worker())
-        # Not by shm from a process that changes its role: a Release that is lost just before a role ends is not said again by anybody, and
-        # the decode worker that waits for it keeps those blocks until that process ends, or meets it anew in that role. (Open.)
-        one_sided = world.random.random() < world.scenario.cluster.one_sided and process is None
+        one_sided = world.random.random() < world.scenario.cluster.one_sided
         self._movers = ("shm", "zmq") if one_sided else ("zmq",)
         self.core: Any = self.make_core()
         self.after(TICK_S * world.random.random(), self._tick)

@@ -21,6 +21,8 @@ from splitserve.transport.messages import (
     Peer,
     Refuse,
     Release,
+    Retire,
+    Retired,
     Revoke,
     from_u32,
 )
@@ -116,6 +118,95 @@ def test_meeting_a_newer_incarnation_of_the_same_process_ends_the_quarantine() -
     assert pair.pool.num_used == 3
     pair.receiver.receive(("p", 10), meet.model_copy(update={"incarnation": 10}), pair.now)
     assert pair.pool.num_used == 0
+
+
+def _cut_off_and_retired() -> Pair:
+    """A writer by shm whose grant was lost, and who is called otherwise since; the decode worker asks in vain for three blocks."""
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver(drop=lambda message: isinstance(message, Grant))
+    pair.sender.retire()
+    pair.collect()
+    pair.to_receiver.clear()  # a Release without a lease, which could free nothing
+    pair.now = TIMES.lease
+    pair.receiver.tick(pair.now)
+    pair.collect()
+    pair.to_sender.clear()
+    assert pair.pool.num_used == 3
+    return pair
+
+
+def test_a_name_that_has_ended_is_told_until_it_is_heard_and_leaves_nothing_in_quarantine() -> None:
+    pair = _cut_off_and_retired()
+    for kind in (Retire, Retired):
+        assert not pair.sender.has_retired
+        pair.tick(TIMES.resend)
+        pair.deliver(drop=lambda message, kind=kind: isinstance(message, kind))  # type: ignore[misc]
+    assert pair.pool.num_used == 0
+    pair.tick(TIMES.resend)
+    pair.deliver()
+    assert pair.sender.has_retired
+
+
+def test_an_echo_does_not_bring_back_who_has_retired() -> None:
+    """Its Meet and Offer came late: it would have been granted blocks that nobody lets go of."""
+    pair = _cut_off_and_retired()
+    pair.tick(TIMES.resend)
+    pair.deliver()
+    meet = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("shm",), addressee=2)
+    pair.receiver.receive(PREFILL, meet, pair.now)
+    offer = Offer(request_id="q", epoch=0, coordinator=7, dispatch=9, num_tokens=4, block_hashes=b"h" * 16)
+    pair.receiver.receive(PREFILL, offer, pair.now)
+    pair.collect()
+    assert pair.to_sender == []
+    assert pair.pool.num_used == 0
+    pair.receiver.receive(("p", 3), meet.model_copy(update={"incarnation": 3}), pair.now)
+    pair.collect()
+    assert isinstance(pair.to_sender[0], Met), "the same process under a later name is somebody else"
+
+
+def test_the_end_of_one_name_is_not_that_of_the_next_nor_of_another_process() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver()
+    for pid, incarnation in ((5, 0), (6, 1)):
+        pair.receiver.receive(("p", incarnation), Retire(pid=pid, incarnation=incarnation), pair.now)
+        assert pair.pool.num_used == 3
+
+
+def test_a_new_incarnation_says_for_the_old_one_that_it_writes_no_more() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver()
+    pair.sender.peer_lost(DECODE, "it cannot be reached")
+    pair.collect()
+    pair.to_receiver.clear()
+    pair.sender.rename(Meet(worker_id="p", incarnation=4, host="h", pid=5, model=MODEL, movers=("shm",)))
+    assert [type(action) for action in pair.sender.take()] == [act.Connect]
+    pair.tick(TIMES.resend)
+    pair.deliver()
+    assert pair.pool.num_used == 0
+    assert pair.sender.has_retired
+
+
+def test_a_decode_worker_with_a_new_name_is_told_too_and_one_that_is_gone_is_not() -> None:
+    pair = Pair(movers=("shm",))
+    whole(pair, spec())
+    renamed = ("d", 8)
+    pair.sender.offer(Peer(worker_id="d", incarnation=8, address="tcp://d"), spec(2), 3, [], pair.now)
+    pair.sender.retire()
+    pair.sender.take()
+    pair.tick(TIMES.resend)
+    assert [action.peer for action in pair.sender.take() if isinstance(action, act.ToPeer)] == [DECODE, renamed]
+    pair.sender.peer_gone(renamed)
+    assert pair.sender.has_retired
+
+
+def test_who_wrote_by_zmq_only_owes_nobody_a_word() -> None:
+    pair = Pair(movers=("zmq",))
+    whole(pair, spec())
+    pair.sender.retire()
+    assert pair.sender.has_retired
 
 
 def test_renewal_keeps_a_slow_prompts_lease() -> None:

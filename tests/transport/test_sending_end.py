@@ -17,8 +17,23 @@ from splitserve.transport.channels import RouterChannel
 from splitserve.transport.errors import MoverError, PeerEnded
 from splitserve.transport.handoff import PeerId
 from splitserve.transport.handoff_sender import HandoffSender
-from splitserve.transport.messages import FROM_PREFILL, Handoff, Meet, Message, Met, ModelIdentity, Peer, Placed, Release, Renew, u64
+from splitserve.transport.messages import (
+    FROM_PREFILL,
+    Handoff,
+    Meet,
+    Message,
+    Met,
+    ModelIdentity,
+    Peer,
+    Placed,
+    Release,
+    Renew,
+    Retire,
+    Retired,
+    u64,
+)
 from splitserve.transport.movers.interface import Arrival, Item, Pool
+from splitserve.transport.retiring_end import RetiringEnd
 from splitserve.transport.sending_end import BEYOND_REACH_S, FORGOTTEN_S, SendingEnd
 
 PEER = ("d0", 1)
@@ -171,6 +186,29 @@ def test_handoffs_to_who_has_gone_beyond_reach_are_given_back() -> None:
     assert (key, kind) == ((SPEC.coordinator, SPEC.dispatch), "peer_lost")
     assert message == "decode worker d0 cannot be reached from here"
     reached.end.close()
+
+
+def test_a_role_that_is_over_says_so_until_it_is_answered() -> None:
+    reached = Reached()
+    reached.sender.receive(PEER, Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=8), 0.0)
+    mover = reached.end._movers[PEER] = SlowMover()
+    mover.put(1, b"s" * 16, [(0, 1, 1)])
+    retiring = RetiringEnd(reached.end, reached.sender)
+    assert not mover.under_way, "nothing is written any more by the time that it says so"
+    said: list[tuple[bytes, Message]] = []
+    for second in (100, 200):
+        retiring.turn(time.monotonic() + second)
+        while not (said and said[-1][1] == Retire(pid=1, incarnation=1)):
+            assert reached.router.socket.poll(60_000), "it says Retire"
+            said += reached.router.receive(1)
+        identity, _ = said.pop()
+    assert not retiring.is_over
+    assert reached.router.send(identity, Retired(incarnation=1))
+    assert reached.end._channels[PEER].socket.poll(60_000)
+    retiring.turn(time.monotonic())
+    assert retiring.is_over
+    retiring.close()
+    reached.router.close()
 
 
 class BrokenMover(SlowMover):

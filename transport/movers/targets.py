@@ -88,6 +88,12 @@ class MoverTargets:
             self.leaving.add(peer)
         return not still
 
+    def forget(self, peer: PeerId) -> None:
+        """It writes no more, and has said so."""
+        for mover in self._met_by.pop(peer, ()):
+            self._targets[mover].shut_out(peer)
+        self.leaving.discard(peer)
+
     def earlier(self, peer: PeerId) -> list[PeerId]:
         """Earlier incarnations of this worker that were met and may be writing."""
         others = [other for other in self._met_by if other[0] == peer[0] and other[1] < peer[1]]
