@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class MoverError(Exception):
     """The mover has failed; its peer cannot be written through it any more."""
 
 
-class Source:
+class Source(ABC):
     """The sending side of either mover, as far as they are alike."""
 
     def __init__(self, writer: WorkerProcess, peer: str, process: int) -> None:
@@ -50,13 +51,15 @@ class Source:
             values = values[: len(values) // 2]
         return values
 
+    @abstractmethod
     def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
         """Layers [first, end) of these blocks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cancel(self, lease: int) -> None:
         """What has not left need not leave."""
 
+    @abstractmethod
     def close(self) -> None:
         """The connection ends; what has not left is lost."""
 
@@ -80,6 +83,12 @@ class SharedMemorySource(Source):
                 self._strike_writer()
             self.writer.run(self._copy, target, lease, block, start + half, values[half:])
             self.writer.run(self._copied, target, block)
+
+    def cancel(self, lease: int) -> None:
+        """What is put has left."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
     def _strike_writer(self) -> None:
         if self.world.strikes(self.faults.freeze_in_put, "freezes in mid-put"):

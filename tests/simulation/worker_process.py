@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ LINGER_S = 0.45  # of a role that is over, in a process that goes on: its peers 
 PeerId = tuple[str, int]
 
 
-class WorkerProcess(Process):
+class WorkerProcess(Process, ABC):
     """An inbox, one step at a time, a heartbeat."""
 
     role: Role
@@ -76,42 +77,42 @@ class WorkerProcess(Process):
 
     # --- what a role adds ------------------------------------------------------------------------
 
-    def make_core(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def make_core(self) -> Any: ...
 
+    @abstractmethod
     def runs_ahead(self) -> bool:
         """Whether a step is made while the one before it runs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self) -> list[Any]:
         """The core's actions."""
-        raise NotImplementedError
 
-    def from_coordinator(self, message: Message) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def from_coordinator(self, message: Message) -> None: ...
 
+    @abstractmethod
     def do(self, action: Any) -> None:
         """Carries out an action that only this role has."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shrink_step(self, step: Any) -> None:
         """A step ran out of memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def still_held(self, keys: set[Key]) -> Iterable[Key]:
         """Those of which something is here that no step in flight uses."""
-        raise NotImplementedError
 
-    def take_new_incarnation(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def take_new_incarnation(self) -> None: ...
 
+    @abstractmethod
     def hear_peer(self, peer: PeerId, channel: Any, message: Message) -> None:
         """Of one that hands over to us."""
-        raise NotImplementedError
 
+    @abstractmethod
     def block_tables(self) -> Iterable[Sequence[int]]:
         """Every list of blocks that something here holds references on."""
-        raise NotImplementedError
 
     # --- the loop --------------------------------------------------------------------------------
 
