@@ -115,7 +115,13 @@ class Supervisor:
                     child.signal(signal.SIGKILL)
 
     async def _roll(self, known_workers: Callable[[], Awaitable[dict[str, int] | None]]) -> None:
-        known = await known_workers() or {}
+        known = await self._answer(known_workers)
+        if known is None:
+            name = self.children[0].command.name
+            self._log(
+                name, f"rolling restart: no answer for {self._leave_within_s:g} s, nothing was restarted; ask again when there is one"
+            )
+            return
         for child in [child for child in self.children if child.command.name in known]:
             name, old = child.command.name, child.pid
             self._log(name, "rolling restart: is to leave")
@@ -128,6 +134,13 @@ class Supervisor:
                 self._log(name, "rolling restart: it is not back; the others stay as they are")
                 return
         self._log(self.children[0].command.name, "rolling restart: every worker is new")
+
+    async def _answer(self, known_workers: Callable[[], Awaitable[dict[str, int] | None]]) -> dict[str, int] | None:
+        """Who is there; None where the coordinator does not answer for as long as a worker may take to leave."""
+        deadline = time.monotonic() + self._leave_within_s
+        while (known := await known_workers()) is None and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return known
 
     async def _is_back(self, child: ChildProcess, old: int | None, known_workers: Callable[[], Awaitable[dict[str, int] | None]]) -> bool:
         """Waits until the coordinator knows the new process."""

@@ -165,3 +165,29 @@ def test_nobody_outlives_a_killed_supervisor() -> None:
         killed.kill()
         killed.wait()
         child.wait(timeout=60)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_rolling_restart_waits_for_the_coordinators_answer_or_says_that_nothing_was_restarted(answers: bool) -> None:
+    """Only the coordinator knows which processes are workers; one that is busy just then is asked again."""
+    lines, asked = Lines(), 0
+
+    async def known_workers() -> dict[str, int] | None:
+        nonlocal asked
+        asked += 1
+        return {} if answers and asked > 3 else None
+
+    async def is_ready() -> bool:
+        return True
+
+    both = Supervisor(
+        [python("coordinator", SLEEPER)], is_ready=is_ready, log=lines, known_workers=known_workers, leave_within_s=60 if answers else 0.1
+    )
+
+    async def work() -> int:
+        await lines.until(1, "up")
+        both.roll()
+        await lines.until(1, "every worker is new" if answers else "nothing was restarted")
+        return 0
+
+    assert await both.run(work) == 0

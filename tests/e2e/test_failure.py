@@ -97,9 +97,10 @@ def test_freeze_in_mid_stream_then_thaw(cluster: Cluster, expected: list[str], r
         wait_for("the loss is noticed", lambda: victim["pid"] not in [w["pid"] for w in cluster.workers(role)])
     finally:
         os.kill(victim["pid"], signal.SIGCONT)
-    cluster.wait_whole(2, 2)  # thawed, fenced, and back under a new incarnation
+    cluster.wait_whole(2, 2)  # thawed, and back under a new incarnation; or under the old one, where it has dropped its work by itself
     back = next(w for w in cluster.workers(role) if w["pid"] == victim["pid"])
-    assert back["incarnation"] > victim["incarnation"]
+    if back["incarnation"] == victim["incarnation"]:  # it stood still for so long that it gave up the coordinator
+        cluster.wait_log("freeing all it had asked for")
     cluster.wait_at_rest()
 
 
