@@ -63,6 +63,8 @@ class Flips:
         name = worker.hello.process
         if not name:
             return f"{worker.hello.worker_id} cannot change its role: only what was started as `splitserve worker` can"
+        if worker.hello.mixed:
+            return f"{name} is a mixed worker: it is of both roles already"
         if name in self.under_way or any(w.hello.process == name and w is not worker for w in self._state.pools.workers.values()):
             return f"{name} is changing its role already"
         if worker.role == role:

@@ -9,7 +9,7 @@ from ..transport.messages import Prefill
 from .flight import Flight, Send
 from .lifecycle_state import LifecycleState
 from .pools import Worker
-from .routing import Need, Policy, choose_decode, choose_prefill
+from .routing import Need, Policy, choose_decode, choose_pair, choose_prefill, fits
 
 
 class Placement:
@@ -75,7 +75,9 @@ class Placement:
         if prefills:
             kinds = {w.kind for w in decodes}
             prefills = [w for w in prefills if w.kind in kinds]
-        if not prefills:
+        if pools.has_mixed:
+            prefills, decodes = _that_may_pair(prefills, decodes)
+        if not prefills or not decodes:
             return False
         prefill, decode = self._choose(flight, num_tokens, prefills, decodes)
         if prefill is None or decode is None:
@@ -89,6 +91,8 @@ class Placement:
         if len(prefills) == len(decodes) == 1:  # no choice: what is cached where does not matter
             return prefills[0], decodes[0]
         need = Need(num_tokens, flight.hashes(prefills[0]), flight.request.session, self._state.table.next_dispatch)
+        if self._state.pools.has_mixed:
+            return choose_pair(self._policy, prefills, decodes, need)
         prefill = choose_prefill(self._policy, prefills, need)
         return prefill, choose_decode(self._policy, [w for w in decodes if prefill and w.kind == prefill.kind], need)
 
@@ -121,3 +125,9 @@ class Placement:
             flight.recovery.num_attempts += 1
         flight.enter("prefill", now)
         self._state.actions.append(Send(prefill.id, Prefill(spec=flight.spec(self._state.incarnation, now), decode=decode.peer)))
+
+
+def _that_may_pair(prefills: list[Worker], decodes: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+    """Those of either role that fit one of the other."""
+    paired = [p for p in prefills if any(fits(p, d) for d in decodes)]
+    return paired, [d for d in decodes if any(fits(p, d) for p in paired)]

@@ -127,6 +127,8 @@ class Pools:
         }
         self.gap = _gap(self._of_role["prefill"], self._of_role["decode"])
         """Why no request can be served now, as a sentence; empty where at least one prefill and one decode worker fit together."""
+        self.has_mixed = any(w.hello.mixed for w in workers)
+        """Whether any worker's process is of both roles."""
         if workers:
             self.max_sequence_tokens = min(w.hello.max_model_len for w in workers)
 

@@ -9,6 +9,9 @@ hybrid        the least time until the prompt is computed: tokens waiting there 
 
 Decode workers are chosen by what the policy means there: the hybrid takes the worker with the most room left after the request,
 counting cached blocks as room.
+
+A mixed worker generates for what it computes. Where there are any, the decode worker is chosen first; it computes the prompt itself (local
+prefill), or a prefill worker does, whichever costs less.
 """
 
 from __future__ import annotations
@@ -58,6 +61,38 @@ def choose_decode(policy: Policy, workers: Sequence[Worker], need: Need) -> Work
         most = max(shares)
         return _in_turn([w for share, w in zip(shares, workers, strict=True) if share == most], need)
     return _by_policy(policy, workers, need, lambda w: len(w.dispatches) + w.num_others)
+
+
+def fits(prefill: Worker, decode: Worker) -> bool:
+    """Whether what this prefill worker computes may go to this decode worker: from a mixed one to itself alone."""
+    return prefill.kind == decode.kind and (not prefill.hello.mixed or _are_one(prefill, decode))
+
+
+def choose_pair(policy: Policy, prefills: Sequence[Worker], decodes: Sequence[Worker], need: Need) -> tuple[Worker | None, Worker | None]:
+    """Where some are mixed. Each of ``decodes`` fits one of ``prefills`` at least."""
+    decode = choose_decode(policy, decodes, need)
+    if decode is None:
+        return None, None
+    local = next((w for w in prefills if _are_one(w, decode)), None)
+    remote = choose_prefill(policy, [w for w in prefills if not w.hello.mixed and w.kind == decode.kind], need)
+    if local is None or remote is None:
+        return local or remote, decode
+    return (local if _cost_there(local, decode, need) <= _cost(remote, need) else remote), decode
+
+
+def _are_one(prefill: Worker, decode: Worker) -> bool:
+    return prefill.hello.mixed and prefill.hello.process == decode.hello.process
+
+
+def _cost(prefill: Worker, need: Need) -> int:
+    """Tokens that are computed until this prompt is."""
+    return prefill.pending_tokens + need.num_tokens - prefill.match_prefix(need.hashes) * prefill.block_size
+
+
+def _cost_there(prefill: Worker, decode: Worker, need: Need) -> int:
+    """The same on a mixed worker. Every sequence that it generates for waits as long as the prompt's steps take."""
+    cost = _cost(prefill, need)
+    return cost + (cost - prefill.pending_tokens) * (len(decode.dispatches - prefill.pending.keys()) + decode.num_others)
 
 
 def _by_policy(policy: Policy, workers: Sequence[Worker], need: Need, load: Callable[[Worker], int]) -> Worker:

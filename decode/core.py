@@ -125,6 +125,7 @@ class DecodeCore:
         leave_by = now + (self._drain_timeout_s if timeout_s is None else timeout_s)
         first, self._leave_by = self._leave_by is None, leave_by if self._leave_by is None else min(leave_by, self._leave_by)
         if first:
+            self._cache_reporter.close()
             self._actions.append(ToCoordinator(self.load()))
 
     @property

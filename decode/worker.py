@@ -128,6 +128,11 @@ class DecodeWorker:
         """It leaves as soon as nothing is left here."""
         return self._leaving or self._core.drains
 
+    def drain(self) -> None:
+        """Leaves as soon as nothing is left here."""
+        if not self.drains:
+            self._core.drain(time.monotonic())
+
     def leave(self) -> None:
         """From a signal handler: drain, then leave the loop; said again, leave at once."""
         self.stopped, self._leaving = self._leaving, True
@@ -160,13 +165,27 @@ class DecodeWorker:
         self._leave_if_drained(now)
         self._end_if_broken()
 
+    def patience(self, most_s: float) -> float:
+        """How long it may wait for something on its ``sockets``."""
+        if self._receiving.has_checks:
+            return 0.0
+        return min(most_s, 0.001) if self._sending.pending else most_s
+
+    @property
+    def sockets(self) -> list[tuple[zmq.Socket[bytes], int]]:
+        """What wakes it, as ``zmq.zmq_poll`` takes it."""
+        return list(self._poller.sockets)
+
+    @property
+    def num_growing_blocks(self) -> int:
+        """To be left to the sequences that run here."""
+        return self._core.room()[1]
+
     # --- the loop's verbs ------------------------------------------------------------------------
 
     def _wait(self, patience_s: float) -> set[object]:
         """Returns the sockets with something to read."""
-        if self._receiving.has_checks or self._sending.pending:
-            patience_s = 0.0 if self._receiving.has_checks else min(patience_s, 0.001)
-        ready = {socket for socket, _ in self._poller.poll(int(patience_s * 1000))}
+        ready = {socket for socket, _ in self._poller.poll(int(self.patience(patience_s) * 1000))}
         if self._wakeup.fd in ready:
             self._wakeup.clear()
         return ready
@@ -260,7 +279,7 @@ class DecodeWorker:
 
     def _may_leave(self, now: float) -> bool:
         """A process that ends takes its memory along; one that goes on in the other role must have every block back."""
-        if self._host is None or self._leaving:
+        if self._host is None or self._host.mixed or self._leaving:
             return self._core.may_leave
         if not (self._core.may_leave and self._core.at_rest):
             self._rests_since = None
@@ -320,6 +339,7 @@ class DecodeWorker:
             max_batch_tokens=settings.max_num_seqs,
             device=self._telemetry.uuid if self._telemetry else "",
             process=self._host.process if self._host else "",
+            mixed=self._host.mixed if self._host else False,
             peer_address=self._receiving.address,
         )
 

@@ -1,4 +1,5 @@
 """A worker that changes its role in place: one process, one model, one KV cache; a prefill worker, a decode worker, or for a moment both.
+Or for good both: a mixed worker, which hands what it computes to itself.
 
     decode ──Flip──> decode (drains: hands over or finishes) + prefill (takes work at once) ──Goodbye──> prefill
 
@@ -14,6 +15,8 @@ import sys
 import time
 from dataclasses import replace
 
+import zmq
+
 from ..decode.worker import SWITCH_S, DecodeWorker
 from ..engine.block_manager import BlockManager
 from ..engine.load_model import load_model
@@ -28,8 +31,6 @@ from ..transport.movers.shm import SharedPool
 from ..transport.retiring_end import RetiringEnd
 from .flexible_settings import FlexibleSettings
 
-BESIDE_S = 0.001
-"""How long one of two waits for something to do while the other may have some."""
 _log = logging.getLogger(__name__)
 
 
@@ -40,11 +41,14 @@ class FlexibleWorker:
         turns = RunnerInTurns(model.runner, model.launch)
         self._settings, self._key, self._shared = settings, key, shared
         self._model = replace(model, runner=turns, launch=turns.launch if model.launch is not None else None)
-        self._host = RoleHost(settings.worker_id, BlockManager(len(model.pool)), self.begin)
+        mixed = settings.start_as == "mixed"
+        blocks = BlockManager(len(model.pool))
+        self._host = RoleHost(settings.worker_id, blocks, self.begin, mixed=mixed, for_decode=self._num_growing_blocks)
         self._workers: dict[str, PrefillWorker | DecodeWorker] = {}
         self._retiring: list[RetiringEnd] = []  # of roles that are over
         self._leaving = False
-        self.begin(settings.start_as)
+        for role in ("decode", "prefill") if mixed else (settings.start_as,):
+            self.begin(role)
 
     def begin(self, role: str) -> bool:
         """Is of this role from now on. False: it has not quite ended being so, and cannot begin again yet, or the process
@@ -74,8 +78,12 @@ class FlexibleWorker:
         settle_heap()
         try:
             while self._workers:
+                self._wait()
+                if self._host.mixed and any(worker.drains for worker in self._workers.values()):
+                    for worker in self._workers.values():
+                        worker.drain()  # of both roles or of none
                 for role, worker in list(self._workers.items()):
-                    worker.turn(TICK_S if len(self._workers) == 1 else BESIDE_S)
+                    worker.turn(0.0)
                     if worker.stopped:
                         self._end(role)
                 self._retire(time.monotonic())
@@ -84,6 +92,16 @@ class FlexibleWorker:
                 worker.close()
             for end in self._retiring:
                 end.close()
+
+    def _wait(self) -> None:
+        """Until there is something to do for any role."""
+        workers = self._workers.values()
+        patience_s = min(worker.patience(TICK_S) for worker in workers)
+        zmq.zmq_poll([socket for worker in workers for socket in worker.sockets], int(patience_s * 1000))
+
+    def _num_growing_blocks(self) -> int:
+        decode = self._workers.get("decode")
+        return decode.num_growing_blocks if isinstance(decode, DecodeWorker) else 0
 
     def _end(self, role: str) -> None:
         worker = self._workers.pop(role)

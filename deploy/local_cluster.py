@@ -60,7 +60,8 @@ async def _run(plan: Plan) -> int:
     loop.add_signal_handler(signal.SIGUSR1, supervisor.roll)
     loop.add_signal_handler(signal.SIGUSR2, supervisor.signal_all, signal.SIGUSR2)  # debug on, off
     deliver_signals()
-    say(f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and {plan.up.decode} decode workers ...")
+    mixed = f", and {plan.up.mixed} of both roles" if plan.up.mixed else ""
+    say(f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and {plan.up.decode} decode workers{mixed} ...")
     status = await supervisor.run(_work(plan))
     if forks is not None:
         forks.close()

@@ -17,8 +17,15 @@ class UpSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    prefill: int = Field(default=1, ge=1, le=256, description="Number of prefill workers.")
-    decode: int = Field(default=1, ge=1, le=256, description="Number of decode workers.")
+    prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill workers.")
+    decode: int = Field(default=1, ge=0, le=256, description="Number of decode workers.")
+    mixed: int = Field(
+        default=0,
+        ge=0,
+        le=256,
+        description="Number of workers of both roles, besides: each generates for the prompts that it computes, and for those of prefill "
+        "workers. Of mixed workers alone: `--prefill 0 --decode 0 --mixed 2`.",
+    )
     fork_workers: bool = Field(
         default=True,
         description="Import the workers' libraries once, in a process that then forks every worker: they start, also in a dead one's "

@@ -71,6 +71,8 @@ def up_options() -> list[click.Parameter]:
 def plan(flags: Layer, sources: Sources) -> Plan:
     """Settings of all processes. Makes the run directory and the cluster's key. Raises ConfigError."""
     up = build(UpSettings, [_only(UpSettings, flags), *sources.of("up")])
+    if not (up.prefill or up.mixed) or not (up.decode or up.mixed):
+        raise ConfigError(f"{'--decode' if up.prefill else '--prefill'} is 0: start one at least, or workers of both roles by --mixed")
     derived = {
         "model": Value(DEMO_MODEL, "the bundled model"),
         "control_address": Value("tcp://127.0.0.1:0", "up"),
@@ -104,20 +106,33 @@ def plan(flags: Layer, sources: Sources) -> Plan:
             for role, model, count in (("prefill", PrefillSettings, up.prefill), ("decode", DecodeSettings, up.decode))
             for index in range(count)
         ]
+    workers += _of_both_roles("mixed", up.mixed, coordinator, flags, sources, "mixed")
     return Plan(up, run_dir, up.run_dir is None, coordinator, workers)
 
 
 def _flexible(up: UpSettings, coordinator: CoordinatorSettings, flags: Layer, sources: Sources) -> list[PrefillSettings | DecodeSettings]:
-    """Workers of either role, each named by its number. An option for one role is for that role's part of a worker's settings."""
+    """Workers of either role, each named by its number."""
+    return [
+        *_of_both_roles("worker", up.prefill, coordinator, flags, sources, "prefill"),
+        *_of_both_roles("worker", up.decode, coordinator, flags, sources, "decode", first=up.prefill),
+    ]
+
+
+def _of_both_roles(
+    called: str, count: int, coordinator: CoordinatorSettings, flags: Layer, sources: Sources, start_as: str, first: int = 0
+) -> list[PrefillSettings | DecodeSettings]:
+    """An option for one role is for that role's part of a worker's settings."""
+    if not count:
+        return []
     told = {name: value for name, value in flags.items() if not name.startswith(("prefill_", "decode_"))}
     for flag, value in flags.items():
         prefix, _, name = flag.partition("_")
         if prefix in ("prefill", "decode") and name:
             if name in WorkerSettings.model_fields or flag == "prefill_max_num_seqs":
-                raise ConfigError(f"--{flag.replace('_', '-')}: workers that can change their roles have one {name} for both")
+                raise ConfigError(f"--{flag.replace('_', '-')}: workers that are of both roles, or can be, have one {name} for both")
             told[name] = value
-    workers = [_worker(FlexibleSettings, f"worker-{index}", coordinator, told, sources) for index in range(up.prefill + up.decode)]
-    return [w.model_copy(update={"start_as": "prefill" if index < up.prefill else "decode"}) for index, w in enumerate(workers)]
+    workers = [_worker(FlexibleSettings, f"{called}-{first + index}", coordinator, told, sources) for index in range(count)]
+    return [worker.model_copy(update={"start_as": start_as}) for worker in workers]
 
 
 def _worker(

@@ -12,7 +12,36 @@ Eviction takes the least recently used cached block that no other cached block c
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+
+class CacheEvents:
+    """What a cache has gained and lost since someone last asked: of the two roles of one process each tells of the same cache."""
+
+    def __init__(self, fetch: Callable[[], None], close: Callable[[CacheEvents], None]) -> None:
+        """``fetch`` has the newest noted here."""
+        self._fetch, self._close = fetch, close
+        self._stored: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """Hashes (stored, removed) since the last call."""
+        self._fetch()
+        stored, removed = list(self._stored), list(self._removed)
+        self._stored, self._removed = {}, {}
+        return stored, removed
+
+    def note(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        for block_hash in stored:
+            if self._removed.pop(block_hash, 0) == 0:
+                self._stored[block_hash] = None
+        for block_hash in removed:
+            if self._stored.pop(block_hash, 0) == 0:
+                self._removed[block_hash] = None
+
+    def close(self) -> None:
+        """Nobody will ask again."""
+        self._close(self)
 
 
 class BlockManager:
@@ -29,6 +58,7 @@ class BlockManager:
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
+        self._watchers: list[CacheEvents] = []
 
     @property
     def num_free(self) -> int:
@@ -113,11 +143,16 @@ class BlockManager:
         """Every hash that can be found here."""
         return list(self._block_of)
 
-    def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes (stored, removed) since the last call."""
-        stored, removed = list(self._stored), list(self._removed)
+    def watch(self) -> CacheEvents:
+        """What is stored and removed from now on."""
+        self._tell_watchers()
+        self._watchers.append(CacheEvents(self._tell_watchers, self._watchers.remove))
+        return self._watchers[-1]
+
+    def _tell_watchers(self) -> None:
+        for events in self._watchers:
+            events.note(self._stored, self._removed)
         self._stored, self._removed = {}, {}
-        return stored, removed
 
     def _evict_one(self) -> None:
         hashes, num_children = self._hash, self._num_children

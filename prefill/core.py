@@ -5,7 +5,7 @@ It joins the chunk scheduler and the sending side of the handoff; the shell (wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..engine.batch import Logprobs, StepOutput
 from ..engine.block_manager import BlockManager
@@ -52,8 +52,11 @@ class PrefillCore:
         times: HandoffTimes | None = None,
         drain_timeout_s: float = 10.0,
         slicing: LayerSlicing = WHOLE_BLOCKS,
+        is_local: Callable[[str], bool] = lambda _: False,
     ) -> None:
+        """``is_local``: whether the decode worker of this name is of the same process, over the same blocks."""
         self.worker: PeerId = (meet.worker_id, meet.incarnation)
+        self._is_local = is_local
         self.scheduler = scheduler
         self.sender = HandoffSender(meet, times, slicing)
         self._eos, self._max_model_len = eos_token_ids, max_model_len
@@ -127,8 +130,9 @@ class PrefillCore:
         leave_by = now + (self._drain_timeout_s if timeout_s is None else timeout_s)
         first, self._leave_by = self._leave_by is None, leave_by if self._leave_by is None else min(leave_by, self._leave_by)
         if first:
+            self._cache_reporter.close()
             self._actions.append(ToCoordinator(self.load()))
-            self._give_back(list(self.scheduler.waiting))
+            self._give_back([*self.scheduler.waiting, *(k for k, s in self.scheduler.running.items() if self._is_local(s.peer_id[0]))])
 
     @property
     def drains(self) -> bool:
@@ -322,6 +326,10 @@ class PrefillCore:
             del self._past[next(iter(self._past))]
 
     def _offer(self, sequence: PrefillSequence, now: float) -> None:
+        """To a decode worker of its own process only once it is computed (``_first_token``): then its full blocks are cached there, that
+        is, here, and none of them moves."""
+        if self._is_local(sequence.peer_id[0]):
+            return
         if last_output_index(sequence.state, self._max_model_len) > len(sequence.state.output_token_ids):
             hashes, num_blocks = sequence.hashes, len(sequence.blocks)
             self.sender.offer(sequence.decode, sequence.spec, num_blocks, hashes, now)
@@ -362,6 +370,8 @@ class PrefillCore:
         if finished is not None:
             self._drop(sequence.key)
         else:
+            if self._is_local(sequence.peer_id[0]):
+                self.sender.offer(sequence.decode, sequence.spec, len(sequence.blocks), sequence.hashes, now)
             self.sender.finish(sequence.key, sequence.blocks, token, message.logprobs, now, sequence.num_cached_tokens)
 
     def _finish_reason(self, sequence: PrefillSequence, token: int, index: int) -> FinishReason | None:

@@ -13,7 +13,7 @@ while there are prompts for others: it slows its own requests, not theirs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -111,8 +111,12 @@ class PrefillScheduler:
         max_num_seqs: int,
         aging: float | None = None,
         starving_s: float = 2.0,
+        for_decode: Callable[[], int] | None = None,
     ) -> None:
+        """``for_decode``: how many blocks are to be left to the decode worker over the same blocks, which takes every prompt that is
+        computed here; None: there is none."""
         self.blocks, self.block_size = blocks, block_size
+        self._for_decode = for_decode
         self._fingerprint = fingerprint
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
         self._budget = max_batch_tokens  # lower for a while after a step that ran out of memory
@@ -304,7 +308,7 @@ class PrefillScheduler:
         usable = self._usable(sequence)
         hits = self.blocks.match_prefix(usable)
         total = -(-sequence.num_tokens // self.block_size)
-        if total - hits > self.blocks.num_available - self.blocks.num_idle_among(usable[:hits]):
+        if total - hits + self._left_to_decode() > self.blocks.num_available - self.blocks.num_idle_among(usable[:hits]):
             return False
         cached = self.blocks.acquire_prefix(usable)
         fresh = self.blocks.allocate(total - len(cached))
@@ -316,6 +320,10 @@ class PrefillScheduler:
         self.num_cached_tokens += sequence.num_cached_tokens
         self.running[sequence.key] = self.waiting.pop(sequence.key)
         return True
+
+    def _left_to_decode(self) -> int:
+        """What the sequences that run there may grow into, and a last, partial block for each prompt from here, which moves."""
+        return 0 if self._for_decode is None else self._for_decode() + len(self.running) + len(self.pinned) + 1
 
     def _usable(self, sequence: PrefillSequence) -> list[bytes]:
         """The blocks that may come from the cache: never the one of the last token, whose logits are needed; none where the

@@ -60,7 +60,7 @@ class PrefillWorker:
     """One prefill worker. ``run`` returns after ``stop``, or ``turn`` is called until it has ``stopped``."""
 
     def __init__(self, settings: PrefillSettings, model: WorkerModel, key: ClusterKey | None, host: RoleHost | None = None) -> None:
-        """``host``: its process, where that can change its role."""
+        """``host``: its process, where that can change its role, or has both."""
         self._settings, self._model = settings, model
         self._identity = ModelIdentity.model_validate(model.identity)
         self._telemetry = telemetry_of(model.device)
@@ -81,11 +81,18 @@ class PrefillWorker:
             self._identity.fingerprint,
             settings.chunk_budget(model.device.type),
             settings.max_num_seqs,
+            for_decode=host.for_decode if host and host.mixed else None,
         )
         slicing = LayerSlicing(model.num_layers, self._identity.block_bytes, settings.kv_slicing)
         meet = self._meet(self._links.incarnation)
         self._core = PrefillCore(
-            meet, scheduler, model.eos_token_ids, model.max_model_len, drain_timeout_s=settings.drain_timeout_s, slicing=slicing
+            meet,
+            scheduler,
+            model.eos_token_ids,
+            model.max_model_len,
+            drain_timeout_s=settings.drain_timeout_s,
+            slicing=slicing,
+            is_local=host.hands_to_itself if host else lambda _: False,
         )
         plaintext = settings.plaintext_kv or settings.insecure
         self._sending = SendingEnd(self._core.sender, settings.worker_id, self._links.incarnation, key, model, self._poller, plaintext)
@@ -103,6 +110,11 @@ class PrefillWorker:
     def drains(self) -> bool:
         """It leaves as soon as nothing is left here."""
         return self._leaving or self._core.drains
+
+    def drain(self) -> None:
+        """Leaves as soon as nothing is left here."""
+        if not self.drains:
+            self._core.drain(time.monotonic())
 
     def leave(self) -> None:
         """From a signal handler: drain, then leave the loop; said again, leave at once."""
@@ -135,13 +147,21 @@ class PrefillWorker:
         self._leave_if_drained(now)
         self._end_if_broken()
 
+    def patience(self, most_s: float) -> float:
+        """How long it may wait for something on its ``sockets``."""
+        busy = self._sending.pending or any(running.progress.pending for running in self._running)
+        return min(most_s, 0.001) if busy else most_s
+
+    @property
+    def sockets(self) -> list[tuple[zmq.Socket[bytes], int]]:
+        """What wakes it, as ``zmq.zmq_poll`` takes it."""
+        return list(self._poller.sockets)
+
     # --- the loop's verbs ------------------------------------------------------------------------
 
     def _wait(self, patience_s: float) -> set[object]:
         """Returns the sockets with something to read."""
-        if self._sending.pending or any(running.progress.pending for running in self._running):
-            patience_s = min(patience_s, 0.001)
-        ready = {socket for socket, _ in self._poller.poll(int(patience_s * 1000))}
+        ready = {socket for socket, _ in self._poller.poll(int(self.patience(patience_s) * 1000))}
         if self._wakeup.fd in ready:
             self._wakeup.clear()
         return ready
@@ -256,7 +276,7 @@ class PrefillWorker:
 
     def _may_leave(self, now: float) -> bool:
         """A process that ends takes its memory along; one that goes on in the other role must have every block back."""
-        if self._host is None or self._leaving:
+        if self._host is None or self._host.mixed or self._leaving:
             return self._core.may_leave
         if not (self._core.may_leave and self._core.at_rest):
             self._rests_since = None
@@ -301,6 +321,7 @@ class PrefillWorker:
             max_batch_tokens=settings.chunk_budget(model.device.type),
             device=self._telemetry.uuid if self._telemetry else "",
             process=self._host.process if self._host else "",
+            mixed=self._host.mixed if self._host else False,
         )
 
     def welcomed(self, coordinator: int) -> None:

@@ -43,6 +43,7 @@ class Hello(Message):
     peer_address: Address = ""  # where prefill workers reach this decode worker
     device: Annotated[str, Field(max_length=64)] = ""  # its GPU's UUID
     process: Annotated[str, Field(max_length=256)] = ""  # that can change its role, and is this worker for now; empty: it cannot
+    mixed: bool = False  # its process is a worker of the other role too, for good, over the same blocks
 
 
 class Load(Message):

@@ -9,10 +9,17 @@ from .handoff import PeerId
 from .messages import BlockEvents, Load, TokenLogprobs
 
 
+class CacheEvents(Protocol):
+    """The engine's: what a cache has gained and lost."""
+
+    def take(self) -> tuple[list[bytes], list[bytes]]: ...
+    def close(self) -> None: ...
+
+
 class PrefixCache(Protocol):
     """A block manager, as far as its cache's contents go."""
 
-    def take_events(self) -> tuple[list[bytes], list[bytes]]: ...
+    def watch(self) -> CacheEvents: ...
     def cached_hashes(self) -> list[bytes]: ...
 
 
@@ -31,12 +38,12 @@ class CacheReporter:
     """Numbers what a worker says of its prefix cache."""
 
     def __init__(self, cache: PrefixCache) -> None:
-        self._cache = cache
+        self._cache, self._events = cache, cache.watch()
         self.num_reports = 0
 
     def report(self, worker: PeerId, everything: bool) -> BlockEvents | None:
         """What the cache gained and lost since the last report; with ``everything``, all it has. None: nothing to say."""
-        stored, removed = self._cache.take_events()
+        stored, removed = self._events.take()
         if everything:
             stored, removed = self._cache.cached_hashes(), []
         if not (stored or removed or everything):
@@ -51,6 +58,10 @@ class CacheReporter:
             stored=b"".join(stored),
             removed=b"".join(removed),
         )
+
+    def close(self) -> None:
+        """It reports no more."""
+        self._events.close()
 
 
 def logprobs_message(entry: LogprobsEntry) -> TokenLogprobs:

@@ -72,4 +72,4 @@ def _by_load(workers: list[Worker]) -> list[Worker]:
 
 
 def _flexible(workers: list[Worker], changing: Mapping[str, FlipRecord]) -> list[str]:
-    return [w.hello.process for w in workers if w.hello.process and w.hello.process not in changing]
+    return [w.hello.process for w in workers if w.hello.process and not w.hello.mixed and w.hello.process not in changing]

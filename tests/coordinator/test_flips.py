@@ -43,6 +43,13 @@ def test_who_may_not(name: str, role: str, reason: str) -> None:
     assert order(bench, "nobody", role) is None
 
 
+def test_a_mixed_worker_has_both_roles_already() -> None:
+    bench = flexible()
+    for role in ("prefill", "decode"):
+        bench.hello(f"m:{role}", role, process="m", mixed=True)
+    assert order(bench, "m", "prefill") == order(bench, "m:decode", "prefill") == "m is a mixed worker: it is of both roles already"
+
+
 def test_a_change_from_the_order_to_its_end() -> None:
     bench = flexible()
     record, actions = bench.core.flip("w1", "prefill", 3.0, bench.now)

@@ -6,16 +6,19 @@ from collections import Counter
 from typing import Any
 
 from splitserve.coordinator.pools import Worker
-from splitserve.coordinator.routing import Need, choose_decode, choose_prefill
+from splitserve.coordinator.routing import Need, choose_decode, choose_pair, choose_prefill, fits
 from splitserve.transport.messages import Hello, ModelIdentity
 
 MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=16, layout="l", block_bytes=8)
 HASHES = [bytes([i]) * 16 for i in range(10)]
 
 
-def worker(name: str, role: Any = "prefill", **state: Any) -> Worker:
+def worker(name: str, role: Any = "prefill", mixed: bool = False, **state: Any) -> Worker:
+    """``mixed``: of a process of that name."""
     hello = Hello(
-        worker_id=name,
+        worker_id=f"{name}:{role}" if mixed else name,
+        process=name if mixed else "",
+        mixed=mixed,
         incarnation=1,
         role=role,
         host="h",
@@ -96,3 +99,35 @@ def test_decode_goes_where_most_room_is_left() -> None:
     assert found is empty
     cached = worker("c", "decode", dispatches={7}, cached=set(HASHES))
     assert choose_decode("hybrid", [full, empty, cached], need()) is cached
+
+
+def pair_of(name: str, **state: Any) -> tuple[Worker, Worker]:
+    """A mixed worker's two halves; the state is that of the decode half."""
+    return worker(name, "prefill", mixed=True), worker(name, "decode", mixed=True, **state)
+
+
+def test_a_mixed_worker_generates_for_what_it_computes() -> None:
+    (prefill, decode), (other_prefill, other_decode) = pair_of("a"), pair_of("b")
+    plain_prefill, plain_decode = worker("p"), worker("d", "decode")
+    assert fits(prefill, decode)
+    assert not fits(prefill, other_decode)
+    assert not fits(prefill, plain_decode)
+    assert fits(plain_prefill, decode)
+    busy = pair_of("c", dispatches={1, 2, 3})
+    chosen_pair = choose_pair("hybrid", [prefill, other_prefill, busy[0]], [decode, busy[1]], need())
+    assert chosen_pair == (prefill, decode), "where most room is, and both halves"
+
+
+def test_a_prompt_is_computed_locally_where_that_costs_less() -> None:
+    """Tokens to compute there, and as many for every sequence that waits for them there; against those at a prefill worker."""
+    local, decode = pair_of("a")
+    remote = worker("p")
+    assert choose_pair("hybrid", [remote, local], [decode], need()) == (local, decode), "nobody is disturbed, nothing moves"
+    decode.dispatches = {1, 2}
+    assert choose_pair("hybrid", [remote, local], [decode], need()) == (remote, decode)
+    local.cached = set(HASHES[:9])  # of ten blocks: a follow-up turn
+    assert choose_pair("hybrid", [remote, local], [decode], need()) == (local, decode)
+    local.cached = set()
+    remote.promise(7, 2000)
+    assert choose_pair("hybrid", [remote, local], [decode], need(num_tokens=160)) == (local, decode), "a short one need not wait"
+    assert choose_pair("hybrid", [remote, local], [decode], need(num_tokens=1600)) == (remote, decode)

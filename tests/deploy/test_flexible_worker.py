@@ -16,11 +16,18 @@ from splitserve.engine.paced_runner import paced_model
 
 
 @pytest.fixture
-def flexible(tmp_path: Path) -> Iterator[FlexibleWorker]:
-    """A decode worker whose coordinator is not there."""
+def flexible(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FlexibleWorker]:
+    """A decode worker, or what the test says, whose coordinator is not there."""
+    start_as = getattr(request, "param", "decode")
     profile().write(tmp_path / "profile.json")
     settings = FlexibleSettings(
-        model=DEMO_MODEL, name="w", insecure=True, mover="zmq", coordinator="tcp://127.0.0.1:9", runner=f"paced:{tmp_path / 'profile.json'}"
+        model=DEMO_MODEL,
+        name="w",
+        start_as=start_as,
+        insecure=True,
+        mover="zmq",
+        coordinator="tcp://127.0.0.1:9",
+        runner=f"paced:{tmp_path / 'profile.json'}",
     )
     process = FlexibleWorker(settings, paced_model(settings), None, None)
     yield process
@@ -45,3 +52,12 @@ def test_a_role_that_is_still_ending_does_not_begin_again(flexible: FlexibleWork
 def test_a_process_that_is_to_end_begins_nothing(flexible: FlexibleWorker) -> None:
     flexible.leave()
     assert not flexible.begin("prefill")
+
+
+@pytest.mark.parametrize("flexible", ["mixed"], indirect=True)
+def test_a_mixed_worker_is_of_both_roles_or_of_none(flexible: FlexibleWorker) -> None:
+    """One half that was told to leave would else be gone for as long as the process lives."""
+    assert sorted(flexible._workers) == ["decode", "prefill"]
+    flexible._workers["decode"]._core.drain(0.0)
+    flexible.run()
+    assert not flexible._workers

@@ -14,6 +14,7 @@ from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.decode.settings import DecodeSettings
 from splitserve.deploy.cli import cli
 from splitserve.deploy.config import ConfigError, Sources, Value
+from splitserve.deploy.flexible_settings import FlexibleSettings
 from splitserve.deploy.local_cluster import commands, curl_example, prefixed_log
 from splitserve.deploy.up import Plan, plan
 
@@ -76,8 +77,19 @@ def test_each_process_reads_exactly_the_planned_settings(model: Path, tmp_path: 
     assert [process.env["OMP_NUM_THREADS"] for process in processes] == ["1", "2", "2"]
 
 
+def test_workers_of_both_roles_alone_or_beside_others(model: Path, tmp_path: Path) -> None:
+    alone = planned(model, tmp_path, prefill="0", decode="0", mixed="2", prefill_max_batch_tokens="64", max_num_seqs="8")
+    assert [(w.name, w.role) for w in alone.workers] == [("mixed-0", "worker"), ("mixed-1", "worker")]
+    assert [(w.start_as, w.max_batch_tokens, w.max_num_seqs) for w in alone.workers if isinstance(w, FlexibleSettings)] == [
+        ("mixed", 64, 8),
+        ("mixed", 64, 8),
+    ]
+    beside = planned(model, tmp_path, prefill="1", decode="0", mixed="1")
+    assert [w.name for w in beside.workers] == ["prefill-0", "mixed-0"]
+
+
 def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--decode: '0' cannot be used"):
+    with pytest.raises(ConfigError, match="--decode is 0: start one at least, or workers of both roles by --mixed"):
         planned(model, tmp_path, decode="0")
     (model / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no model\.safetensors"):

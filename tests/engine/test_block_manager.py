@@ -24,7 +24,9 @@ class Sequences(RuleBasedStateMachine):
         super().__init__()
         self.manager = BlockManager(NUM_BLOCKS)
         self.held: list[list[int]] = []
+        self.events, self.others = self.manager.watch(), self.manager.watch()
         self.known: set[bytes] = set()  # by the events
+        self.known_to_others: set[bytes] = set()
 
     @rule(words=st.lists(st.integers(0, 2), min_size=1, max_size=6), commits=st.integers(0, 6))
     def start(self, words: list[int], commits: int) -> None:
@@ -64,10 +66,17 @@ class Sequences(RuleBasedStateMachine):
 
     @invariant()
     def events_tell_the_contents(self) -> None:
-        stored, removed = self.manager.take_events()
+        stored, removed = self.events.take()
         assert not set(stored) & set(removed)
         self.known = (self.known | set(stored)) - set(removed)
         assert self.known == set(self.manager.cached_hashes())
+
+    @rule()
+    def others_ask_now_and_then(self) -> None:
+        stored, removed = self.others.take()
+        assert not set(stored) & set(removed)
+        self.known_to_others = (self.known_to_others | set(stored)) - set(removed)
+        assert self.known_to_others == set(self.manager.cached_hashes())
 
     def teardown(self) -> None:
         for blocks in self.held:

@@ -1,10 +1,11 @@
-"""A process that changes its role while it runs: one memory and block manager, a worker of either role over them, or for a while both."""
+"""A process that changes its role while it runs: one memory and block manager, a worker of either role over them, or for a while both. Or
+for good both: a mixed one."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from simulation.memory import Memory
 from simulation.process import Process
@@ -12,6 +13,7 @@ from simulation.retiring_role import RetiringRole
 from simulation.watched_blocks import WatchedBlocks
 from simulation.worker_process import BLOCK_SIZE, WorkerProcess
 
+from splitserve.engine.role_host import worker_name
 from splitserve.transport.messages import Role
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 class FlexibleProcess:
     """To everybody else each of its roles is a worker of its own, named after it."""
 
-    def __init__(self, world: World, name: str, host: str, num_blocks: int, role: Role) -> None:
+    def __init__(self, world: World, name: str, host: str, num_blocks: int, role: Role | Literal["mixed"]) -> None:
         self.world, self.name, self.host, self.num_blocks = world, name, host, num_blocks
         self.alive, self.leaving = True, False
         self.pid = world.next_number()
@@ -30,8 +32,13 @@ class FlexibleProcess:
         self.blocks = WatchedBlocks(num_blocks, self)
         self.roles: dict[Role, WorkerProcess] = {}
         self.retiring: list[RetiringRole] = []
-        self.latest: Role = role
-        self.begin(role)
+        self.mixed = role == "mixed"
+        self.latest: Role | Literal["mixed"] = role
+        if role == "mixed":
+            self.begin("decode")
+            self.begin("prefill")
+        else:
+            self.begin(role)
 
     def begin(self, role: Role) -> bool:
         """Is of this role from now on. False: it has not quite ended being so, or is to end."""
@@ -39,10 +46,19 @@ class FlexibleProcess:
             return False
         if role in self.roles:
             return not self.roles[role].core.drains
-        worker = self.world.kinds[role](self.world, f"{self.name}:{role}", self.host, self.num_blocks, self)
+        worker = self.world.kinds[role](self.world, worker_name(self.name, role), self.host, self.num_blocks, self)
         self.roles[role] = self.world.workers[worker.name] = worker
-        self.latest = role
+        self.latest = "mixed" if self.mixed else role
         return True
+
+    def hands_to_itself(self, decode_worker: str) -> bool:
+        """Whether the worker of this name generates here for the prompts that are computed here."""
+        return self.mixed and decode_worker == worker_name(self.name, "decode")
+
+    def num_growing_blocks(self) -> int:
+        """To be left to the sequences that run here."""
+        decode = self.roles.get("decode")
+        return decode.core.room()[1] if decode is not None else 0
 
     def end(self, worker: WorkerProcess) -> None:
         """Nothing is left of this role; without any the process ends."""

@@ -36,9 +36,18 @@ class PrefillProcess(WorkerProcess):
 
     def make_core(self) -> PrefillCore:
         cluster = self.world.scenario.cluster
-        scheduler = PrefillScheduler(self.blocks, BLOCK_SIZE, MODEL.fingerprint, cluster.max_batch_tokens, cluster.max_num_seqs)
+        of_both = self.process if self.process is not None and self.process.mixed else None
+        scheduler = PrefillScheduler(
+            self.blocks,
+            BLOCK_SIZE,
+            MODEL.fingerprint,
+            cluster.max_batch_tokens,
+            cluster.max_num_seqs,
+            for_decode=of_both.num_growing_blocks if of_both else None,
+        )
         slicing = LayerSlicing(NUM_LAYERS, 1 << 18, self.world.random.choice(MODES))
-        return PrefillCore(self.meet(), scheduler, EOS, MAX_MODEL_LEN, TIMES, DRAIN_S, slicing)
+        is_local = of_both.hands_to_itself if of_both else lambda _: False
+        return PrefillCore(self.meet(), scheduler, EOS, MAX_MODEL_LEN, TIMES, DRAIN_S, slicing, is_local)
 
     def runs_ahead(self) -> bool:
         """As on a GPU; on a CPU a step is made when the one before it has ended."""

@@ -63,6 +63,7 @@ class Cluster:
     max_batch_tokens: int = 48
     policy: Policy = "hybrid"
     num_flexible: int = 0  # processes that can be of either role, besides; half of them begin as decode workers
+    num_mixed: int = 0  # processes that are of both roles, besides
     prefill_ahead: float = 0.5  # share of prefill workers that make the next step while one runs
 
 
@@ -110,6 +111,7 @@ EVERYTHING = replace(
     short_deadline=0.03,
 )
 FLIPS = Faults(flip_every=0.15, freeze_in_put=0.03, partition_every=0.3, drop=0.02, double=0.05, late=0.02, cancel=0.1)
+MIXED = replace(PROCESSES, drop=0.005, late=0.01, drain_every=1.0, partition_every=1.5, spill_every=1.0, lost_put=0.01, corrupt_put=0.01)
 FEW_BLOCKS = Cluster(prefill_blocks=40, decode_blocks=28)
 NAMED = {
     "calm": Scenario(),
@@ -124,6 +126,7 @@ NAMED = {
     "ahead": Scenario(Faults(late=0.1, drop=0.05, cancel=0.2, step_error=0.01, step_no_memory=0.01), Cluster(prefill_ahead=1.0)),
     "coordinators": Scenario(Faults(coordinator_restart_every=2.5, cancel=0.1), Cluster(num_coordinators=3)),
     "flips": Scenario(FLIPS, Cluster(num_prefill=1, num_decode=1, num_flexible=3, one_sided=1.0)),
+    "mixed": Scenario(MIXED, Cluster(num_prefill=1, num_decode=1, num_mixed=2, prefill_blocks=80, decode_blocks=80)),
     "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0)),
 }
 

@@ -258,6 +258,8 @@ class WorkerProcess(Process, ABC):
     def _tick(self) -> None:
         self.after(TICK_S, self._tick)
         now = self.now
+        if self.process is not None and self.process.mixed and self.core.drains:
+            self.process.tell_to_leave()  # of both roles or of none
         if self.told_to_leave:
             self.core.drain(now)
         self.core.tick(now)
@@ -304,4 +306,5 @@ class WorkerProcess(Process, ABC):
             max_batch_tokens=cluster.max_batch_tokens,
             peer_address=self.name if self.role == "decode" else "",
             process=self.process.name if self.process is not None else "",
+            mixed=self.process.mixed if self.process is not None else False,
         )

@@ -66,6 +66,9 @@ class World:
         for i in range(cluster.num_flexible):
             name, host = f"flexible-{i}", f"host-{i % cluster.num_hosts}"
             self.processes[name] = FlexibleProcess(self, name, host, cluster.decode_blocks, "prefill" if i % 2 else "decode")
+        for i in range(cluster.num_mixed):
+            name, host = f"mixed-{i}", f"host-{i % cluster.num_hosts}"
+            self.processes[name] = FlexibleProcess(self, name, host, cluster.decode_blocks, "mixed")
         self.adversary = Adversary(self)
 
     def next_number(self) -> int:

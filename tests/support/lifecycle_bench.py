@@ -28,7 +28,7 @@ class Bench:
         self.hello("p", "prefill")
         self.hello("d", "decode")
 
-    def hello(self, name: str, role: Any, incarnation: int = 1, process: str = "") -> list[Action]:
+    def hello(self, name: str, role: Any, incarnation: int = 1, process: str = "", mixed: bool = False) -> list[Action]:
         hello = Hello(
             worker_id=name,
             incarnation=incarnation,
@@ -43,6 +43,7 @@ class Bench:
             max_batch_tokens=16,
             peer_address="tcp://x:1",
             process=process,
+            mixed=mixed,
         )
         return self.core.receive((name, incarnation), hello, self.now)
 
