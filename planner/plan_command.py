@@ -57,10 +57,9 @@ def plan(settings: PlanSettings) -> int:
 
 
 def launch(path: Path, found: Plan, console: Console) -> None:
-    """The best split's configuration: colocated workers are not what splitserve runs."""
-    write_launch(path, found.best.candidate)
-    what = "" if found.disaggregates else f"of the best split, {found.best.candidate.ratio}, "
-    console.print(f"wrote the configuration {what}to {path}: splitserve up --config {path} --model ...", highlight=False)
+    """The recommended cluster's configuration: colocated workers are started as mixed ones."""
+    write_launch(path, found.winner.candidate)
+    console.print(f"wrote the configuration to {path}: splitserve up --config {path} --model ...", highlight=False)
 
 
 def the_hardware(settings: PlanSettings) -> Hardware:

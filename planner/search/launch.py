@@ -11,17 +11,18 @@ from .candidates import Candidate
 
 
 def write_launch(path: Path, candidate: Candidate) -> None:
-    """Raises SimulationError, also for colocated workers, which splitserve has none of."""
-    if not candidate.prefill:
-        raise SimulationError(
-            "colocated workers are not what splitserve runs: there is no launch configuration; use a server with chunked prefill"
-        )
+    """Colocated workers are what ``splitserve up --mixed`` starts. Raises SimulationError."""
     mover = {"mover": candidate.mover} if candidate.mover else {}
-    content = {
-        "up": {"prefill": candidate.prefill, "decode": candidate.decode},
+    of_role: dict[str, dict[str, str | int]] = {
         "prefill": {"max_batch_tokens": candidate.max_batch_tokens, **mover},
         "decode": {"max_num_seqs": candidate.max_num_seqs, **mover},
     }
+    content: dict[str, dict[str, str | int]] = {"up": {"prefill": candidate.prefill, "decode": candidate.decode}}
+    if candidate.prefill:
+        content |= of_role
+    if candidate.colocated:
+        content["up"]["mixed"] = candidate.colocated
+        content["worker"] = {**of_role["prefill"], **of_role["decode"]}
     try:
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from planner.test_simulator import profile
 
 from splitserve.deploy.config import Sources, Value
+from splitserve.deploy.flexible_settings import FlexibleSettings
 from splitserve.deploy.up import plan as up
 from splitserve.engine.latency_profile import Piece, Power
 from splitserve.planner.errors import SimulationError
@@ -200,8 +202,18 @@ def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys
     write_launch(tmp_path / "up.yaml", replace(Candidate(2, 1, 0, 512, 16), mover="zmq"))
     launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(tmp_path / "up.yaml", env={}))
     assert {w.mover for w in launched.workers} == {"zmq"}
-    with pytest.raises(SimulationError, match="not what splitserve runs"):
-        write_launch(tmp_path / "up.yaml", Candidate(0, 0, 3, 512, 16))
+
+
+@pytest.mark.parametrize("candidate", [Candidate(0, 0, 3, 512, 16, mover="zmq"), Candidate(2, 1, 3, 512, 16)])
+def test_colocated_workers_are_launched_as_mixed_ones(tmp_path: Path, candidate: Candidate) -> None:
+    write_launch(tmp_path / "up.yaml", candidate)
+    launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(tmp_path / "up.yaml", env={}))
+    assert Counter(w.worker_id.split("-")[0] for w in launched.workers) == Counter(
+        prefill=candidate.prefill, decode=candidate.decode, mixed=3
+    )
+    mixed = [w for w in launched.workers if isinstance(w, FlexibleSettings)]
+    assert {(w.start_as, w.max_batch_tokens, w.max_num_seqs) for w in mixed} == {("mixed", 512, 16)}
+    assert {w.mover for w in mixed} == {candidate.mover or "auto"}
 
 
 def test_distserves_own_example_two_prefill_workers_for_one_decode_worker() -> None:
