@@ -21,7 +21,7 @@ from splitserve.coordinator.progress import Progress
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.rows import DecodeRows
 from splitserve.decode.scheduler import DecodeScheduler
-from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.block_manager import BlockManager, CacheEvents
 from splitserve.prefill.core import PrefillCore
 from splitserve.transport.handoff_receiver import HandoffReceiver
 from splitserve.transport.handoff_sender import HandoffSender
@@ -322,9 +322,17 @@ def end_a_role_while_somebody_may_still_write(patch: Patch) -> None:
     patch.setattr(DecodeCore, "at_rest", property(lambda self: True))
 
 
-def let_the_role_that_leaves_speak_of_the_cache(patch: Patch) -> None:
-    for core in (PrefillCore, DecodeCore):
-        patch.setattr(core, "block_events", lambda self, everything=False: self._cache_reporter.report(self.worker, everything))
+def have_both_roles_of_a_process_read_one_list_of_the_caches_changes(patch: Patch) -> None:
+    watch = BlockManager.watch
+
+    def watch_what_the_first_watches(blocks: BlockManager) -> CacheEvents:
+        if blocks._watchers:
+            return blocks._watchers[0]
+        events = watch(blocks)
+        patch.setattr(events, "close", lambda: None)
+        return events
+
+    patch.setattr(BlockManager, "watch", watch_what_the_first_watches)
 
 
 def end_a_role_without_a_word(patch: Patch) -> None:
@@ -376,7 +384,7 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (drop_the_work_of_all_when_one_coordinator_is_gone, "coordinators"),
     (cancel_whoever_has_that_dispatch_number, "coordinators"),
     (end_a_role_while_somebody_may_still_write, "flips"),
-    (let_the_role_that_leaves_speak_of_the_cache, "flips"),
+    (have_both_roles_of_a_process_read_one_list_of_the_caches_changes, "mixed"),
     (end_a_role_without_a_word, "flips"),
     (say_once_that_a_role_is_over, "flips"),
     (take_the_end_of_a_name_for_that_of_the_next, "flips"),
