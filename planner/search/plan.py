@@ -165,7 +165,8 @@ class _Search:
     # --- the simulator ---------------------------------------------------------------------------
 
     def _answer(self, asked: list[tuple[Candidate, float, float]], fresh: bool = True) -> list[Answer]:
-        new = [one for one in asked if fresh or one[0] not in self._known]
+        """Unless ``fresh``, what is known already is not tried again, but of a rival that was pruned no goodput is known."""
+        new = [one for one in asked if fresh or one[0] not in self._known or self._known[one[0]].pruned]
         for one in self._crew.ask(answered, new):
             earlier = self._known.get(one.candidate)
             if earlier is not None:

@@ -49,6 +49,15 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
     assert found.best.goodput == pytest.approx(best.goodput, rel=0.06)
 
 
+def test_a_neighbour_that_was_a_rival_before_is_told_with_its_own_goodput(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rival it was given up as soon as it was not better."""
+    monkeypatch.setattr("splitserve.planner.search.plan.NEARLY", 0.0)
+    asked = question(400, 3, count=24)
+    (neighbour,) = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1).neighbours
+    assert neighbour.candidate.ratio == "1P:2D"
+    assert neighbour.goodput == pytest.approx(answer(asked, neighbour.candidate).goodput, rel=0.06)
+
+
 def test_the_sketch_is_near_the_simulation() -> None:
     asked = question(400, 6, count=80)
     for candidate, rate in ((Candidate(1, 1, 0, 512, 16), 9.0), (Candidate(2, 1, 0, 512, 16), 14.0), (Candidate(0, 0, 2, 512, 16), 5.0)):
