@@ -12,6 +12,9 @@ from .recovery import Recovery, RecoveryLog
 from .request import Ended, ErrorKind
 
 RETRY_S, LONGEST_RETRY_S = 0.25, 4.0
+MORE_FOR_THE_NETWORK = 3
+"""A request whose handoff fails may fail so many times more: nothing is wrong with it, and a network in trouble for seconds outlasts the
+first waits, which add up to 1.25 s (these three more: to 13 s)."""
 """Before the second retry of a request that fails, then four times as long before each one after it; never longer."""
 
 
@@ -27,14 +30,14 @@ class Attempts:
         self.recoveries = RecoveryLog()
         self.num_deadlines: dict[str, int] = dict.fromkeys(("queue", "prefill", "handoff", "decode"), 0)
 
-    def retry(self, flight: Flight, reason: str, now: float, counts: bool = True) -> None:
+    def retry(self, flight: Flight, reason: str, now: float, counts: bool = True, of_network: bool = False) -> None:
         """A new epoch: prompt plus the tokens the client has. The first is at once, later ones after a while, and rather elsewhere."""
         flight.avoid = flight.decode if counts else None
         self.detach(flight)
         flight.early, flight.early_finish = [], None
         self._state.suspicion.credit(flight)
         flight.num_failures += counts
-        if flight.num_failures >= self._state.limits.max_attempts:
+        if flight.num_failures >= self._state.limits.max_attempts + (MORE_FOR_THE_NETWORK if of_network else 0):
             self.fail(flight, "failed", f"gave up after {flight.num_failures} failed attempts; the last: {reason}", now)
             return
         if counts and flight.num_failures > 1:

@@ -154,7 +154,8 @@ class Progress:
         elif message.kind == "deadline":
             self._attempts.expire(flight, own_deadline(flight), now)
         else:
-            self._attempts.retry(flight, message.message, now, counts=message.kind != "preempted")
+            of_network = message.kind == "handoff_failed"
+            self._attempts.retry(flight, message.message, now, counts=message.kind != "preempted", of_network=of_network)
 
 
 def _hear_cached(flight: Flight, message: FirstToken | Joined) -> None:

@@ -135,7 +135,10 @@ class CoordinatorSettings(BaseModel):
         default=30, ge=0.1, le=3600, description="A busy worker that ends no step for so many seconds is dead."
     )
     max_attempts: int = Field(
-        default=4, ge=1, le=100, description="How often in a row a request may fail on workers before it ends with an error."
+        default=4,
+        ge=1,
+        le=100,
+        description="How often in a row a request may fail on workers before it ends with an error; its handoff three times more.",
     )
     suspect_after: int = Field(
         default=2, ge=1, le=100, description="A request that ran on so many workers in a row when they died is then run apart from others."
