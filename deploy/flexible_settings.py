@@ -20,7 +20,7 @@ class FlexibleSettings(DecodeSettings, PrefillSettings):
     start_as: Literal["prefill", "decode", "mixed"] = Field(
         default="decode",
         description="The role that it begins with. mixed: it is of both for good, and generates for the prompts that it computes, of which "
-        "nothing moves.",
+        "next to nothing moves.",
     )
     max_num_seqs: int = Field(
         default=64,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -74,7 +75,7 @@ class Surroundings(Protocol):
         """It has drained, and ended in good order."""
 
 
-class WorkerShell:
+class WorkerShell(ABC):
     """An inbox, a device, a heartbeat. Workers of one device hand over within it."""
 
     role: Role
@@ -120,17 +121,19 @@ class WorkerShell:
             self.from_coordinator(message)
         self.turn()
 
+    @abstractmethod
     def from_coordinator(self, message: Message) -> None:
-        raise NotImplementedError
+        """What only this role is told."""
 
+    @abstractmethod
     def take(self) -> list[Any]:
-        raise NotImplementedError
+        """The core's actions since the last call."""
 
+    @abstractmethod
     def do(self, action: Any) -> None:
         """Carries out what only this role does."""
-        raise NotImplementedError
 
-    def before_report(self) -> None:
+    def before_report(self) -> None:  # noqa: B027 - a role may have nothing to do here
         """A heartbeat is due."""
 
     def die(self) -> None:
@@ -139,8 +142,9 @@ class WorkerShell:
         self.alive = False
 
     @property
+    @abstractmethod
     def sender(self) -> HandoffSender:
-        raise NotImplementedError
+        """By which KV blocks leave."""
 
     def turn(self) -> None:
         """One turn of the loop."""
