@@ -31,11 +31,11 @@ def grammar_for(request: GenerateRequest, model: ServedModel, prompt: Prompt) ->
     if not isinstance(request, ChatCompletionRequest):
         return grammar, param
     if request.must_call:
-        grammar, param = _calls(request, model), "tools"
+        grammar, param = _calls(request, model), request.field_of_tools
     elif grammar and request.callable_tools:
         grammar = either(grammar, _calls(request, model))
     elif request.holds_calls:
-        grammar, param = _calls(request, model, make=calls_at_will), "tools"
+        grammar, param = _calls(request, model, make=calls_at_will), request.field_of_tools
     if grammar and model.chat_style.thinks:
         special = model.tokenizer.special_id(THOUGHT_MARKS[1]) is not None
         grammar = after_thought(grammar, model.tokenizer.as_lark, special, opened=thinks_already(prompt.text))
@@ -62,6 +62,7 @@ def read_as_chat(options: ChoiceOptions, request: GenerateRequest, model: Served
         thinks=style.thinks,
         max_calls=1 if request.one_call else options.max_calls,
         short_call_ids=style.tools == "mistral",
+        as_function_call=request.functions is not None,
     )
 
 

@@ -21,6 +21,9 @@ from .bodies.chat import Message, ToolCall
 from .errors import InvalidRequest
 from .tokenizer import Tokenizer, read_json
 
+FUNCTION_CALL_ID = "function0"
+"""Of a call that was told of as before there were tools, when calls had none; of the length that Mistral's templates want."""
+
 
 class _GenerationTag(Extension):
     """``{% generation %}``: marks the assistant's words for training; here it only renders its content."""
@@ -97,13 +100,19 @@ class ChatTemplate:
         role = message.role
         if role == "developer" and not self._knows_developer:
             role = "system"  # what it was called before
+        elif role == "function":
+            role = "tool"  # what it is called since
         fields: dict[str, Any] = {"role": role, "content": message.content or ""}
         if message.name is not None:
             fields["name"] = message.name
         if message.tool_calls:
             fields["tool_calls"] = [_as_templates_want(call) for call in message.tool_calls]
+        elif message.function_call is not None:
+            fields["tool_calls"] = [_as_templates_want(ToolCall(id=FUNCTION_CALL_ID, function=message.function_call))]
         if message.tool_call_id is not None:
             fields["tool_call_id"] = message.tool_call_id
+        elif message.role == "function":
+            fields["tool_call_id"] = FUNCTION_CALL_ID
         if message.reasoning_content is not None:
             fields["reasoning_content"] = message.reasoning_content
         return fields

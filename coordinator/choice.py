@@ -37,6 +37,7 @@ class ChoiceOptions(NamedTuple):
     thinks: bool = False  # its answers may begin with a thought
     max_calls: int = 1 << 30
     short_call_ids: bool = False
+    as_function_call: bool = False  # its one call is told of as before there were tools
 
 
 class Exchange(Protocol):

@@ -13,7 +13,7 @@ from .logprobs import TokenEntry, chat_logprobs, completion_logprobs
 from .tokenizer import Tokenizer
 
 Usage = dict[str, Any]
-ReportedReason = Literal["stop", "length", "tool_calls", "error"]
+ReportedReason = Literal["stop", "length", "tool_calls", "function_call", "error"]
 DONE = b"data: [DONE]\n\n"
 _TEXT = "\0text"
 PAD_TO = 256
@@ -29,6 +29,7 @@ class ChoiceResult:
     entries: Sequence[TokenEntry] | None
     finish_reason: ReportedReason
     tool_calls: Sequence[dict[str, Any]] = ()
+    function_call: dict[str, Any] | None = None
     reasoning: str | None = None
     more: dict[str, Any] | None = None  # further fields of the choice
 
@@ -184,12 +185,14 @@ class ChatFormat(_Envelope):
 
     def _whole(self, choice: ChoiceResult) -> dict[str, Any]:
         logprobs = None if choice.entries is None else chat_logprobs(choice.entries, self.tokenizer.table)
-        content = choice.text if choice.text or not choice.tool_calls else None
+        content = choice.text if choice.text or not (choice.tool_calls or choice.function_call) else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if choice.reasoning is not None:
             message["reasoning_content"] = choice.reasoning
         if choice.tool_calls:
             message["tool_calls"] = choice.tool_calls
+        if choice.function_call is not None:
+            message["function_call"] = choice.function_call
         whole = {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         return {**whole, **(choice.more or {})}
 

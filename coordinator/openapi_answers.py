@@ -12,7 +12,7 @@ STRING: dict[str, Any] = {"type": "string"}
 STRING_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
 INTEGER: dict[str, Any] = {"type": "integer"}
 LOGPROB: dict[str, Any] = {"type": "number", "minimum": -9999}
-REASONS = ["stop", "length", "tool_calls"]
+REASONS = ["stop", "length", "tool_calls", "function_call"]
 
 
 def record(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -50,18 +50,23 @@ _TEXT_LOGPROBS = record(
 _TOKEN = {"token": STRING, "logprob": LOGPROB, "bytes": array({"type": "integer", "minimum": 0, "maximum": 255})}
 _CHAT_LOGPROBS = record({"content": array(record({**_TOKEN, "top_logprobs": array(record(_TOKEN))})), "refusal": {"type": "null"}})
 
-_CALL = record({"id": STRING, "type": {"const": "function"}, "function": record({"name": STRING, "arguments": STRING})})
+_CALLED = record({"name": STRING, "arguments": STRING})
+_CALL = record({"id": STRING, "type": {"const": "function"}, "function": _CALLED})
 _MESSAGE = record(
     {"role": {"const": "assistant"}, "content": STRING_OR_NULL, "refusal": {"type": "null"}},
-    {"reasoning_content": STRING, "tool_calls": array(_CALL, minItems=1)},
+    {"reasoning_content": STRING, "tool_calls": array(_CALL, minItems=1), "function_call": _CALLED},
 )
-_PART_OF_CALL = record(
-    {"index": COUNT},
-    {"id": STRING, "type": {"const": "function"}, "function": record({}, {"name": STRING, "arguments": STRING})},
-)
+_PART_OF_CALLED = record({}, {"name": STRING, "arguments": STRING})
+_PART_OF_CALL = record({"index": COUNT}, {"id": STRING, "type": {"const": "function"}, "function": _PART_OF_CALLED})
 _DELTA = record(
     {},
-    {"role": {"const": "assistant"}, "content": STRING, "reasoning_content": STRING, "tool_calls": array(_PART_OF_CALL, minItems=1)},
+    {
+        "role": {"const": "assistant"},
+        "content": STRING,
+        "reasoning_content": STRING,
+        "tool_calls": array(_PART_OF_CALL, minItems=1),
+        "function_call": _PART_OF_CALLED,
+    },
 )
 
 

@@ -73,11 +73,15 @@ class ParsedChoice(Choice):
         thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
         names = [event.name for event in events if isinstance(event, CallStarted)]
         arguments = ["".join(e.text for e in events if isinstance(e, CallArguments) and e.call == call) for call in range(len(names))]
-        calls = [
-            {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
-            for id, name, text in zip(self._ids, names, arguments, strict=True)
-        ]
-        return ChoiceResult(self.index, content, self._show("", last=True), self._reason(reason), calls, thoughts or None, self._more())
+        called = [{"name": name, "arguments": text} for name, text in zip(names, arguments, strict=True)]
+        result = ChoiceResult(
+            self.index, content, self._show("", last=True), self._reason(reason), reasoning=thoughts or None, more=self._more()
+        )
+        if not self._options.as_function_call:
+            result.tool_calls = [{"id": id, "type": "function", "function": one} for id, one in zip(self._ids, called, strict=True)]
+        elif called:
+            result.function_call = called[0]
+        return result
 
     def _flush_checked(self) -> None:
         num_tokens = len(self._parts)
@@ -111,8 +115,12 @@ class ParsedChoice(Choice):
     def _fields(self, event: Event) -> dict[str, Any]:
         if isinstance(event, CallStarted):
             function = {"name": event.name, "arguments": ""}
+            if self._options.as_function_call:
+                return {"function_call": function}
             return {"tool_calls": [{"index": event.call, "id": self._ids[event.call], "type": "function", "function": function}]}
         if isinstance(event, CallArguments):
+            if self._options.as_function_call:
+                return {"function_call": {"arguments": event.text}}
             return {"tool_calls": [{"index": event.call, "function": {"arguments": event.text}}]}
         return {"reasoning_content" if isinstance(event, Reasoning) else "content": event.text}
 
@@ -124,7 +132,9 @@ class ParsedChoice(Choice):
         return form.delta_chunk(self.index, delta, entries=entries, finish_reason=reason, usage=usage, more=self._more())
 
     def _reason(self, reason: ReportedReason) -> ReportedReason:
-        return "tool_calls" if self._ids and reason == "stop" else reason
+        if not self._ids or reason != "stop":
+            return reason
+        return "function_call" if self._options.as_function_call else "tool_calls"
 
 
 ParserOf = Callable[[Prompt], OutputParser]

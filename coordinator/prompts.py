@@ -41,7 +41,7 @@ def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
 def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> list[Prompt]:
     """One for a chat, one or several for a completion. Raises InvalidRequest."""
     if isinstance(request, ChatCompletionRequest):
-        tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools] if request.tools else ()
+        tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
         prompts = [chat_prompt(request.messages, model, extra=request.template_variables, tools=tools)]
         param = "messages"
     else:

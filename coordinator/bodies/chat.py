@@ -8,7 +8,16 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..chat_output.tool_choice import MAX_TOOLS, TOOL_CHOICE, Tool, check_tool_choice
+from ..chat_output.tool_choice import (
+    FUNCTION_CALL,
+    MAX_TOOLS,
+    TOOL_CHOICE,
+    Function,
+    Tool,
+    ToolChoice,
+    check_function_call,
+    check_tool_choice,
+)
 from .fields import INT64, NULL, Body, invalid, only, schema, unknown_within
 from .sampling import SamplingFields
 
@@ -68,6 +77,8 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+    """What calls were before ``tool_calls``; their results come in messages of role ``function``."""
     reasoning_content: str | None = None
 
     @model_validator(mode="after")
@@ -103,6 +114,9 @@ class ChatCompletionRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[Any, BeforeValidator(check_tool_choice), TOOL_CHOICE] = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    function_call: Annotated[Any, BeforeValidator(check_function_call), FUNCTION_CALL] = None
+    """Both are what OpenAI had before tools. Answers to them tell of their one call in the way of that time, too."""
     modalities: Annotated[Any, AfterValidator(only(None, ["text"])), WithJsonSchema({"enum": [None, ["text"]]})] = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     verbosity: Annotated[str, Field(max_length=32)] | None = None
@@ -114,13 +128,17 @@ class ChatCompletionRequest(SamplingFields):
             raise PydanticCustomError("invalid", "top_logprobs: only allowed with `logprobs` true")
         if self.max_tokens == 0:
             raise PydanticCustomError("invalid", "max_tokens: must be at least 1")
-        return self if self.tool_choice is None and not self.tools else self._calls_are_possible()
+        if self.functions is not None or self.function_call is not None:
+            self._functions_are_told_rightly()
+        return self if self.choice_of_tools is None and not self.all_tools else self._calls_are_possible()
 
     def unknown_fields(self) -> list[str]:
         """See ``Body``."""
         found = super().unknown_fields() + unknown_of_messages(self.messages)
         for i, tool in enumerate(self.tools or ()):
             found += unknown_within(f"tools[{i}]", tool)
+        for i, function in enumerate(self.functions or ()):
+            found += unknown_within(f"functions[{i}]", function)
         return found
 
     @property
@@ -134,43 +152,69 @@ class ChatCompletionRequest(SamplingFields):
         words = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         return {**{name: word for name, word in words.items() if word is not None}, **(self.chat_template_kwargs or {})}
 
+    def _functions_are_told_rightly(self) -> None:
+        if self.tools is not None or self.tool_choice is not None:
+            raise invalid("functions: not allowed beside `tools` and `tool_choice`, which came after `functions` and `function_call`")
+        if self.functions is None:
+            raise invalid("function_call: needs `functions` to choose from")
+
     def _calls_are_possible(self) -> Self:
-        choice = self.tool_choice
+        choice, tools = self.choice_of_tools, self.all_tools
         if choice is not None and (choice.names is not None or choice.mode == "required"):
-            if not self.tools:
+            field = "function_call" if self.functions else "tool_choice"
+            if not tools:
                 raise invalid("tool_choice: needs `tools` to choose from")
-            if unknown := sorted((choice.names or frozenset()) - {tool.function.name for tool in self.tools}):
-                raise invalid(f"tool_choice: there is no function {', '.join(map(repr, unknown))} in `tools`")
+            if unknown := sorted((choice.names or frozenset()) - {tool.function.name for tool in tools}):
+                raise invalid(f"{field}: there is no function {', '.join(map(repr, unknown))} in `{self.field_of_tools}`")
         if self.holds_calls and (self.ignore_eos or self.min_tokens):
             why = "a tool call must be made" if self.must_call else "tool calls are held to a form"
             raise invalid(f"{'ignore_eos' if self.ignore_eos else 'min_tokens'}: not allowed where {why}")
         return self
 
     @property
+    def field_of_tools(self) -> str:
+        """Where they are told of."""
+        return "tools" if self.functions is None else "functions"
+
+    @property
+    def all_tools(self) -> list[Tool] | None:
+        """Told of in the field of now or in the one of before."""
+        return self.tools if self.functions is None else [Tool(type="function", function=function) for function in self.functions]
+
+    @property
+    def choice_of_tools(self) -> ToolChoice | None:
+        """Likewise."""
+        choice: ToolChoice | None = self.tool_choice if self.functions is None else self.function_call
+        return choice
+
+    @property
     def offered_tools(self) -> list[Tool]:
         """What the model is told of."""
-        return [] if not self.tools or (self.tool_choice is not None and self.tool_choice.mode == "none") else self.tools
+        choice = self.choice_of_tools
+        return [] if choice is not None and choice.mode == "none" else self.all_tools or []
 
     @property
     def callable_tools(self) -> list[Tool]:
         """Those of them that it may call."""
-        names = self.tool_choice.names if self.tool_choice is not None else None
+        choice = self.choice_of_tools
+        names = choice.names if choice is not None else None
         return self.offered_tools if names is None else [tool for tool in self.offered_tools if tool.function.name in names]
 
     @property
     def must_call(self) -> bool:
         """Rather than as the model likes."""
-        return self.tool_choice is not None and self.tool_choice.mode == "required"
+        return (choice := self.choice_of_tools) is not None and choice.mode == "required"
 
     @property
     def one_call(self) -> bool:
         """At most, in an answer."""
-        return self.parallel_tool_calls is False or (self.tool_choice is not None and self.tool_choice.one)
+        choice = self.choice_of_tools
+        return self.parallel_tool_calls is False or self.functions is not None or (choice is not None and choice.one)
 
     @property
     def holds_calls(self) -> bool:
         """Whether a grammar sees to the calls: one must be made, not all tools may be called, or one of them is strict."""
         if not self.offered_tools:
             return False
-        limited = self.tool_choice is not None and self.tool_choice.names is not None
+        limited = (choice := self.choice_of_tools) is not None and choice.names is not None
         return self.must_call or limited or any(tool.function.strict for tool in self.callable_tools)

@@ -66,6 +66,18 @@ def check_tool_choice(value: Any) -> ToolChoice | None:
     )
 
 
+def check_function_call(value: Any) -> ToolChoice | None:
+    """Of the value of what the field was called before ``tool_choice``. Raises PydanticCustomError."""
+    match value:
+        case None:
+            return None
+        case "none" | "auto":
+            return ToolChoice(value, one=True)
+        case {"name": str(name)}:
+            return ToolChoice("required", frozenset([name]), one=True)
+    raise PydanticCustomError("invalid", "must be 'none', 'auto' or {{\"name\": \"...\"}}")
+
+
 def _allowed_name(tool: Any) -> str:
     match tool:
         case {"type": "function", "function": {"name": str(name)}}:
@@ -98,6 +110,11 @@ TOOL_CHOICE = WithJsonSchema(
             },
         ]
     }
+)
+
+
+FUNCTION_CALL = WithJsonSchema(
+    {"anyOf": [{"enum": ["none", "auto", None]}, {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}]}
 )
 
 
