@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
 import orjson
@@ -30,6 +30,7 @@ class OutputFormat(NamedTuple):
     kind: Kind
     value: Any
     param: str  # the field that asked for it
+    unknown: tuple[str, ...] = ()  # paths of what else it says, and nobody knows
 
 
 def grammar_of(wanted: OutputFormat) -> bytes:
@@ -57,16 +58,22 @@ def _grammar_of(wanted: OutputFormat) -> str:
 def check_response_format(value: Any) -> OutputFormat | None:
     """Of the field's value. Raises PydanticCustomError."""
     kind = value.get("type") if isinstance(value, dict) else None if value is None else value
+    unknown = _unknown_within(value, ("type", "json_schema"), "response_format")
     if value is None or kind == "text":
         return None
     if kind == "json_object":
-        return OutputFormat("json", '{"type":"object"}', "response_format")
+        return OutputFormat("json", '{"type":"object"}', "response_format", unknown)
     if kind != "json_schema" or not isinstance(value, dict):
         raise _invalid(f"type {kind!r} is not known; use 'text', 'json_object' or 'json_schema'")
     outer = value.get("json_schema")
     if not isinstance(outer, dict) or "schema" not in outer:
         raise _invalid('type \'json_schema\' needs {"json_schema": {"name": "...", "schema": {...}}}')
-    return _json(outer["schema"], "response_format")
+    unknown += _unknown_within(outer, ("name", "description", "schema", "strict"), "response_format.json_schema")
+    return _json(outer["schema"], "response_format")._replace(unknown=unknown)
+
+
+def _unknown_within(value: Any, known: Collection[str], path: str) -> tuple[str, ...]:
+    return tuple(f"{path}.{name}" for name in value if name not in known) if isinstance(value, dict) else ()
 
 
 def check_structured_outputs(value: Any) -> OutputFormat | None:

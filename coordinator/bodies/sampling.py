@@ -134,7 +134,9 @@ class SamplingFields(Body):
     def unknown_fields(self) -> list[str]:
         """See ``Body``."""
         found = super().unknown_fields()
-        return found if self.stream_options is None else found + unknown_within("stream_options", self.stream_options)
+        if self.stream_options is not None:
+            found += unknown_within("stream_options", self.stream_options)
+        return found if self.response_format is None else [*found, *self.response_format.unknown]
 
     @property
     def output_format(self) -> OutputFormat | None:

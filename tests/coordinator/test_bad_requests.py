@@ -244,12 +244,15 @@ async def test_unknown_fields_are_named_with_their_path(http: httpx.AsyncClient,
     called = {"role": "assistant", "tool_calls": [call], "audio": None}
     messages = [{"role": "user", "content": "Hi", "mood": "good"}, called, *CHAT["messages"]]
     tool = {"type": "function", "function": {"name": "f", "cost": 1}, "free": True}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"title": "no field of ours"}, "loose": 1}, "indent": 2}
     body = {**CHAT, "messages": messages, "tools": [tool], "stream": True, "stream_options": {"pace": 1}, "frobnicate": 1, "audio": None}
+    body["response_format"] = schema
     paths = ["messages[0].mood", "messages[1].tool_calls[0].index", "messages[1].tool_calls[0].function.thought"]
     with caplog.at_level(logging.INFO, "splitserve.coordinator"):
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
         assert (await http.post("/tokenize", json={"messages": messages[:1]})).status_code == 200
-    paths = ["frobnicate", "stream_options.pace", *paths, "tools[0].free", "tools[0].function.cost"]
+    formats = ["response_format.indent", "response_format.json_schema.loose"]
+    paths = ["frobnicate", "stream_options.pace", *formats, *paths, "tools[0].free", "tools[0].function.cost"]
     lines = [record.getMessage().partition(": ")[2] for record in caplog.records]
     assert lines == [", ".join(map(repr, paths)), "'messages[0].mood'"]
 
