@@ -98,7 +98,7 @@ class SendingEnd:
             self._with_mover(peer, mover.poll)
             self._time(peer, mover)
             self._say_held_back(peer)
-            self._say_words(peer)
+            self._say_words(peer, self._movers.get(peer))
         if now - self._looked >= (LOOK_S if len(self._sender) else IDLE_LOOK_S):
             self._looked = now
             self._give_up_unreachable(now)
@@ -122,8 +122,8 @@ class SendingEnd:
         elif (talking := as_talking_source(self._movers.get(peer))) is not None:
             talking.hear(message)
 
-    def _say_words(self, peer: PeerId) -> None:
-        if (talking := as_talking_source(self._movers.get(peer))) is not None:
+    def _say_words(self, peer: PeerId, mover: PutSource | None) -> None:
+        if (talking := as_talking_source(mover)) is not None:
             for message in talking.words():
                 self._send(peer, message)
 
@@ -200,7 +200,7 @@ class SendingEnd:
 
         if action.peer in self._movers:  # else it has failed a moment ago, and what was under way has been given back
             self._with_mover(action.peer, put)
-            self._say_words(action.peer)
+            self._say_words(action.peer, self._movers.get(action.peer))
         self._sums(action.peer).add(blocks, first, end - first)
 
     def _sums(self, peer: PeerId) -> RunningChecksums | DeviceChecksums:
@@ -265,6 +265,7 @@ class SendingEnd:
     def _close_mover(self, peer: PeerId) -> None:
         if (mover := self._movers.pop(peer, None)) is not None:
             mover.close()
+            self._say_words(peer, mover)  # its last ones
             self.transfers.forget(peer)
         self._held_back.pop(peer, None)  # Handoff is of no use any more, and Release is said again where it is asked for
 

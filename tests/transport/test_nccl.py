@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from support.kv_pools import NUM_BLOCKS, NUM_LAYERS, SECRET, empty_pool, filled_pool, until
+from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, SECRET, empty_pool, filled_pool, until
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages import Message, ParcelComing, RendezvousEntry, SessionOver, u32
@@ -102,7 +102,7 @@ def test_a_piece_that_comes_after_its_lease_has_ended_reaches_no_block(pair: Pai
     pair.source.put(9, SECRET, [(0, 1, 7)])
     pair.until(lambda: pair.arrived)
     announced = ParcelComing(
-        session=pair.source._session, number=1, lease=9, secret=SECRET, first_layer=0, num_layers=NUM_LAYERS, positions=u32([1])
+        session=pair.source.session, number=1, lease=9, secret=SECRET, first_layer=0, num_layers=NUM_LAYERS, positions=u32([1])
     )
     pair.target.hear(WRITER, announced)
     pair.target.close(9)
@@ -143,7 +143,7 @@ def test_a_source_that_stops_sending_breaks_its_session_only(pair: Pair, monkeyp
     pair.target.open(9, SECRET, {0: 7, 1: 8})
     pair.source.put(9, SECRET, [(0, 1, 7)])
     pair.until(lambda: pair.arrived)
-    session = pair.source._session
+    session = pair.source.session
     announced = ParcelComing(session=session, number=1, lease=9, secret=SECRET, first_layer=0, num_layers=1, positions=u32([1]))
     with monkeypatch.context() as impatient:
         impatient.setattr(nccl_target, "PARCEL_S", 0.2)
@@ -160,7 +160,7 @@ def test_a_source_that_stops_sending_breaks_its_session_only(pair: Pair, monkeyp
 @pytest.mark.parametrize(("first_layer", "num_layers", "positions"), [(0, 0, [0]), (NUM_LAYERS, 1, [0]), (0, 1 << 40, [0]), (0, 1, [])])
 def test_announcements_that_cannot_be_end_the_session(pair: Pair, first_layer: int, num_layers: int, positions: list[int]) -> None:
     pair.until(lambda: pair.source._communicator)
-    session = pair.source._session
+    session = pair.source.session
     pair.target.hear(
         WRITER,
         ParcelComing(
@@ -171,10 +171,23 @@ def test_announcements_that_cannot_be_end_the_session(pair: Pair, first_layer: i
         pair.until(lambda: False)
 
 
+def test_a_source_that_is_closed_has_the_other_ends_communicator_torn_down(pair: Pair) -> None:
+    """Else it stays, with its thread, where zmq takes its place."""
+    pair.target.open(9, SECRET, {0: 7})
+    pair.source.put(9, SECRET, [(0, 1, 7)])
+    pair.until(lambda: pair.arrived)
+    (receiver,) = pair.target._receivers.values()
+    pair.source.close()
+    pair.turn()
+    assert not pair.target._receivers
+    receiver.join(DEADLINE_S)
+    assert not receiver.is_alive()
+
+
 def test_strangers_words_make_nothing(pair: Pair) -> None:
     for message in (RendezvousEntry(session=5, key="0/0", value=b"x"), SessionOver(session=5, reason="no")):
         pair.target.hear(("p9", 1), message)
-    assert not pair.target._sessions or set(pair.target._sessions) == {WRITER}
+    assert all(session.peer == WRITER for session in pair.target._receivers)
     assert pair.target.words() == []
 
 

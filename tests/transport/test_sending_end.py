@@ -30,6 +30,7 @@ from splitserve.transport.messages import (
     Renew,
     Retire,
     Retired,
+    SessionOver,
     u64,
 )
 from splitserve.transport.movers.interface import Arrival, Item, Pool
@@ -126,6 +127,31 @@ def test_of_a_lease_that_nobody_writes_it_speaks_at_once(end: SendingEnd) -> Non
     end.carry_out(Put(PEER, 1, b"s" * 16, [(0, 1, 1)]))
     end.carry_out(ToPeer(PEER, Release(lease=7, coordinator=1, dispatch=2)))
     assert said(end) == [Release]
+
+
+class TalkingMover(SlowMover):
+    fails = is_closed = False
+
+    def poll(self) -> list[Arrival]:
+        if self.fails:
+            raise MoverError("broken by a test")
+        return super().poll()
+
+    def hear(self, message: Message) -> None:
+        """Nothing is said to it."""
+
+    def words(self) -> list[Message]:
+        return [SessionOver(session=1, reason="closed")] if self.is_closed else []
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_movers_last_words_are_said_when_it_is_closed(end: SendingEnd) -> None:
+    end._movers[PEER] = mover = TalkingMover()
+    mover.fails = True
+    assert said(end) == [SessionOver]
+    assert end._movers == {}
 
 
 class Reached:

@@ -91,7 +91,7 @@ class TalkingSource(Protocol):
         """One of BETWEEN_MOVERS; whatever it says is checked."""
 
     def words(self) -> list[Message]:
-        """What is to be said since the last call, in order."""
+        """What is to be said since the last call, in order; after ``close``, the last words."""
 
 
 @runtime_checkable
