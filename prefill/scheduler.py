@@ -116,6 +116,7 @@ class PrefillScheduler:
         """``for_decode``: how many blocks are to be left to the decode worker over the same blocks, which takes every prompt that is
         computed here; None: there is none."""
         self.blocks, self.block_size = blocks, block_size
+        self._offsets = np.arange(block_size, dtype=np.int64)  # of tokens in a block
         self._for_decode = for_decode
         self._fingerprint = fingerprint
         self._max_batch_tokens, self._max_num_seqs = max_batch_tokens, max_num_seqs
@@ -373,10 +374,10 @@ class PrefillScheduler:
         sequence, end = chunk.sequence, chunk.start + chunk.count
         positions = np.arange(chunk.start, end, dtype=np.int32)
         tables = np.array([sequence.blocks], np.int32)
-        at_block = positions // self.block_size
-        slots = (tables[0] - np.arange(len(sequence.blocks), dtype=np.int64))[at_block]  # of each token, less its position's block
-        slots *= self.block_size
-        slots += positions
+        first = chunk.start // self.block_size
+        starts = tables[0, first : -(-end // self.block_size)].astype(np.int64)
+        starts *= self.block_size
+        slots = np.add.outer(starts, self._offsets).ravel()[chunk.start - first * self.block_size : end - first * self.block_size]
         return Batch(
             token_ids=sequence.token_ids[chunk.start : end].copy(),
             positions=positions,

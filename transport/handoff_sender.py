@@ -46,6 +46,7 @@ class HandoffSender:
         self._retirement = Retirement()
         self.num_fallbacks = 0
         self._actions: list[SenderAction] = []
+        self._to_offer: list[Outgoing] = []
 
     def __len__(self) -> int:
         return len(self._outgoing)
@@ -89,20 +90,29 @@ class HandoffSender:
     @property
     def has_actions(self) -> bool:
         """Whether there is anything to ``take``."""
-        return bool(self._actions)
+        return bool(self._actions or self._to_offer)
 
     def take(self) -> list[SenderAction]:
         """What is to be done since the last call, in order."""
+        offered, self._to_offer = self._to_offer, []
+        for out in offered:
+            if self._outgoing.get(out.key) is out and out.grant is None and self._met(out) is not None:
+                self._actions.append(ToPeer(out.peer, _offer_of(out)))
         actions, self._actions = self._actions, []
         return actions
 
     def offer(self, peer: Peer, spec: RequestSpec, num_blocks: int, hashes: list[bytes], now: float) -> None:
-        """A prompt's first chunk is about to run: ask for room."""
+        """A prompt's first chunk is about to run: ask for room. (The words for it are found only when they are taken: by then the step
+        has begun.)"""
         key, peer_id = (spec.coordinator, spec.dispatch), (peer.worker_id, peer.incarnation)
         self._contact(peer)
         out = Outgoing(key, peer_id, spec, num_blocks, hashes, now + self._times.grant)
         self._outgoing[key] = out
-        self._say(out, now)
+        if self._met(out) is None:
+            self._say(out, now)
+        else:
+            out.said = now
+            self._to_offer.append(out)
 
     def blocks_ready(self, key: Key, blocks: list[int], num_ready: int) -> None:
         """The first ``num_ready`` of the prompt's own ``blocks`` have their final content."""
@@ -245,18 +255,7 @@ class HandoffSender:
         if self._met(out) is None:
             self._greet(now)
         elif out.grant is None:
-            spec, (coordinator, dispatch) = out.spec, out.key
-            num_tokens, hashes = spec.num_tokens, b"".join(out.hashes)
-            offer = Offer(
-                request_id=spec.request_id,
-                epoch=spec.epoch,
-                coordinator=coordinator,
-                dispatch=dispatch,
-                num_tokens=num_tokens,
-                block_hashes=hashes,
-                grammar=spec.sampling.grammar,
-            )
-            self._actions.append(ToPeer(out.peer, offer))
+            self._actions.append(ToPeer(out.peer, _offer_of(out)))
         elif out.sent and out.first is not None:
             token, logprobs = out.first
             sources = out.blocks[out.grant.num_cached_blocks : out.num_blocks]
@@ -382,3 +381,16 @@ class HandoffSender:
             if lease:
                 self._actions.append(CancelPuts(out.peer, lease))
             self._actions.append(ToPeer(out.peer, Release(lease=lease, coordinator=out.key[0], dispatch=out.key[1])))
+
+
+def _offer_of(out: Outgoing) -> Offer:
+    spec, (coordinator, dispatch) = out.spec, out.key
+    return Offer(
+        request_id=spec.request_id,
+        epoch=spec.epoch,
+        coordinator=coordinator,
+        dispatch=dispatch,
+        num_tokens=spec.num_tokens,
+        block_hashes=b"".join(out.hashes),
+        grammar=spec.sampling.grammar,
+    )
