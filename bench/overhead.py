@@ -6,7 +6,9 @@
 1. Decode steps a second at a batch of 64 through the decode worker's loop: its core, its step thread, its sockets. The coordinator is a
    stub on the other core that only drains them.
 2. Time to first token of single requests through the real coordinator, prefill worker and handoff: all of it is overhead. Beside it, in the
-   same run, what no code of ours can avoid: a bare HTTP exchange with uvicorn's parser, and a bare ZeroMQ round trip between two processes.
+   same run, what no code of ours can avoid: a bare HTTP exchange with uvicorn's parser, and a bare ZeroMQ round trip between two processes
+   (what is above the two of them: ``ttft_added_ms``). And what a prefill worker takes by itself for a prompt that is not handed over, from
+   the message to the first token: what is above that and the HTTP exchange is added by coordinator and handoff (``by_control_ms``).
 """
 
 from __future__ import annotations
@@ -32,7 +34,20 @@ import zmq
 from ..deploy.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from ..deploy.up import free_port
 from ..transport.channels import RouterChannel
-from ..transport.messages import FROM_WORKER, Hello, Load, Peer, Prefill, RequestSpec, Sampling, StepTokens, Welcome, u32
+from ..transport.messages import (
+    FROM_WORKER,
+    FirstToken,
+    Hello,
+    Load,
+    Message,
+    Peer,
+    Prefill,
+    RequestSpec,
+    Sampling,
+    StepTokens,
+    Welcome,
+    u32,
+)
 from .environment import environment
 from .null_workers import start_null_worker
 
@@ -90,17 +105,59 @@ def _drive(channel: RouterChannel) -> dict[str, Any]:
 def _submit(channel: RouterChannel, identity: bytes, prefill: Hello, decode: Hello) -> None:
     peer = Peer(worker_id=decode.worker_id, incarnation=decode.incarnation, address=decode.peer_address)
     for dispatch in range(BATCH):
-        spec = RequestSpec(
-            request_id=f"r{dispatch}",
-            epoch=0,
-            dispatch=dispatch,
-            coordinator=1,
-            token_ids=u32([dispatch + 1] * 32),
-            num_prompt_tokens=32,
-            sampling=Sampling(max_tokens=19_000, temperature=0.0),
-            deadline_s=600.0,
-        )
-        channel.send(identity, Prefill(spec=spec, decode=peer))
+        channel.send(identity, Prefill(spec=_spec(dispatch, 32, 19_000), decode=peer))
+
+
+def _spec(dispatch: int, num_prompt_tokens: int, max_tokens: int) -> RequestSpec:
+    return RequestSpec(
+        request_id=f"r{dispatch}",
+        epoch=0,
+        dispatch=dispatch,
+        coordinator=1,
+        token_ids=u32([dispatch % 60 + 1] * num_prompt_tokens),
+        num_prompt_tokens=num_prompt_tokens,
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0),
+        deadline_s=600.0,
+    )
+
+
+class LoneWorker:
+    """A null prefill worker whose coordinator is this process."""
+
+    def __init__(self) -> None:
+        self._channel = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER)
+        self._worker = start_null_worker("prefill", self._channel.address, 0, 20_000, 2_000)
+        self._dispatch = 0
+        self._identity, _ = self._await(Hello)
+        self._channel.send(self._identity, Welcome(coordinator=1, heartbeat_s=0.25))
+
+    def first_token(self) -> float:
+        """Seconds from a prompt to its one token, some milliseconds after the last."""
+        time.sleep(PAUSE_S)
+        self._dispatch += 1
+        nobody = Peer(worker_id="nobody", incarnation=1, address="tcp://127.0.0.1:9")
+        message = Prefill(spec=_spec(self._dispatch, 256, 1), decode=nobody)
+        start = time.perf_counter()
+        self._channel.send(self._identity, message)
+        self._await(FirstToken)
+        return time.perf_counter() - start
+
+    def _await(self, kind: type[Message]) -> tuple[bytes, Message]:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            self._channel.socket.poll(1_000)
+            for identity, message in self._channel.receive(256):
+                if isinstance(message, kind):
+                    return identity, message
+        raise TimeoutError(f"the prefill worker said no {kind.__name__}")
+
+    def __enter__(self) -> LoneWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.terminate()
+        self._worker.join()
+        self._channel.close()
 
 
 def time_to_first_token(windows: int = 10, requests: int = 60) -> dict[str, Any]:
@@ -109,10 +166,15 @@ def time_to_first_token(windows: int = 10, requests: int = 60) -> dict[str, Any]
     In windows, each with floors of its own, taken right beside: a shared machine is now quicker, now slower, for seconds at a time. Medians
     over the windows, and each window's.
     """
-    with _null_cluster() as port, _echoing() as dealer, socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with (
+        _null_cluster() as port,
+        _echoing() as dealer,
+        LoneWorker() as worker,
+        socket.create_connection(("127.0.0.1", port), timeout=10) as connection,
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _window(connection, dealer, 20)  # warm-up
-        taken = [_window(connection, dealer, requests) for _ in range(windows)]
+        _window(connection, dealer, worker, 20)  # warm-up
+        taken = [_window(connection, dealer, worker, requests) for _ in range(windows)]
     by_window = {name: [window[name] for window in taken] for name in taken[0]}
     return {
         "windows": windows,
@@ -122,17 +184,21 @@ def time_to_first_token(windows: int = 10, requests: int = 60) -> dict[str, Any]
     }
 
 
-def _window(connection: socket.socket, dealer: zmq.Socket[bytes], requests: int) -> dict[str, float]:
+def _window(connection: socket.socket, dealer: zmq.Socket[bytes], worker: LoneWorker, requests: int) -> dict[str, float]:
     """Medians, in milliseconds."""
     answers = [_exchange(connection, _request(i), b"0\r\n\r\n") for i in range(requests)]
     floors = [_exchange(connection, HEALTH, b"}")[1] for _ in range(requests)]  # GET /health on the same connection
     round_trips = [_round_trip(dealer) for _ in range(requests)]
+    alone = [worker.first_token() for _ in range(requests)]
     stages = [_stages(text) for _, _, text in answers]
-    ttft, floor, round_trip = (statistics.median(times) * 1e3 for times in ([first for first, _, _ in answers], floors, round_trips))
+    firsts = [first for first, _, _ in answers]
+    ttft, floor, round_trip, own = (statistics.median(times) * 1e3 for times in (firsts, floors, round_trips, alone))
     return {
         "http_floor_ms": floor,
         "zmq_round_trip_ms": round_trip,
+        "worker_alone_ms": own,
         "ttft_added_ms": ttft - floor - round_trip,
+        "by_control_ms": ttft - floor - own,
         "ttft_ms": ttft,
         "e2e_ms": statistics.median(last for _, last, _ in answers) * 1e3,
         **{f"{name.removesuffix('_s')}_ms": statistics.median(s[name] for s in stages) * 1e3 for name in stages[0]},
