@@ -5,16 +5,14 @@ It joins the batch scheduler and the receiving side of the handoff; the shell (w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
-
-import numpy as np
+from collections.abc import Iterator
 
 from ..engine.batch import SamplingParams, SamplingState, StepOutput
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar, TokenMatcher
+from ..engine.draining import Draining
 from ..engine.step_failures import StepFailures
-from ..transport.actions import Join, ReceiverAction, SenderAction, Supersede, TellTokens, ToCoordinator, TokenRun
+from ..transport.actions import Join, ReceiverAction, SenderAction, Supersede, TellTokens, ToCoordinator
 from ..transport.block_hash import chain, root_hash
 from ..transport.handoff import Key, PeerId, Wait
 from ..transport.handoff_receiver import HandoffReceiver
@@ -23,26 +21,21 @@ from ..transport.messages import (
     Cancel,
     Drain,
     FailureKind,
-    FinishReason,
-    Joined,
     Load,
     Meet,
     Message,
     Move,
     Offer,
     RequestFailed,
-    StepTokens,
-    TokenLogprobs,
     from_u32,
-    u32,
 )
-from ..transport.reports import CacheReporter, logprobs_message
-from .foretold import TOKEN_ID, Foretold
+from .foretold import Foretold
+from .heartbeat import Heartbeat
 from .moving import Moving
-from .rows import DecodeSequence, DecodeStep
-from .scheduler import DecodeResult, DecodeScheduler
+from .rows import DecodeStep
+from .scheduler import DecodeScheduler
+from .step_report import step_tokens, token_runs
 
-Entry = TypeVar("Entry")
 DecodeAction = ToCoordinator | TellTokens | ReceiverAction | SenderAction | CompileGrammar
 
 
@@ -63,18 +56,13 @@ class DecodeCore:
         self.scheduler, self.receiver = scheduler, receiver
         self._fingerprint, self._meet = fingerprint, meet
         self.moving = Moving(meet, scheduler, fingerprint) if meet is not None else None
-        self._drain_timeout_s = drain_timeout_s
-        self._asked_to_drain: float | None = None  # by the coordinator: within so many seconds
-        self._leave_by: float | None = None
-        self._cache_reporter = CacheReporter(scheduler.blocks)
+        self._heartbeat = Heartbeat(scheduler, receiver, self.moving)
+        self._draining = Draining(drain_timeout_s)
         self._actions: list[DecodeAction] = []
         self._owes_tokens = False  # of foretold steps
         self._unforetold: DecodeStep | None = None
         self._step_failures = StepFailures()
         self._next_deadline = float("inf")  # of any sequence here; or earlier
-        self.num_steps = 0
-        self.num_step_sequences = 0
-        self.num_tokens = 0
 
     @property
     def blocks(self) -> BlockManager:
@@ -84,7 +72,7 @@ class DecodeCore:
     def stirs(self) -> bool:
         """Whether there may be anything to ``take``."""
         moving = self.moving is not None and self.moving.stirs
-        return bool(self._actions) or self.receiver.has_actions or moving or self._asked_to_drain is not None
+        return bool(self._actions) or self.receiver.has_actions or moving
 
     def take(self, now: float) -> list[DecodeAction]:
         """What is to be done since the last call, in order."""
@@ -92,7 +80,7 @@ class DecodeCore:
         actions, self._actions = self._actions, []
         return actions
 
-    def from_coordinator(self, message: Message) -> None:
+    def from_coordinator(self, message: Message, now: float) -> None:
         """Cancel, Move or Drain. (Welcome and Fenced are the shell's: see ``drop_others`` and ``rename``.)"""
         if isinstance(message, Cancel):
             for dispatch in from_u32(message.dispatches):
@@ -100,7 +88,7 @@ class DecodeCore:
         elif isinstance(message, Move):
             self._move(message)
         elif isinstance(message, Drain):
-            self._asked_to_drain = self._drain_timeout_s if message.timeout_s is None else message.timeout_s
+            self.drain(now, message.timeout_s)
 
     def from_peer(self, peer: PeerId, message: Message, now: float) -> None:
         """Any message of a prefill worker, or of another decode worker that hands something over."""
@@ -122,21 +110,19 @@ class DecodeCore:
     def drain(self, now: float, timeout_s: float | None = None) -> None:
         """Says so to the coordinator, which sends nothing new and orders what runs here to other workers. What is left after
         ``timeout_s`` (default: as configured) is given back."""
-        leave_by = now + (self._drain_timeout_s if timeout_s is None else timeout_s)
-        first, self._leave_by = self._leave_by is None, leave_by if self._leave_by is None else min(leave_by, self._leave_by)
-        if first:
-            self._cache_reporter.close()
+        if self._draining.begin(now, timeout_s):
+            self._heartbeat.cache.close()
             self._actions.append(ToCoordinator(self.load()))
 
     @property
     def drains(self) -> bool:
         """It takes nothing new, and is to leave."""
-        return self._leave_by is not None
+        return self._draining.has_begun
 
     @property
     def may_leave(self) -> bool:
         """It drains, and nothing is left here."""
-        return self._leave_by is not None and not self._held()
+        return self._draining.has_begun and not self._held()
 
     @property
     def at_rest(self) -> bool:
@@ -168,18 +154,17 @@ class DecodeCore:
         """So many more of the foretold steps have run."""
         foretold = self.scheduler.foretold
         assert foretold is not None, "steps were foretold"
-        self.num_steps += num_steps
-        self.num_step_sequences += num_steps * foretold.num_seqs
-        self.num_tokens += num_steps * foretold.num_seqs
+        num_tokens = num_steps * foretold.num_seqs
+        self._heartbeat.count(num_steps, num_tokens, num_tokens)
         self._owes_tokens = True
         if ended := self.scheduler.pass_by(num_steps):
-            self._tell([(sequence, sequence.last_index + 1 - sequence.num_untold, sequence.num_untold) for sequence in ended], "length")
+            self._actions += token_runs(((s, s.last_index + 1 - s.num_untold, s.num_untold) for s in ended), "length")
             self.receiver.grant_waiting(now)
 
     def tell_tokens(self) -> None:
         """The coordinator is to know all tokens that there are."""
         self._owes_tokens = False
-        self._tell(self.scheduler.take_untold(), None)
+        self._actions += token_runs(self.scheduler.take_untold(), None)
 
     def take_unforetold(self) -> DecodeStep | None:
         """The running one of foretold steps, where something has come between: it is an ordinary one now, and ends when it would have."""
@@ -191,20 +176,12 @@ class DecodeCore:
             self.tell_tokens()
             self._unforetold = self.scheduler.unforetell()
 
-    def _tell(self, untold: Sequence[tuple[DecodeSequence, int, int]], finished: FinishReason | None) -> None:
-        by_owner: dict[int, list[TokenRun]] = {}
-        for sequence, index, count in untold:
-            run = TokenRun(sequence.key[1], index, [TOKEN_ID] * count, finished)
-            by_owner.setdefault(sequence.key[0], []).append(run)
-        self._actions += [TellTokens(owner, runs) for owner, runs in by_owner.items()]
-
     def complete(self, step: DecodeStep, output: StepOutput, now: float) -> None:
         """The oldest step in flight has run: all its tokens go to the coordinator in one message, or to each its own."""
-        self.num_steps += 1
-        self.num_step_sequences += step.batch.num_seqs
         self._step_failures.good_step()
-        result = self.scheduler.complete(step, output)
-        self._report(result)
+        result, num_seqs = self.scheduler.complete(step, output), len(step.sequences)
+        self._heartbeat.count(1, num_seqs, num_seqs - len(result.dropped))
+        self._actions += [ToCoordinator(message) for message in step_tokens(result)]
         for sequence, reason in result.failed.items():
             self._say_failed(sequence.key, "refused", f"response_format: {reason}")
         if result.finished or result.dropped:
@@ -238,7 +215,7 @@ class DecodeCore:
         self.receiver.tick(now)
         if self.moving is not None:
             self.moving.tick(now)
-        if self._leave_by is not None and now >= self._leave_by:
+        if self._draining.is_overdue(now):
             self._give_back_all()
         if now >= self._next_deadline:
             for sequence in [s for s in self.scheduler.sequences() if now >= s.deadline]:
@@ -276,40 +253,12 @@ class DecodeCore:
 
     def load(self, coordinator: int | None = None) -> Load:
         """The heartbeat, as it is to one of several coordinators; None: there is but one."""
-        held = self._held()
-        own = [dispatch for owner, dispatch in held if coordinator is None or owner == coordinator]
-        b, s, r = self.blocks, self.scheduler, self.receiver
-        return Load(
-            worker_id=self.worker[0],
-            incarnation=self.worker[1],
-            blocks_free=b.num_free,
-            blocks_cached=b.num_cached,
-            blocks_used=b.num_used,
-            blocks_leased=r.num_leased_blocks,
-            num_running=s.num_running,
-            num_waiting=r.num_waiting + r.num_granted,
-            num_waiting_tokens=r.num_waiting_tokens,
-            steps=self.num_steps,
-            busy=s.num_running > 0,
-            accepting=b.num_available > b.num_blocks // 16 and s.num_running + r.num_granted < s.row_limit,
-            draining=self.drains,
-            dispatches=u32(own),
-            num_others=len(held) - len(own),
-            num_cache_reports=self._cache_reporter.num_reports,
-            counters={
-                "preemptions": s.num_preemptions,
-                "output_tokens": self.num_tokens,
-                "step_sequences": self.num_step_sequences,
-                "corrupt_blocks": r.num_corrupt_blocks,
-                "handed_over": self.moving.num_moved if self.moving else 0,
-                "mover_fallbacks": self.moving.sender.num_fallbacks if self.moving else 0,
-            },
-        )
+        return self._heartbeat.load(self.worker, self._held(), self.drains, coordinator)
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
         """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody wants to know; what takes its
         place over the same blocks does tell."""
-        return None if self.drains else self._cache_reporter.report(self.worker, everything)
+        return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
 
     def room(self) -> tuple[int, int]:
         """For the receiver: (rows free, blocks to leave for the sequences that run)."""
@@ -317,9 +266,6 @@ class DecodeCore:
         return self.scheduler.row_limit - running - self.receiver.num_granted, running
 
     def _settle(self, now: float) -> None:
-        if self._asked_to_drain is not None:
-            asked, self._asked_to_drain = self._asked_to_drain, None
-            self.drain(now, asked)
         if self.moving is not None and self.moving.stirs:
             self.moving.advance(now)
             self._actions += self.moving.take()
@@ -343,44 +289,11 @@ class DecodeCore:
         last_hash = root_hash(self._fingerprint, spec.salt)
         if self.scheduler.prefix_cache and (hashes := chain(last_hash, spec.token_ids, self.scheduler.block_size)):
             last_hash = hashes[-1]
-        joined = Joined(
-            coordinator=spec.coordinator,
-            dispatch=spec.dispatch,
-            index=len(state.output_token_ids) - 1,
-            token=join.token,
-            logprobs=join.logprobs,
-            transfer_s=join.transfer_s,
-            num_cached_blocks=join.num_cached_blocks,
-            num_cached_tokens=join.num_cached_tokens,
-        )
-        self._actions.append(ToCoordinator(joined))
+        self._actions.append(ToCoordinator(join.message(len(state.output_token_ids) - 1)))
         self.scheduler.join(join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s)
         self._next_deadline = min(self._next_deadline, now + spec.deadline_s)
         if state.params.grammar:
             self._actions.append(CompileGrammar(join.key, state.params.grammar, tuple(state.output_token_ids)))
-
-    def _report(self, result: DecodeResult) -> None:
-        step, output, finished = result.step, result.output, result.finished
-        sequences, columns = step.sequences, [step.dispatches, step.indices, output.token_ids.astype(np.uint32)]
-        logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
-        if result.dropped:
-            dropped = set(result.dropped)
-            rows = [row for row in range(len(sequences)) if row not in dropped]
-            sequences, columns = [sequences[row] for row in rows], [column[rows] for column in columns]
-            finished, logprobs = _only(rows, finished), _only(rows, logprobs)
-        if not sequences:
-            return
-        for row, told in logprobs.items():
-            sequences[row].last_logprobs = told
-        self.num_tokens += len(sequences)
-        owners = {sequence.key[0] for sequence in sequences}
-        for owner in owners:
-            if len(owners) == 1:
-                message = _step_tokens(owner, columns, finished, logprobs)
-            else:
-                rows = [row for row, sequence in enumerate(sequences) if sequence.key[0] == owner]
-                message = _step_tokens(owner, [column[rows] for column in columns], _only(rows, finished), _only(rows, logprobs))
-            self._actions.append(ToCoordinator(message))
 
     def _say_failed(self, key: Key, kind: FailureKind, reason: str) -> None:
         self._actions.append(ToCoordinator(RequestFailed(coordinator=key[0], dispatch=key[1], kind=kind, message=reason[:4096])))
@@ -408,18 +321,3 @@ class DecodeCore:
             self.moving.cancel(key)
         self.receiver.cancel(key)
         self.scheduler.drop(key)
-
-
-def _step_tokens(
-    coordinator: int, columns: Sequence[np.ndarray[Any, Any]], finished: Mapping[int, FinishReason], logprobs: Mapping[int, TokenLogprobs]
-) -> StepTokens:
-    """Columns: dispatches, indices, tokens, uint32 each."""
-    dispatches, indices, tokens = (column.tobytes() for column in columns)
-    return StepTokens(
-        coordinator=coordinator, dispatches=dispatches, indices=indices, tokens=tokens, finished=dict(finished), logprobs=dict(logprobs)
-    )
-
-
-def _only(rows: Sequence[int], entries: Mapping[int, Entry]) -> dict[int, Entry]:
-    """Of these rows, by their new places."""
-    return {place: entries[row] for place, row in enumerate(rows) if row in entries} if entries else {}

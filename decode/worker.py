@@ -196,7 +196,7 @@ class DecodeWorker:
             if isinstance(message, Flip):
                 self._flip(message, now)
             else:
-                self._core.from_coordinator(message)
+                self._core.from_coordinator(message, now)
         self._receiving.receive(ready, self._core, now, self._hear)
         self._sending.receive(ready, now)
         self._grammars.report(self._core)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .handoff import Key, PeerId
-from .messages import FailureKind, FinishReason, Handoff, Message, Met, Peer, RequestSpec, TokenLogprobs
+from .messages import FailureKind, FinishReason, Handoff, Joined, Message, Met, Peer, RequestSpec, TokenLogprobs
 
 
 class ToCoordinator(NamedTuple):
@@ -163,6 +163,19 @@ class Join(NamedTuple):
     num_cached_blocks: int
     num_cached_tokens: int  # of the prompt, found in the prefill worker's prefix cache
     transfer_s: float
+
+    def message(self, index: int) -> Joined:
+        """``index``: of the token in the request's output."""
+        return Joined(
+            coordinator=self.spec.coordinator,
+            dispatch=self.spec.dispatch,
+            index=index,
+            token=self.token,
+            logprobs=self.logprobs,
+            transfer_s=self.transfer_s,
+            num_cached_blocks=self.num_cached_blocks,
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
 
 class Supersede(NamedTuple):

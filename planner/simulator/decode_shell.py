@@ -54,7 +54,7 @@ class DecodeShell(WorkerShell):
         return self.core.room()
 
     def from_coordinator(self, message: Message) -> None:
-        self.core.from_coordinator(message)
+        self.core.from_coordinator(message, self.queue.now)
 
     def take(self) -> list[Any]:
         return self.core.take(self.queue.now)

@@ -86,7 +86,7 @@ class System:
 
     def cancel(self, prefill_hears_after: int) -> None:
         cancel = Cancel(coordinator=7, dispatches=u32([1]))
-        self.d.core.from_coordinator(cancel)
+        self.d.core.from_coordinator(cancel, self.now)
         self.after(prefill_hears_after, lambda: self.p.core.from_coordinator(cancel, self.now))
 
     def after(self, turns: int, event: Any) -> None:

@@ -145,7 +145,7 @@ class Pair:
             sampling=Sampling(**PARAMS),  # type: ignore[arg-type]
             deadline_s=500.0,
         )
-        self.a.core.from_coordinator(Move(dispatch=1, spec=spec, decode=Peer(worker_id="b", incarnation=1, address="x")))
+        self.a.core.from_coordinator(Move(dispatch=1, spec=spec, decode=Peer(worker_id="b", incarnation=1, address="x")), self.now)
 
     def turn(self, seconds: float = 0.05, lossy: Callable[[Message], int] = lambda m: 1) -> None:
         """One turn of both loops; the mail of the turn before arrives."""
@@ -221,8 +221,8 @@ def test_a_move_that_fails_leaves_the_sequence_running_where_it_is(how: str) -> 
     for i in range(160):
         pair.turn(lossy=lambda m: 0 if how == "deaf" else 1)
         if how == "cancelled" and i == 0:
-            pair.a.core.from_coordinator(Cancel(coordinator=7, dispatches=u32([2])))
-            pair.b.core.from_coordinator(Cancel(coordinator=7, dispatches=u32([2])))
+            pair.a.core.from_coordinator(Cancel(coordinator=7, dispatches=u32([2])), pair.now)
+            pair.b.core.from_coordinator(Cancel(coordinator=7, dispatches=u32([2])), pair.now)
     assert pair.tokens() == dict(enumerate(pair.want))
     assert not pair.joined()
     assert pair.a.blocks.num_used == 0
@@ -239,7 +239,7 @@ def test_a_sequence_that_is_cancelled_while_it_leaves_is_free_on_both_sides() ->
         for _ in range(turns):
             pair.turn(0.001)
         for worker in (pair.a, pair.b):
-            worker.core.from_coordinator(Cancel(coordinator=7, dispatches=u32([1, 2])))
+            worker.core.from_coordinator(Cancel(coordinator=7, dispatches=u32([1, 2])), pair.now)
         for _ in range(3):
             pair.turn(0.02)
         assert pair.a.blocks.num_used == pair.b.blocks.num_used == 0, turns

@@ -58,7 +58,7 @@ def test_a_cancellation_is_its_coordinators_alone() -> None:
     core = make()
     join(core, 100, 1)
     join(core, 200, 1)
-    core.from_coordinator(Cancel(coordinator=200, dispatches=u32([1])))
+    core.from_coordinator(Cancel(coordinator=200, dispatches=u32([1])), 0.0)
     assert list(step(core, [5])) == [100]
 
 

@@ -66,7 +66,7 @@ class DecodeProcess(WorkerProcess):
         return self.core.take(self.now)
 
     def from_coordinator(self, message: Message) -> None:
-        self.core.from_coordinator(message)
+        self.core.from_coordinator(message, self.now)
 
     def shrink_step(self, step: Any) -> None:
         self.core.shrink_step(step)

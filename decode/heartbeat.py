@@ -1,0 +1,60 @@
+"""What coordinators hear of a decode worker at every heartbeat: its load, and what its prefix cache has gained and lost. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..transport.handoff import Key, PeerId
+from ..transport.handoff_receiver import HandoffReceiver
+from ..transport.messages import Load, u32
+from ..transport.reports import CacheReporter
+from .moving import Moving
+from .scheduler import DecodeScheduler
+
+
+class Heartbeat:
+    """Counts what has run; all else it reads off those who know it."""
+
+    def __init__(self, scheduler: DecodeScheduler, receiver: HandoffReceiver, moving: Moving | None) -> None:
+        self._scheduler, self._receiver, self._moving = scheduler, receiver, moving
+        self.cache = CacheReporter(scheduler.blocks)
+        self._num_steps = 0
+        self._num_step_sequences = 0
+        self._num_tokens = 0
+
+    def count(self, num_steps: int, num_step_sequences: int, num_tokens: int) -> None:
+        """So many more steps, sequences in them, and tokens of theirs that a coordinator is told of."""
+        self._num_steps += num_steps
+        self._num_step_sequences += num_step_sequences
+        self._num_tokens += num_tokens
+
+    def load(self, worker: PeerId, held: Sequence[Key], draining: bool, coordinator: int | None) -> Load:
+        """As it is to one of several coordinators; None: there is but one. ``held``: every dispatch of which anything is here."""
+        own = [dispatch for owner, dispatch in held if coordinator is None or owner == coordinator]
+        b, s, r = self._scheduler.blocks, self._scheduler, self._receiver
+        return Load(
+            worker_id=worker[0],
+            incarnation=worker[1],
+            blocks_free=b.num_free,
+            blocks_cached=b.num_cached,
+            blocks_used=b.num_used,
+            blocks_leased=r.num_leased_blocks,
+            num_running=s.num_running,
+            num_waiting=r.num_waiting + r.num_granted,
+            num_waiting_tokens=r.num_waiting_tokens,
+            steps=self._num_steps,
+            busy=s.num_running > 0,
+            accepting=b.num_available > b.num_blocks // 16 and s.num_running + r.num_granted < s.row_limit,
+            draining=draining,
+            dispatches=u32(own),
+            num_others=len(held) - len(own),
+            num_cache_reports=self.cache.num_reports,
+            counters={
+                "preemptions": s.num_preemptions,
+                "output_tokens": self._num_tokens,
+                "step_sequences": self._num_step_sequences,
+                "corrupt_blocks": r.num_corrupt_blocks,
+                "handed_over": self._moving.num_moved if self._moving else 0,
+                "mover_fallbacks": self._moving.sender.num_fallbacks if self._moving else 0,
+            },
+        )

@@ -1,0 +1,66 @@
+"""What coordinators are told of the tokens of decode steps. Pure.
+
+All tokens of a step are one message of columns; where several coordinators have sequences in it, each hears of its own rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..transport.actions import TellTokens, TokenRun
+from ..transport.messages import FinishReason, StepTokens, TokenLogprobs
+from ..transport.reports import logprobs_message
+from .foretold import TOKEN_ID
+from .rows import DecodeSequence
+from .scheduler import DecodeResult
+
+Entry = TypeVar("Entry")
+
+
+def step_tokens(result: DecodeResult) -> list[StepTokens]:
+    """Of a step that has run. Logprobs stay with their sequence too: if it moves, its newest token's go along."""
+    step, output, finished = result.step, result.output, result.finished
+    sequences, columns = step.sequences, [step.dispatches, step.indices, output.token_ids.astype(np.uint32)]
+    logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
+    if result.dropped:
+        dropped = set(result.dropped)
+        rows = [row for row in range(len(sequences)) if row not in dropped]
+        sequences, columns = [sequences[row] for row in rows], [column[rows] for column in columns]
+        finished, logprobs = _only(rows, finished), _only(rows, logprobs)
+    for row, told in logprobs.items():
+        sequences[row].last_logprobs = told
+    owners = {sequence.key[0] for sequence in sequences}
+    if len(owners) == 1:
+        return [_step_tokens(owners.pop(), columns, finished, logprobs)]
+    messages = []
+    for owner in owners:
+        rows = [row for row, sequence in enumerate(sequences) if sequence.key[0] == owner]
+        messages.append(_step_tokens(owner, [column[rows] for column in columns], _only(rows, finished), _only(rows, logprobs)))
+    return messages
+
+
+def token_runs(untold: Iterable[tuple[DecodeSequence, int, int]], finished: FinishReason | None) -> list[TellTokens]:
+    """Of foretold steps: (sequence, output index of the first, number); ``finished``: the last of each ended it."""
+    by_owner: dict[int, list[TokenRun]] = {}
+    for sequence, index, count in untold:
+        run = TokenRun(sequence.key[1], index, [TOKEN_ID] * count, finished)
+        by_owner.setdefault(sequence.key[0], []).append(run)
+    return [TellTokens(owner, runs) for owner, runs in by_owner.items()]
+
+
+def _step_tokens(
+    coordinator: int, columns: Sequence[np.ndarray[Any, Any]], finished: Mapping[int, FinishReason], logprobs: Mapping[int, TokenLogprobs]
+) -> StepTokens:
+    """Columns: dispatches, indices, tokens, uint32 each."""
+    dispatches, indices, tokens = (column.tobytes() for column in columns)
+    return StepTokens(
+        coordinator=coordinator, dispatches=dispatches, indices=indices, tokens=tokens, finished=dict(finished), logprobs=dict(logprobs)
+    )
+
+
+def _only(rows: Sequence[int], entries: Mapping[int, Entry]) -> dict[int, Entry]:
+    """Of these rows, by their new places."""
+    return {place: entries[row] for place, row in enumerate(rows) if row in entries} if entries else {}
