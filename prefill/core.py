@@ -5,13 +5,14 @@ It joins the chunk scheduler and the sending side of the handoff; the shell (wor
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from ..engine.batch import Logprobs, StepOutput
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar, TokenMatcher
+from ..engine.draining import Draining
 from ..engine.step_failures import StepFailures
-from ..engine.stopping import finish_reason, last_output_index, stop_set
 from ..transport.actions import Delivered, SenderAction, ToCoordinator, Undelivered
 from ..transport.handoff import HandoffTimes, Key, PeerId, Wait
 from ..transport.handoff_sender import HandoffSender
@@ -21,22 +22,20 @@ from ..transport.messages import (
     Cancel,
     Drain,
     FailureKind,
-    FinishReason,
-    FirstToken,
     Load,
     Meet,
     Message,
     Prefill,
     RequestFailed,
-    TokenLogprobs,
     from_u32,
-    u32,
 )
-from ..transport.reports import CacheReporter, logprobs_message
-from .scheduler import Chunk, PrefillScheduler, PrefillSequence, PrefillStep
+from ..transport.past import remember
+from .first_token import FirstTokens
+from .handoff_feed import HandoffFeed
+from .heartbeat import Heartbeat
+from .scheduler import PrefillScheduler, PrefillSequence, PrefillStep
+from .steps_in_flight import StepsInFlight
 
-MEMORY_OF_PAST = 8192
-"""Dispatches."""
 PrefillAction = ToCoordinator | SenderAction | CompileGrammar
 
 
@@ -56,26 +55,17 @@ class PrefillCore:
     ) -> None:
         """``is_local``: whether the decode worker of this name is of the same process, over the same blocks."""
         self.worker: PeerId = (meet.worker_id, meet.incarnation)
-        self._is_local = is_local
         self.scheduler = scheduler
         self.sender = HandoffSender(meet, times, slicing)
-        self._eos, self._max_model_len = eos_token_ids, max_model_len
-        self._cache_reporter = CacheReporter(scheduler.blocks)
-        self._prompt_logprobs: dict[Key, list[TokenLogprobs]] = {}
-        self._past: dict[Key, None] = {}  # dispatches that have come, or were cancelled
-        self._actions: list[PrefillAction] = []
-        self.num_steps = 0
-        self.num_step_sequences = 0
-        self.num_output_tokens = 0  # first tokens
-        self.num_full_step_tokens = 0
-        self.full_step_s = 0.0
+        self.feed = HandoffFeed(self.sender, scheduler.block_size, is_local)
+        self._first_tokens = FirstTokens(eos_token_ids, max_model_len)
+        self._steps = StepsInFlight()
         self._step_failures = StepFailures()
-        self._num_in_flight = 0  # steps that are neither booked nor skipped
-        self._lost_ahead = False  # one has failed, and what follows it counts for nothing
-        self._step_began = 0.0  # the oldest of them
-        self._drain_timeout_s = drain_timeout_s
-        self._leave_by: float | None = None
+        self._heartbeat = Heartbeat(scheduler, self.sender)
+        self._draining = Draining(drain_timeout_s)
         self._given_back = False  # what was left when the drain's time was over
+        self._past: OrderedDict[Key, None] = OrderedDict()  # dispatches that have come, or were cancelled
+        self._actions: list[PrefillAction] = []
 
     @property
     def blocks(self) -> BlockManager:
@@ -105,8 +95,9 @@ class PrefillCore:
             self._add(message, now)
         elif isinstance(message, Cancel):
             for dispatch in from_u32(message.dispatches):
-                self._remember((message.coordinator, dispatch))
-                self._drop((message.coordinator, dispatch))
+                key = (message.coordinator, dispatch)
+                remember(self._past, key, None)
+                self._drop(key)
         elif isinstance(message, Drain):
             self.drain(now, message.timeout_s)
 
@@ -127,22 +118,20 @@ class PrefillCore:
     def drain(self, now: float, timeout_s: float | None = None) -> None:
         """Says so to the coordinator, gives back what has not begun and finishes the rest. What is left after ``timeout_s`` (default: as
         configured) is given back too."""
-        leave_by = now + (self._drain_timeout_s if timeout_s is None else timeout_s)
-        first, self._leave_by = self._leave_by is None, leave_by if self._leave_by is None else min(leave_by, self._leave_by)
-        if first:
-            self._cache_reporter.close()
+        if self._draining.begin(now, timeout_s):
+            self._heartbeat.cache.close()
             self._actions.append(ToCoordinator(self.load()))
-            self._give_back([*self.scheduler.waiting, *(k for k, s in self.scheduler.running.items() if self._is_local(s.peer_id[0]))])
+            self._give_back([*self.scheduler.waiting, *(k for k, s in self.scheduler.running.items() if self.feed.stays_here(s))])
 
     @property
     def drains(self) -> bool:
         """It takes nothing new, and is to leave."""
-        return self._leave_by is not None
+        return self._draining.has_begun
 
     @property
     def may_leave(self) -> bool:
         """It drains, and nothing is left here."""
-        return self._leave_by is not None and (self._given_back or not self.scheduler.held)
+        return self._draining.has_begun and (self._given_back or not self.scheduler.held)
 
     @property
     def at_rest(self) -> bool:
@@ -151,47 +140,28 @@ class PrefillCore:
 
     def schedule(self, now: float) -> PrefillStep | None:
         """The next step, which may follow one that still runs; prompts that start with it are offered to their decode workers."""
-        if self._lost_ahead:
+        if self._steps.are_lost:
             return None
         step = self.scheduler.schedule(now)
         if step is not None:
-            self._step_began = self._step_began if self._num_in_flight else now
-            self._num_in_flight += 1
+            self._steps.begin(now)
         for sequence in self.scheduler.take_started():
-            self._offer(sequence, now)
+            if self._first_tokens.may_be_followed(sequence):
+                self.feed.begin(sequence, now)
         return step
-
-    def layer_stride(self, step: PrefillStep) -> int:
-        """Every how many layers ``layers_done`` is wanted while this step runs; 0: not at all."""
-        strides = [self.sender.layer_stride(c.sequence.key, self._num_final_blocks(c.sequence, c.start + c.count)) for c in step.chunks]
-        return min((stride for stride in strides if stride), default=0)
-
-    def layers_done(self, step: PrefillStep, num_layers: int) -> None:
-        """The running step, the oldest that is not booked, has computed the keys and values of its first ``num_layers`` layers: they may
-        leave."""
-        for chunk in step.chunks:
-            sequence = chunk.sequence
-            if sequence.in_step and not sequence.doomed:
-                stop = self._num_final_blocks(sequence, chunk.start + chunk.count)
-                self.sender.layers_ready(sequence.key, sequence.blocks, stop, num_layers)
 
     def complete(self, step: PrefillStep, output: StepOutput, now: float) -> None:
         """A step has run: its finished blocks leave, and a prompt that is complete reports its first token."""
-        self.num_steps += 1
         self._step_failures.good_step()
-        self.num_step_sequences += len(step.chunks)
-        if self.scheduler.is_full(step):
-            self.num_full_step_tokens += step.batch.num_tokens
-            self.full_step_s += max(0.0, now - self._step_began)
-        self._step_is_over()
-        self._step_began = now  # of the next, if it is under way
+        self._heartbeat.count_step(step, self._steps.end(now))
         for row, chunk in enumerate(step.chunks):
             if self.scheduler.complete(chunk):
-                self._gather_prompt_logprobs(chunk, output.prompt_logprobs.get(row))
+                if (prompt_logprobs := output.prompt_logprobs.get(row)) is not None:
+                    self._first_tokens.gather(chunk.sequence.key, prompt_logprobs)
                 if chunk.is_last:
                     self._first_token(chunk.sequence, int(output.token_ids[row]), output.logprobs.get(row), now)
                 else:
-                    self._blocks_ready(chunk.sequence)
+                    self.feed.blocks_ready(chunk.sequence)
 
     def fail_step(self, step: PrefillStep, reason: str) -> None:
         """The step raised: the prompt that was alone in it is given back to the coordinator. Several are tried apart, so that a request
@@ -200,7 +170,7 @@ class PrefillCore:
             self._step_failures.book(step.chunks[0].sequence.spec.request_id)
             self._give_up_step(step, reason)
         else:
-            self._step_is_over(lost=True)
+            self._steps.fail()
 
     @property
     def is_broken(self) -> bool:
@@ -212,29 +182,25 @@ class PrefillCore:
         self.scheduler.skip(step)
         for key in failed:
             self._fail(key, "internal", reason)
-        self._step_is_over(lost=True)
+        self._steps.fail()
 
     def shrink_step(self, step: PrefillStep, reason: str) -> None:
         """The step ran out of memory: it is done again in smaller ones, or fails where it is small already. What follows it is to be
         skipped."""
         if self.scheduler.shrink(step):
-            self._step_is_over(lost=True)
+            self._steps.fail()
         else:
             self._give_up_step(step, reason)
 
     def skip_step(self, step: PrefillStep) -> None:
         """It followed one that failed, and was not run."""
         self.scheduler.skip(step)
-        self._step_is_over()
-
-    def _step_is_over(self, lost: bool = False) -> None:
-        self._num_in_flight -= 1
-        self._lost_ahead = (self._lost_ahead or lost) and self._num_in_flight > 0
+        self._steps.skip()
 
     def tick(self, now: float) -> None:
         """At least ten times a second: deadlines."""
         self.sender.tick(now)
-        if self._leave_by is not None and now >= self._leave_by and not self._given_back:
+        if self._draining.is_overdue(now) and not self._given_back:
             self._given_back = True
             self._give_back(self.scheduler.held)
         for sequence in [*self.scheduler.waiting.values(), *self.scheduler.running.values(), *self.scheduler.pinned.values()]:
@@ -265,43 +231,12 @@ class PrefillCore:
 
     def load(self, coordinator: int | None = None) -> Load:
         """The heartbeat, as it is to one of several coordinators; None: there is but one."""
-        s, b = self.scheduler, self.blocks
-        held = s.held
-        own = [dispatch for owner, dispatch in held if coordinator is None or owner == coordinator]
-        pinned = sum(len(q.blocks) for q in s.pinned.values())
-        return Load(
-            worker_id=self.worker[0],
-            incarnation=self.worker[1],
-            blocks_free=b.num_free,
-            blocks_cached=b.num_cached,
-            blocks_used=b.num_used,
-            blocks_leased=pinned,
-            num_running=len(s.running),
-            num_waiting=len(s.waiting),
-            num_waiting_tokens=s.num_waiting_tokens,
-            steps=self.num_steps,
-            busy=bool(s.waiting or s.running),
-            accepting=b.num_available > b.num_blocks // 16,
-            draining=self.drains,
-            dispatches=u32(own),
-            num_others=len(held) - len(own),
-            num_others_tokens=s.num_waiting_tokens_but_of(coordinator) if len(held) > len(own) and coordinator is not None else 0,
-            num_cache_reports=self._cache_reporter.num_reports,
-            counters={
-                "prompt_tokens": s.num_prompt_tokens,
-                "output_tokens": self.num_output_tokens,
-                "step_sequences": self.num_step_sequences,
-                "cached_tokens": s.num_cached_tokens,
-                "mover_fallbacks": self.sender.num_fallbacks,
-                "full_step_tokens": self.num_full_step_tokens,
-                "full_step_seconds": self.full_step_s,
-            },
-        )
+        return self._heartbeat.load(self.worker, self.drains, coordinator)
 
     def block_events(self, everything: bool = False) -> BlockEvents | None:
         """What the prefix cache gained and lost; with ``everything``, all it has. Of one that leaves nobody wants to know; what takes its
         place over the same blocks does tell."""
-        return None if self.drains else self._cache_reporter.report(self.worker, everything)
+        return None if self.drains else self._heartbeat.cache.report(self.worker, everything)
 
     def _add(self, message: Prefill, now: float) -> None:
         spec = message.spec
@@ -309,7 +244,7 @@ class PrefillCore:
         needed = -(-spec.num_tokens // self.scheduler.block_size)
         if key in self._past:
             return  # an echo: its handoff's messages could echo too, and be taken for the new one's; or cancelled before it came
-        self._remember(key)
+        remember(self._past, key, None)
         if self.drains:
             self._say_failed(key, "preempted", f"prefill worker {self.worker[0]} leaves")
         elif needed > self.blocks.num_blocks:
@@ -320,66 +255,17 @@ class PrefillCore:
             if state.params.grammar:
                 self._actions.append(CompileGrammar(key, state.params.grammar, tuple(state.output_token_ids)))
 
-    def _remember(self, key: Key) -> None:
-        self._past[key] = None
-        if len(self._past) > MEMORY_OF_PAST:
-            del self._past[next(iter(self._past))]
-
-    def _offer(self, sequence: PrefillSequence, now: float) -> None:
-        """To a decode worker of its own process only once it is computed (``_first_token``): then its full blocks are cached there, that
-        is, here, and none of them moves."""
-        if self._is_local(sequence.peer_id[0]):
-            return
-        if last_output_index(sequence.state, self._max_model_len) > len(sequence.state.output_token_ids):
-            hashes, num_blocks = sequence.hashes, len(sequence.blocks)
-            self.sender.offer(sequence.decode, sequence.spec, num_blocks, hashes, now)
-            self._blocks_ready(sequence)
-
-    def _blocks_ready(self, sequence: PrefillSequence) -> None:
-        self.sender.blocks_ready(sequence.key, sequence.blocks, self._num_final_blocks(sequence, sequence.num_computed))
-
-    def _num_final_blocks(self, sequence: PrefillSequence, num_computed: int) -> int:
-        return len(sequence.blocks) if num_computed == sequence.num_tokens else num_computed // self.scheduler.block_size
-
-    def _gather_prompt_logprobs(self, chunk: Chunk, logprobs: list[Logprobs] | None) -> None:
-        if logprobs is not None:
-            gathered = self._prompt_logprobs.setdefault(chunk.sequence.key, [])
-            gathered.extend(logprobs_message(entry) for entry in logprobs)
-
     def _first_token(self, sequence: PrefillSequence, token: int, logprobs: Logprobs | None, now: float) -> None:
-        index = len(sequence.state.output_token_ids)
         if (matcher := sequence.state.matcher) is not None and matcher.failure:
             self._fail(sequence.key, "refused", f"response_format: {matcher.failure}")
             return
-        self.num_output_tokens += 1
-        finished = self._finish_reason(sequence, token, index)
-        prompt_logprobs = self._prompt_logprobs.pop(sequence.key, None)
-        message = FirstToken(
-            coordinator=sequence.key[0],
-            dispatch=sequence.key[1],
-            index=index,
-            token=None if sequence.scores_only else token,
-            logprobs=logprobs_message(logprobs) if logprobs else None,
-            prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
-            num_cached_tokens=sequence.num_cached_tokens,
-            queue_s=max(0.0, sequence.started - sequence.arrival),
-            prefill_s=max(0.0, now - sequence.started),
-            finished=finished,
-        )
-        self._actions.append(ToCoordinator(message))
-        if finished is not None:
+        self._heartbeat.count_first_token()
+        report = self._first_tokens.report(sequence, token, logprobs, now)
+        self._actions.append(ToCoordinator(report))
+        if report.finished is not None:
             self._drop(sequence.key)
         else:
-            if self._is_local(sequence.peer_id[0]):
-                self.sender.offer(sequence.decode, sequence.spec, len(sequence.blocks), sequence.hashes, now)
-            self.sender.finish(sequence.key, sequence.blocks, token, message.logprobs, now, sequence.num_cached_tokens)
-
-    def _finish_reason(self, sequence: PrefillSequence, token: int, index: int) -> FinishReason | None:
-        state = sequence.state
-        if sequence.scores_only:
-            return "length"
-        last = last_output_index(state, self._max_model_len)
-        return finish_reason(token, index, stop_set(state, self._eos), state.params.min_tokens, last)
+            self.feed.finish(sequence, token, report.logprobs, now)
 
     def _settle(self) -> None:
         for action in self.sender.take():
@@ -403,5 +289,5 @@ class PrefillCore:
 
     def _drop(self, key: Key) -> None:
         self.sender.abandon(key)
-        self._prompt_logprobs.pop(key, None)
+        self._first_tokens.forget(key)
         self.scheduler.drop(key)

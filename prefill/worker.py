@@ -188,7 +188,7 @@ class PrefillWorker:
             self._running.popleft()
             self._book(finished, now)
         if self._running and (num_layers := self._running[0].num_layers_to_send()):
-            self._core.layers_done(self._running[0].step, num_layers)
+            self._core.feed.layers_done(self._running[0].step, num_layers)
 
     def _book(self, finished: Finished[PrefillStep], now: float) -> None:
         if finished.output is not None:
@@ -217,7 +217,7 @@ class PrefillWorker:
         """Whether a step has begun."""
         if not self._wants_step() or (step := self._core.schedule(now)) is None:
             return False
-        running = RunningStep(step, self._core.layer_stride(step), self._model, self._wakeup.set)
+        running = RunningStep(step, self._core.feed.layer_stride(step), self._model, self._wakeup.set)
         self._running.append(running)
         self._steps.submit(step, running.progress.reached)
         return True

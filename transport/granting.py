@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from .handoff import Key, PeerId
 from .incoming import Incoming
 from .messages import Grant, Offer, from_hashes, u32
-
-MEMORY_OF_PAST = 8192
-_K = TypeVar("_K")
-_V = TypeVar("_V")
+from .past import remember
 
 
 class BlockPool(Protocol):
@@ -106,11 +103,3 @@ class Granting:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-
-def remember(past: OrderedDict[_K, _V], key: _K, value: _V) -> None:
-    """Books the newest; forgets the oldest where there are too many."""
-    past[key] = value
-    past.move_to_end(key)
-    if len(past) > MEMORY_OF_PAST:
-        past.popitem(last=False)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from .actions import CloseLease, ExpectAgain, Join, OpenLease, ReceiverAction, Supersede, ToPeer
-from .granting import BlockPool, Granting, remember
+from .granting import BlockPool, Granting
 from .handoff import HandoffTimes, Key, PeerId, Wait
 from .incoming import Incoming
 from .lease_table import LeaseTable
@@ -29,6 +29,7 @@ from .messages import (
     from_u64,
     u32,
 )
+from .past import remember
 from .writers import MoverEndpoints as MoverEndpoints
 from .writers import Writers
 

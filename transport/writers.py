@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from .granting import remember
 from .handoff import FALLBACK_MOVER, ONE_SIDED_MOVERS, SAME_HOST_MOVERS, PeerId
 from .messages import Meet, Met, ModelIdentity, Retire
+from .past import remember
 
 
 @dataclass(frozen=True, slots=True)

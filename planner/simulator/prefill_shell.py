@@ -53,7 +53,7 @@ class PrefillShell(WorkerShell):
     def begin(self, step: PrefillStep, loop_s: float, seconds: float) -> None:
         """The device runs this step from ``loop_s`` from now on, for ``seconds``."""
         self._running = step
-        if stride := self.core.layer_stride(step):
+        if stride := self.core.feed.layer_stride(step):
             num_layers = self.pool.profile.memory.num_layers
             for layers in range(stride, num_layers, stride):
                 self.queue.after(loop_s + seconds * layers / num_layers, self._layers_done, step, layers)
@@ -65,6 +65,6 @@ class PrefillShell(WorkerShell):
 
     def _layers_done(self, step: PrefillStep, num_layers: int) -> None:
         if self.alive and self._running is step:
-            self.core.layers_done(step, num_layers)
+            self.core.feed.layers_done(step, num_layers)
             if self.core.stirs:
                 self.carry_out_all()

@@ -24,8 +24,7 @@ from splitserve.planner.simulator.simulation import Simulation
 from splitserve.planner.simulator.tallies import Distribution, Slo
 from splitserve.planner.slo import parse_slo
 from splitserve.planner.trace.request import Trace, TraceRequest
-from splitserve.prefill import core as prefill_core
-from splitserve.transport import granting
+from splitserve.transport import past
 
 PREFILL_S, TOKEN_S, DECODE_S = 0.05, 1e-4, 0.02
 SECOND = HandoffModel(put_s=0.0, bytes_per_s=1e6, message_s=0.001, check_bytes_per_s=1e12)
@@ -159,8 +158,7 @@ def test_a_seed_gives_the_same_bits_in_every_process() -> None:
 
 
 def test_memory_does_not_grow_with_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (granting, prefill_core):
-        monkeypatch.setattr(module, "MEMORY_OF_PAST", 50)  # else it is full only after as many requests
+    monkeypatch.setattr(past, "MEMORY_OF_PAST", 50)  # else it is full only after as many requests
 
     def requests(count: int) -> Trace:
         return Trace("long", lambda: islice((TraceRequest(0.1 * i, 40, 3) for i, _ in enumerate(repeat(0))), count))

@@ -68,7 +68,7 @@ def test_the_next_chunk_follows_the_one_that_runs() -> None:
     for step in steps[:3]:
         assert step is not None
         complete(core, step)
-    assert core.num_output_tokens == 1
+    assert core.load().counters["output_tokens"] == 1
 
 
 def test_a_step_that_takes_long_is_not_charged_for_the_one_before() -> None:
@@ -79,7 +79,7 @@ def test_a_step_that_takes_long_is_not_charged_for_the_one_before() -> None:
     assert second is not None
     core.complete(first, output(first), 3.0)
     core.complete(second, output(second), 4.0)
-    assert core.full_step_s == pytest.approx(3.0), "from 1 to 3, then from 3 to 4"
+    assert core.load().counters["full_step_seconds"] == pytest.approx(3.0), "from 1 to 3, then from 3 to 4"
 
 
 @given(seed=st.integers(0, 10_000), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
@@ -115,7 +115,7 @@ def test_every_prompt_is_computed_whatever_fails_and_no_block_stays(seed: int, l
         core.take()
     assert not core.scheduler.held
     assert core.blocks.num_used == 0
-    assert core.num_output_tokens >= len(lengths) - len(cancelled | failed)
+    assert core.load().counters["output_tokens"] >= len(lengths) - len(cancelled | failed)
 
 
 class Event:

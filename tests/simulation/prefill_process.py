@@ -90,7 +90,7 @@ class PrefillProcess(WorkerProcess):
 
     def begin(self, step: Any, duration: float) -> None:
         self._num_layers = 0
-        stride = self.core.layer_stride(step)
+        stride = self.core.feed.layer_stride(step)
         if stride:
             for layer in range(NUM_LAYERS):
                 self.after(duration * (layer + 0.9) / NUM_LAYERS, self._layer_done, step, layer, stride)
@@ -104,7 +104,7 @@ class PrefillProcess(WorkerProcess):
             if self.steps.any_ended:
                 self.turn()  # the step before it is booked first
             if self.steps.running is step and self.alive:
-                self.core.layers_done(step, self._num_layers)
+                self.core.feed.layers_done(step, self._num_layers)
                 self.turn()
 
     def finish(self, step: Any) -> Any:

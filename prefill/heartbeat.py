@@ -1,0 +1,68 @@
+"""What coordinators hear of a prefill worker at every heartbeat: its load, and what its prefix cache has gained and lost. Pure."""
+
+from __future__ import annotations
+
+from ..transport.handoff import PeerId
+from ..transport.handoff_sender import HandoffSender
+from ..transport.messages import Load, u32
+from ..transport.reports import CacheReporter
+from .scheduler import PrefillScheduler, PrefillStep
+
+
+class Heartbeat:
+    """Counts what has run; all else it reads off those who know it."""
+
+    def __init__(self, scheduler: PrefillScheduler, sender: HandoffSender) -> None:
+        self._scheduler, self._sender = scheduler, sender
+        self.cache = CacheReporter(scheduler.blocks)
+        self._num_steps = 0
+        self._num_step_sequences = 0
+        self._num_first_tokens = 0
+        self._num_full_step_tokens = 0
+        self._full_step_s = 0.0
+
+    def count_step(self, step: PrefillStep, seconds: float) -> None:
+        """One more has run, for so long."""
+        self._num_steps += 1
+        self._num_step_sequences += len(step.chunks)
+        if self._scheduler.is_full(step):
+            self._num_full_step_tokens += step.batch.num_tokens
+            self._full_step_s += seconds
+
+    def count_first_token(self) -> None:
+        """One more prompt has yielded its first token."""
+        self._num_first_tokens += 1
+
+    def load(self, worker: PeerId, draining: bool, coordinator: int | None) -> Load:
+        """As it is to one of several coordinators; None: there is but one."""
+        s, b = self._scheduler, self._scheduler.blocks
+        held = s.held
+        own = [dispatch for owner, dispatch in held if coordinator is None or owner == coordinator]
+        return Load(
+            worker_id=worker[0],
+            incarnation=worker[1],
+            blocks_free=b.num_free,
+            blocks_cached=b.num_cached,
+            blocks_used=b.num_used,
+            blocks_leased=sum(len(sequence.blocks) for sequence in s.pinned.values()),
+            num_running=len(s.running),
+            num_waiting=len(s.waiting),
+            num_waiting_tokens=s.num_waiting_tokens,
+            steps=self._num_steps,
+            busy=bool(s.waiting or s.running),
+            accepting=b.num_available > b.num_blocks // 16,
+            draining=draining,
+            dispatches=u32(own),
+            num_others=len(held) - len(own),
+            num_others_tokens=s.num_waiting_tokens_but_of(coordinator) if len(held) > len(own) and coordinator is not None else 0,
+            num_cache_reports=self.cache.num_reports,
+            counters={
+                "prompt_tokens": s.num_prompt_tokens,
+                "output_tokens": self._num_first_tokens,
+                "step_sequences": self._num_step_sequences,
+                "cached_tokens": s.num_cached_tokens,
+                "mover_fallbacks": self._sender.num_fallbacks,
+                "full_step_tokens": self._num_full_step_tokens,
+                "full_step_seconds": self._full_step_s,
+            },
+        )
