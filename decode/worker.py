@@ -22,13 +22,11 @@ import zmq
 
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar
-from ..engine.errors import DeviceLostError, EngineError
+from ..engine.departure import Departure
 from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
 from ..engine.load_model import load_model
 from ..engine.role_host import RoleHost
-from ..engine.step_failures import BROKEN_AFTER
-from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import Join, Supersede, TellTokens, ToCoordinator, ToPeer
 from ..transport.collector import settle_heap
@@ -37,29 +35,19 @@ from ..transport.handoff import HandoffTimes
 from ..transport.handoff_receiver import HandoffReceiver
 from ..transport.host import allow_many_files, host_identity
 from ..transport.keys import ClusterKey, load_key
-from ..transport.messages import (
-    FROM_DECODE,
-    SECRET_BYTES,
-    Flip,
-    Goodbye,
-    Hello,
-    Load,
-    Meet,
-    Message,
-    ModelIdentity,
-)
+from ..transport.messages import FROM_DECODE, SECRET_BYTES, Flip, Goodbye, Hello, Meet, ModelIdentity
 from ..transport.movers.shm import SharedPool
 from ..transport.otel import Tracing
-from ..transport.reports import with_telemetry
 from ..transport.retiring_end import RetiringEnd
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
+from ..transport.worker_reports import WorkerReports
 from ..transport.worker_trace import WorkerTrace
 from .core import DecodeAction, DecodeCore
 from .receiving_end import RECEIVING, ReceivingEnd
-from .rows import DecodeStep
 from .scheduler import DecodeScheduler
 from .settings import DecodeSettings
+from .step_pipeline import StepPipeline
 
 TICK_S = 0.05
 SWITCH_S = 1e-4  # the step thread and the loop take turns: the default of 5 ms would show in every token
@@ -84,12 +72,10 @@ class DecodeWorker:
         self._identity = ModelIdentity.model_validate(model.identity)
         self._telemetry = telemetry_of(model.device)
         self._tracing = Tracing.open(settings.otlp_endpoint, "decode", settings.worker_id) if settings.otlp_endpoint else None
-        self._trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
         self._wakeup = Wakeup()
-        self.stopped = self._leaving = False
-        self._rests_since: float | None = None
+        self.stopped = False
         self._host = host
-        self._ticked = self._reported = 0.0
+        self._ticked = 0.0
         self._receiving = ReceivingEnd(settings, model, key, shared)
         self._poller = self._make_poller()
         self._links = CoordinatorLinks(
@@ -110,9 +96,10 @@ class DecodeWorker:
         )
         meet = self._meet(self._receiving.endpoints.movers)
         self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint, meet, settings.drain_timeout_s)
-        self._steps: StepThread[DecodeStep] = StepThread(
-            model.runner, self._wakeup.set, ahead_at_layer=model.ahead_at_layer, launch=model.launch
-        )
+        self._departure = Departure(self._core, "decode", host)
+        trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
+        self._reports = WorkerReports(self._links, self._core, self._telemetry, trace)
+        self._steps = StepPipeline(self._core, model, self._wakeup.set)
         self._grammars = GrammarThread(model.grammars, self._wakeup.set)
         assert self._core.moving is not None, "it has said how it meets others"
         sender, plaintext = self._core.moving.sender, settings.plaintext_kv or settings.insecure
@@ -126,7 +113,7 @@ class DecodeWorker:
     @property
     def drains(self) -> bool:
         """It leaves as soon as nothing is left here."""
-        return self._leaving or self._core.drains
+        return self._departure.has_begun
 
     def drain(self) -> None:
         """Leaves as soon as nothing is left here."""
@@ -135,7 +122,7 @@ class DecodeWorker:
 
     def leave(self) -> None:
         """From a signal handler: drain, then leave the loop; said again, leave at once."""
-        self.stopped, self._leaving = self._leaving, True
+        self.stopped, self._departure.ordered = self._departure.ordered, True
         self._wakeup.set()
 
     def run(self) -> None:
@@ -154,16 +141,16 @@ class DecodeWorker:
         ready = self._wait(patience_s)
         now = time.monotonic()
         self._receive(ready, now)
-        self._collect(now)
-        self._launch(now)
+        self._steps.collect(now)
+        self._steps.launch(now)
         self._carry_out(now)
         if self._receiving.has_checks:
             self._receiving.check(self._core, now)
             self._carry_out(now)
-        self._launch(now)  # what was just verified joins at once
+        self._steps.launch(now)  # what was just verified joins at once
         self._report(now)
         self._leave_if_drained(now)
-        self._end_if_broken()
+        self._departure.raise_if_broken()
 
     def patience(self, most_s: float) -> float:
         """How long it may wait for something on its ``sockets``."""
@@ -192,114 +179,43 @@ class DecodeWorker:
 
     def _receive(self, ready: set[object], now: float) -> None:
         for message in self._links.receive(ready, now):
-            self._hear(message, now)
+            self._reports.heard(message, now)
             if isinstance(message, Flip):
-                self._flip(message, now)
+                self._departure.flip(message.role, message.timeout_s, now)
             else:
                 self._core.from_coordinator(message, now)
-        self._receiving.receive(ready, self._core, now, self._hear)
+        self._receiving.receive(ready, self._core, now, self._reports.heard)
         self._sending.receive(ready, now)
         self._grammars.report(self._core)
-        if self._leaving:
+        if self._departure.ordered:
             self._core.drain(now)
         if now - self._ticked >= TICK_S:
             self._ticked = now
             self._core.tick(now)
             self._links.tick(now)
 
-    def _hear(self, message: Message, now: float) -> None:
-        if self._trace is not None:
-            self._trace.heard(message, now)
-
-    def _collect(self, now: float) -> None:
-        while (finished := self._steps.collect()) is not None:
-            self._book(finished, now)
-
-    def _book(self, finished: Finished[DecodeStep], now: float) -> None:
-        if finished.output is not None:
-            self._core.complete(finished.step, finished.output, now)
-        elif finished.error is None:
-            self._core.skip_step(finished.step)
-        elif isinstance(finished.error, DeviceLostError):  # no request's fault: all of them go on elsewhere
-            raise finished.error
-        elif finished.out_of_memory:
-            _log.warning(
-                "a decode step of %d sequences ran out of memory, half of them leave: %s", finished.step.batch.num_seqs, finished.error
-            )
-            self._core.shrink_step(finished.step)
-        else:
-            named = {"request_ids": [sequence.request_id for sequence in finished.step.sequences]}
-            said = "a decode step of %d sequences failed; who is alone in one goes back to the coordinator, several are tried apart"
-            _log.error(said, finished.step.batch.num_seqs, exc_info=finished.error, extra={"fields": named})
-            self._core.fail_step(finished.step, f"decode failed: {finished.error}")
-
-    def _launch(self, now: float) -> None:
-        while self._steps.wants_next and (step := self._core.schedule(now)) is not None:
-            self._steps.submit(step)
-
     def _carry_out(self, now: float) -> None:
         while actions := self._core.take(now):  # a check of blocks may bring new ones
             for action in actions:
-                self._do(action, now)
+                self._do(action)
 
     def _report(self, now: float) -> None:
-        if now - self._reported < self._links.heartbeat_s:
-            return
-        self._reported = now
-        self._receiving.bury_dead_writers(self._core, now)
-        if not self._links.coordinators:
-            return
-        self._links.report(self._load)
-        if (events := self._core.block_events()) is not None:
-            self._links.send(events)
-
-    def _load(self, coordinator: int) -> Load:
-        return with_telemetry(self._core.load(coordinator), self._telemetry)
-
-    def _flip(self, message: Flip, now: float) -> None:
-        """The other role begins in this process, and this one ends."""
-        if self._host is None:
-            _log.error("told to become a %s worker, but this process cannot change its role: start it as `splitserve worker`", message.role)
-        elif message.role != "decode" and self._host.flip(message.role):
-            self._core.drain(now, message.timeout_s)
+        if self._reports.beat_is_due(now):
+            self._receiving.bury_dead_writers(self._core, now)
+            self._reports.beat(now)
 
     def _leave_if_drained(self, now: float) -> None:
-        if not self._may_leave(now):
+        if not self._departure.is_due(now):
             return
         _log.info("drained: nothing is left here, leaving")
         self._links.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._links.incarnation))
         self.stopped = True
 
-    def _end_if_broken(self) -> None:
-        """Raises EngineError: whoever started this process starts it anew, and its requests go on elsewhere meanwhile."""
-        if self._core.is_broken:
-            raise EngineError(
-                f"the last {BROKEN_AFTER} requests' steps all failed, one by one: this worker ends, to be started anew; see above for why"
-            )
-
-    def _may_leave(self, now: float) -> bool:
-        """A process that ends takes its memory along; one that goes on in the other role must have every block back."""
-        if self._host is None or self._host.mixed or self._leaving:
-            return self._core.may_leave
-        if not (self._core.may_leave and self._core.at_rest):
-            self._rests_since = None
-            return False
-        self._rests_since = now if self._rests_since is None else self._rests_since
-        return now - self._rests_since >= self._host.linger_s
-
     # --- what the core wants done ----------------------------------------------------------------
 
-    def _tell_coordinators(self, *messages: Message) -> None:
-        """What the core has to say; a load report says to each what concerns it."""
-        if any(isinstance(message, Load) for message in messages):
-            self._links.report(self._load)
-        self._links.send(*(message for message in messages if not isinstance(message, Load)))
-        if self._trace is not None:
-            self._trace.said(messages, time.monotonic())
-
-    def _do(self, action: DecodeAction, now: float) -> None:
+    def _do(self, action: DecodeAction) -> None:
         if isinstance(action, ToCoordinator):
-            self._tell_coordinators(action.message)
+            self._reports.tell(action.message)
         elif isinstance(action, CompileGrammar):
             self._grammars.submit(action)
         elif isinstance(action, RECEIVING) or (isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE)):
@@ -346,8 +262,7 @@ class DecodeWorker:
     def welcomed(self, coordinator: int) -> None:
         """See ``LinkedWorker``."""
         self._core.drop_others(*self._links.coordinators)
-        if (events := self._core.block_events(everything=True)) is not None:
-            self._links.send(events)
+        self._reports.tell_cache(everything=True)
 
     def fenced(self, incarnation: int) -> None:
         """See ``LinkedWorker``."""
