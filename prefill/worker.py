@@ -16,19 +16,16 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 
 import zmq
 
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar
-from ..engine.errors import DeviceLostError, EngineError
+from ..engine.departure import Departure
 from ..engine.gpu_telemetry import telemetry_of
 from ..engine.grammar_thread import GrammarThread
 from ..engine.load_model import load_model
 from ..engine.role_host import RoleHost
-from ..engine.step_failures import BROKEN_AFTER
-from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
 from ..transport.actions import ToCoordinator
 from ..transport.collector import settle_heap
@@ -36,21 +33,20 @@ from ..transport.coordinator_links import CoordinatorLinks
 from ..transport.host import allow_many_files, host_identity
 from ..transport.keys import ClusterKey, load_key
 from ..transport.layer_slicing import LayerSlicing
-from ..transport.messages import Flip, Goodbye, Hello, Load, Meet, Message, ModelIdentity
+from ..transport.messages import Flip, Goodbye, Hello, Meet, ModelIdentity
 from ..transport.movers.opening import offered
 from ..transport.otel import Tracing
-from ..transport.reports import with_telemetry
 from ..transport.retiring_end import RetiringEnd
 from ..transport.sending_end import SendingEnd
 from ..transport.wakeup import Wakeup
+from ..transport.worker_reports import WorkerReports
 from ..transport.worker_trace import WorkerTrace
 from .core import PrefillAction, PrefillCore
-from .running_step import RunningStep
-from .scheduler import PrefillScheduler, PrefillStep
+from .scheduler import PrefillScheduler
 from .settings import PrefillSettings
+from .step_pipeline import StepPipeline
 
 TICK_S = 0.05
-HEAD_START_S = 1e-4  # of a step, before its prompts are offered to decode workers
 SWITCH_S = 1e-4  # the step thread and the loop take turns: the default of 5 ms would show in every token
 LINGER_S = 0.5  # for the last words
 _log = logging.getLogger(__name__)
@@ -65,13 +61,11 @@ class PrefillWorker:
         self._identity = ModelIdentity.model_validate(model.identity)
         self._telemetry = telemetry_of(model.device)
         self._tracing = Tracing.open(settings.otlp_endpoint, "prefill", settings.worker_id) if settings.otlp_endpoint else None
-        self._trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
         self._wakeup = Wakeup()
         self._poller = zmq.Poller()
-        self.stopped = self._leaving = False
-        self._rests_since: float | None = None
+        self.stopped = False
         self._host = host
-        self._ticked = self._reported = 0.0
+        self._ticked = 0.0
         self._links = CoordinatorLinks(
             settings.coordinators, key, settings.worker_id, self, time.time_ns, self._poller, settings.orphaned_after_s
         )
@@ -96,8 +90,10 @@ class PrefillWorker:
         )
         plaintext = settings.plaintext_kv or settings.insecure
         self._sending = SendingEnd(self._core.sender, settings.worker_id, self._links.incarnation, key, model, self._poller, plaintext)
-        self._steps: StepThread[PrefillStep] = StepThread(model.runner, self._wakeup.set, launch=model.launch)
-        self._running: deque[RunningStep] = deque()  # the oldest first
+        self._departure = Departure(self._core, "prefill", host)
+        trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
+        self._reports = WorkerReports(self._links, self._core, self._telemetry, trace, self._sending.transfers)
+        self._steps = StepPipeline(self._core, model, self._wakeup.set)
         self._grammars = GrammarThread(model.grammars, self._wakeup.set)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
 
@@ -109,7 +105,7 @@ class PrefillWorker:
     @property
     def drains(self) -> bool:
         """It leaves as soon as nothing is left here."""
-        return self._leaving or self._core.drains
+        return self._departure.has_begun
 
     def drain(self) -> None:
         """Leaves as soon as nothing is left here."""
@@ -118,7 +114,7 @@ class PrefillWorker:
 
     def leave(self) -> None:
         """From a signal handler: drain, then leave the loop; said again, leave at once."""
-        self.stopped, self._leaving = self._leaving, True
+        self.stopped, self._departure.ordered = self._departure.ordered, True
         self._wakeup.set()
 
     def run(self) -> None:
@@ -136,21 +132,20 @@ class PrefillWorker:
         """Once around; it waits for something to do for so long."""
         ready = self._wait(patience_s)
         now = time.monotonic()
-        self._collect(now)
+        self._steps.collect(now)
         self._tell()  # the step that is over first: someone waits for its tokens
         self._receive(ready, now)
-        if self._launch(now):
-            self._give_head_start()
+        if self._steps.launch(now) and self._steps.give_head_start():
+            self._tell()
         self._carry_out()
-        self._launch(now)  # blocks that were just freed are used at once
+        self._steps.launch(now)  # blocks that were just freed are used at once
         self._report(now)
         self._leave_if_drained(now)
-        self._end_if_broken()
+        self._departure.raise_if_broken()
 
     def patience(self, most_s: float) -> float:
         """How long it may wait for something on its ``sockets``."""
-        busy = self._sending.pending or any(running.progress.pending for running in self._running)
-        return min(most_s, 0.001) if busy else most_s
+        return min(most_s, 0.001) if self._sending.pending or self._steps.pending else most_s
 
     @property
     def sockets(self) -> list[tuple[zmq.Socket[bytes], int]]:
@@ -168,135 +163,45 @@ class PrefillWorker:
 
     def _receive(self, ready: set[object], now: float) -> None:
         for message in self._links.receive(ready, now):
-            if self._trace is not None:
-                self._trace.heard(message, now)
+            self._reports.heard(message, now)
             if isinstance(message, Flip):
-                self._flip(message, now)
+                self._departure.flip(message.role, message.timeout_s, now)
             else:
                 self._core.from_coordinator(message, now)
         self._sending.receive(ready, now)
         self._grammars.report(self._core)
-        if self._leaving:
+        if self._departure.ordered:
             self._core.drain(now)
         if now - self._ticked >= TICK_S:
             self._ticked = now
             self._core.tick(now)
             self._links.tick(now)
 
-    def _collect(self, now: float) -> None:
-        while (finished := self._steps.collect()) is not None:
-            self._running.popleft()
-            self._book(finished, now)
-        if self._running and (num_layers := self._running[0].num_layers_to_send()):
-            self._core.feed.layers_done(self._running[0].step, num_layers)
-
-    def _book(self, finished: Finished[PrefillStep], now: float) -> None:
-        if finished.output is not None:
-            self._core.complete(finished.step, finished.output, now)
-        elif finished.error is None:
-            self._core.skip_step(finished.step)
-        elif isinstance(finished.error, DeviceLostError):  # no request's fault: all of them go on elsewhere
-            raise finished.error
-        elif finished.out_of_memory:
-            _log.warning(
-                "a prefill step of %d tokens ran out of memory, smaller ones follow: %s", finished.step.batch.num_tokens, finished.error
-            )
-            self._core.shrink_step(finished.step, f"prefill ran out of memory: {finished.error}")
-        else:
-            named = {"request_ids": [chunk.sequence.spec.request_id for chunk in finished.step.chunks]}
-            said = "a prefill step of %d prompts failed; who is alone in one goes back to the coordinator, several are tried apart"
-            _log.error(said, finished.step.batch.num_seqs, exc_info=finished.error, extra={"fields": named})
-            self._core.fail_step(finished.step, f"prefill failed: {finished.error}")
-
     def _tell(self) -> None:
         """First tokens leave before the next step is made and before any block is copied."""
         if reports := self._core.take_reports():
-            self._tell_coordinators(*reports)
-
-    def _launch(self, now: float) -> bool:
-        """Whether a step has begun."""
-        if not self._wants_step() or (step := self._core.schedule(now)) is None:
-            return False
-        running = RunningStep(step, self._core.feed.layer_stride(step), self._model, self._wakeup.set)
-        self._running.append(running)
-        self._steps.submit(step, running.progress.reached)
-        return True
-
-    def _give_head_start(self) -> None:
-        """A step needs Python's lock to begin, and what the loop does next would hold it. One that is over by then is told of at once."""
-        if (finished := self._steps.collect(HEAD_START_S)) is not None:
-            self._running.popleft()
-            self._book(finished, time.monotonic())
-            self._tell()
-
-    def _wants_step(self) -> bool:
-        """A GPU gets the next one before it is through with the last, so that it has no gap, but late: what arrives until then takes
-        part. On a CPU the gap is nothing beside a step."""
-        if self._model.launch is None or not self._running:
-            return not self._steps.busy
-        return self._steps.wants_next and self._running[-1].is_half_done
+            self._reports.tell(*reports)
 
     def _carry_out(self) -> None:
         for action in self._core.take():
             self._do(action)
 
     def _report(self, now: float) -> None:
-        if not self._links.coordinators or now - self._reported < self._links.heartbeat_s:
-            return
-        self._reported = now
-        self._links.report(self._load)
-        if (events := self._core.block_events()) is not None:
-            self._links.send(events)
-
-    def _load(self, coordinator: int) -> Load:
-        load, transfers = self._core.load(coordinator), self._sending.transfers
-        load.counters.update(handoff_bytes=transfers.num_bytes, handoff_seconds=transfers.seconds)
-        return with_telemetry(load, self._telemetry)
-
-    def _flip(self, message: Flip, now: float) -> None:
-        """The other role begins in this process, and this one ends."""
-        if self._host is None:
-            _log.error("told to become a %s worker, but this process cannot change its role: start it as `splitserve worker`", message.role)
-        elif message.role != "prefill" and self._host.flip(message.role):
-            self._core.drain(now, message.timeout_s)
+        if self._links.coordinators and self._reports.beat_is_due(now):
+            self._reports.beat(now)
 
     def _leave_if_drained(self, now: float) -> None:
-        if not self._may_leave(now):
+        if not self._departure.is_due(now):
             return
         _log.info("drained: nothing is left here, leaving")
         self._links.send(Goodbye(worker_id=self._settings.worker_id, incarnation=self._links.incarnation))
         self.stopped = True
 
-    def _end_if_broken(self) -> None:
-        """Raises EngineError: whoever started this process starts it anew, and its requests go on elsewhere meanwhile."""
-        if self._core.is_broken:
-            raise EngineError(
-                f"the last {BROKEN_AFTER} requests' steps all failed, one by one: this worker ends, to be started anew; see above for why"
-            )
-
-    def _may_leave(self, now: float) -> bool:
-        """A process that ends takes its memory along; one that goes on in the other role must have every block back."""
-        if self._host is None or self._host.mixed or self._leaving:
-            return self._core.may_leave
-        if not (self._core.may_leave and self._core.at_rest):
-            self._rests_since = None
-            return False
-        self._rests_since = now if self._rests_since is None else self._rests_since
-        return now - self._rests_since >= self._host.linger_s
-
     # --- what the core wants done ----------------------------------------------------------------
-
-    def _tell_coordinators(self, *messages: Message) -> None:
-        """What the core has to say; a load report says to each what concerns it."""
-        if any(isinstance(message, Load) for message in messages):
-            self._links.report(self._load)
-        self._links.send(*(message for message in messages if not isinstance(message, Load)))
-        if self._trace is not None:
-            self._trace.said(messages, time.monotonic())
 
     def _do(self, action: PrefillAction) -> None:
         if isinstance(action, ToCoordinator):
-            self._tell_coordinators(action.message)
+            self._reports.tell(action.message)
         elif isinstance(action, CompileGrammar):
             self._grammars.submit(action)
         else:
@@ -327,8 +232,7 @@ class PrefillWorker:
     def welcomed(self, coordinator: int) -> None:
         """See ``LinkedWorker``."""
         self._core.drop_others(*self._links.coordinators)
-        if (events := self._core.block_events(everything=True)) is not None:
-            self._links.send(events)
+        self._reports.tell_cache(everything=True)
 
     def fenced(self, incarnation: int) -> None:
         """See ``LinkedWorker``. What the old incarnation still owes its peers is said before its channels close."""
