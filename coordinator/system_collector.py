@@ -126,7 +126,7 @@ def _steering(steering: Mapping[str, Any]) -> Iterator[Metric]:
         load.add_metric([role], value)
     yield load
     decisions = CounterMetricFamily("splitserve_steering_decisions", "What the pool controller has decided.", labels=["kind"])
-    for kind in ("flip", "scale_up", "scale_down"):
+    for kind in ("flip", "scale_up", "scale_down", "hold"):
         decisions.add_metric([kind], steering["counts"].get(kind, 0))
     yield decisions
 

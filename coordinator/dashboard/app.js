@@ -92,7 +92,7 @@ function steering(told) {
   const load = told.load ? `load ${percent(told.load.prefill)} prefill, ${percent(told.load.decode)} decode` : "no prediction";
   $("steering-mode").textContent = `${told.mode}; ${load}; 100% just meets the objectives`;
   $("steering-state").textContent = told.state;
-  const words = { flip: "change role", scale_up: "one more", scale_down: "one fewer" };
+  const words = { flip: "change role", scale_up: "one more", scale_down: "one fewer", hold: "roles stay" };
   const body = told.decisions.slice(0, 20).map((one) => el("tr", {},
     el("td", {}, `${age(one.ago_s)} ago`), el("td", {}, words[one.kind]), el("td", {}, one.worker), el("td", {}, one.role), el("td", {}, one.reason)));
   const head = ["When", "What", "Worker", "Role", "Why"].map((name) => el("th", { scope: "col" }, name));

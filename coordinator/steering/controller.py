@@ -7,6 +7,9 @@ Once a second: the ratio that the latency model likes best for the load as it is
     what is won soon outweighs what the flips cost,                    (flip_cost_s, gain_over_s)
     and the last flips are over and have had time to show.             (settle_s)
 
+Mixed workers are of both roles, change neither, and take from either what the others leave: what a ratio beside them is worth the model
+does not know. Where there are any, roles are left as they are, and workers come and go by the rules that need no model.
+
 The model may be wrong. A change after which fewer requests than before, under the same load, meet the objective that the role which lost
 workers is there for, is taken back, and the controller holds still for a while, longer each time. (The other objective may be missed for
 long by what had queued up before the change.)
@@ -24,7 +27,7 @@ from ...transport.messages import Role
 from .capacity import Capacity, Pressure
 from .load_watch import LoadPicture
 from .options import SteeringOptions
-from .scaling import Kind, Scaling
+from .scaling import AnyRole, Kind, Scaling
 
 MIN_JUDGED = 20
 SAME_LOAD = 0.35  # relative difference of the mix up to which two pictures are of one load
@@ -35,7 +38,8 @@ MAX_HOLD_S = 1800.0
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """Who could do what. ``flexible``: processes that can change their role, by the one they have, those with least to do first;
-    ``changing``: how many are in mid-flip; ``spare``: the worker of a role that could go most easily, where it is not the last."""
+    ``changing``: how many are in mid-flip; ``spare``: the worker of a role that could go most easily, where it is not the last;
+    ``mixed``: how many are of both roles for good, and counted in neither."""
 
     prefill: int
     decode: int
@@ -44,20 +48,22 @@ class Fleet:
     max_batch_tokens: int = 512  # of a prefill step
     max_num_seqs: int = 64  # of a decode batch
     spare: dict[Role, str] = field(default_factory=dict)
+    mixed: int = 0
 
     @property
     def num_workers(self) -> int:
-        return self.prefill + self.decode
+        return self.prefill + self.decode + self.mixed
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``at``: seconds of the monotonic clock. ``worker``: empty where it is up to whoever starts workers."""
+    """``at``: seconds of the monotonic clock. ``worker``: empty where it is up to whoever starts workers. ``hold``: roles are left as they
+    are, which is said once."""
 
     at: float
-    kind: Literal["flip"] | Kind
+    kind: Literal["flip", "hold"] | Kind
     worker: str
-    role: Role  # that it is to have, or of the worker that is to come or go
+    role: AnyRole  # that it is to have, or of the worker that is to come or go
     reason: str
 
 
@@ -102,7 +108,8 @@ class PoolController:
         self.pressure: Pressure | None = None
         self.picture: LoadPicture | None = None
         self.decisions: deque[Decision] = deque(maxlen=100)
-        self.wanted: dict[Role, int] = {}
+        self._holds_for_mixed = False
+        self.wanted: dict[AnyRole, int] = {}
         """As many of each role as there are, or one more or fewer as long as that is wanted."""
 
     def decide(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision]:
@@ -112,14 +119,28 @@ class PoolController:
             self._capacity = Capacity(self._profile, self._options, fleet.max_batch_tokens, fleet.max_num_seqs)
         if not all(map(math.isfinite, astuple(picture))):
             return self._rest("the load is not known: one of its numbers is none")
-        found = self._flips(picture, fleet, now)
+        found = self._hold(fleet, now) if fleet.mixed else self._flips(picture, fleet, now)
+        self._holds_for_mixed = fleet.mixed > 0
         if not found and not fleet.changing:
-            scaled = self._scaling.decide(picture, self._capacity, fleet.prefill, fleet.decode, now)
+            scaled = self._scaling.decide(picture, self._capacity, fleet.prefill, fleet.decode, now, fleet.mixed)
             found = [] if scaled is None else [_scale(*scaled, fleet, now)]
             self.wanted = {"prefill": fleet.prefill, "decode": fleet.decode}
-            self.wanted[self._scaling.role] += self._scaling.change
+            if fleet.mixed:
+                self.wanted["mixed"] = fleet.mixed
+            self.wanted[self._scaling.role] = self.wanted.get(self._scaling.role, 0) + self._scaling.change
         self.decisions += found
         return found
+
+    def _hold(self, fleet: Fleet, now: float) -> list[Decision]:
+        """There are mixed workers."""
+        self.pressure = self._capacity = self._trial = None
+        if fleet.mixed == fleet.num_workers:
+            why = f"all {fleet.mixed} workers are mixed: there are no roles to change"
+        else:
+            who = f"{fleet.mixed} of {fleet.num_workers} workers are mixed"
+            why = f"{who}, and what the others' ratio is worth beside those is not predicted: roles stay as they are"
+        self._rest(why)
+        return [] if self._holds_for_mixed else [Decision(now, "hold", "", "mixed", why)]
 
     def _flips(self, picture: LoadPicture, fleet: Fleet, now: float) -> list[Decision]:
         self.pressure = None
@@ -234,8 +255,8 @@ class PoolController:
         return []
 
 
-def _scale(kind: Kind, role: Role, reason: str, fleet: Fleet, now: float) -> Decision:
-    return Decision(now, kind, fleet.spare.get(role, "") if kind == "scale_down" else "", role, reason)
+def _scale(kind: Kind, role: AnyRole, reason: str, fleet: Fleet, now: float) -> Decision:
+    return Decision(now, kind, fleet.spare.get(role, "") if kind == "scale_down" and role != "mixed" else "", role, reason)
 
 
 def _same_load(a: LoadPicture, b: LoadPicture) -> bool:

@@ -1,6 +1,6 @@
 """Tells the world what the pool controller has decided: a webhook, and a command that starts and stops workers.
 
-COMMAND up ROLE        start one more worker that begins in that role
+COMMAND up ROLE        start one more worker that begins in that role: prefill, decode, or mixed
 COMMAND down WORKER    this one has drained and ended; let go of what it ran on
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from ...transport.messages import Role
 from .controller import Decision
 from .options import Mode
+from .scaling import AnyRole
 
 WEBHOOK_S = 5.0
 COMMAND_S = 300.0
@@ -33,7 +33,7 @@ class Hooks:
         self._command = shlex.split(command) if command else []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def decided(self, decision: Decision, wanted_workers: Mapping[Role, int]) -> None:
+    def decided(self, decision: Decision, wanted_workers: Mapping[AnyRole, int]) -> None:
         """To the webhook, whatever the mode. ``wanted_workers``: by role."""
         if self._webhook:
             body = {name: value for name, value in asdict(decision).items() if name != "at"}

@@ -2,6 +2,8 @@
 
 more     for scale_up_after_s: the queue is deeper than queue_depth, or too few requests are good, or even the best ratio is overloaded
 fewer    for scale_down_after_s: nothing of that, and the best ratio of one worker fewer would have room
+
+Where there are mixed workers nothing is predicted: one more, which is mixed too, by the queue and by what is good; never fewer.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from .options import SteeringOptions
 
 MIN_JUDGED = 20
 Kind = Literal["scale_up", "scale_down"]
+AnyRole = Role | Literal["mixed"]
 
 
 class Scaling:
@@ -29,12 +32,13 @@ class Scaling:
         self._quiet_until = -math.inf
         self.change = 0
         """How many workers more there should be, as long as that is so."""
-        self.role: Role = "prefill"  # of these
+        self.role: AnyRole = "prefill"  # of these
 
     def decide(
-        self, picture: LoadPicture, capacity: Capacity | None, prefill: int, decode: int, now: float
-    ) -> tuple[Kind, Role, str] | None:
-        """What to do, of which role, and why; None: nothing."""
+        self, picture: LoadPicture, capacity: Capacity | None, prefill: int, decode: int, now: float, mixed: int = 0
+    ) -> tuple[Kind, AnyRole, str] | None:
+        """What to do, of which role, and why; None: nothing. ``mixed``: workers of both roles, counted in neither; then without a
+        ``capacity``."""
         self._capacity, options = capacity, self._options
         if not options.max_workers:
             return None
@@ -42,14 +46,15 @@ class Scaling:
         spare = "" if short else self._spare(picture, prefill, decode)
         self._short_since = (self._short_since if self._short_since is not None else now) if short else None
         self._idle_since = (self._idle_since if self._idle_since is not None else now) if spare else None
-        count, self.change = prefill + decode, 0
+        count, self.change = prefill + decode + mixed, 0
         if self._short_since is not None and now - self._short_since >= options.scale_up_after_s and count < options.max_workers:
             self.change = 1
         if self._idle_since is not None and now - self._idle_since >= options.scale_down_after_s and count > max(2, options.min_workers):
             self.change = -1
         if not self.change:
             return None
-        self.role = role = self._role(picture, prefill, decode, self.change)
+        role: AnyRole = "mixed" if mixed else self._role(picture, prefill, decode, self.change)
+        self.role = role
         if now < self._quiet_until:
             return None
         self._quiet_until = now + options.scale_cooldown_s

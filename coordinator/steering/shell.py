@@ -71,19 +71,20 @@ class SteeringShell:
 
     def _say(self, decision: Decision) -> None:
         verb = {"flip": f"{decision.worker} should become a {decision.role} worker", "scale_up": f"one more {decision.role} worker"}
+        verb |= {"hold": "nothing changes its role"}
         what = verb.get(decision.kind, f"one {decision.role} worker fewer, {decision.worker}")
         _log.info("steering (%s): %s: %s", self._core.options.mode, what, decision.reason)
 
     def _act(self, decision: Decision) -> None:
-        if decision.kind == "flip":
+        if decision.kind == "flip" and decision.role != "mixed":
             done = self._workers.flip(decision.worker, decision.role, None)
             if not isinstance(done, dict):
                 _log.warning("steering: %s stays as it is: %s", decision.worker, done or "it is not here any more")
         elif decision.kind == "scale_up":
             self._hooks.start_worker(decision.role)
-        elif not self._hooks.starts_workers:
+        elif decision.kind == "scale_down" and not self._hooks.starts_workers:
             _log.info("steering: %s stays: without --steer-command nobody could start it again", decision.worker)
-        else:
+        elif decision.kind == "scale_down":
             self._let_go(decision.worker)
 
     def _let_go(self, name: str) -> None:

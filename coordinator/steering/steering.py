@@ -52,7 +52,8 @@ class Steering:
 def fleet_of(lifecycle: Lifecycle) -> Fleet:
     """Who takes new work, and who of those could change its role."""
     pools = lifecycle.pools
-    prefills, decodes = pools.open_of_role("prefill"), pools.open_of_role("decode")
+    mixed = [w for w in pools.open_of_role("decode") if w.hello.mixed]
+    prefills, decodes = ([w for w in pools.open_of_role(role) if not w.hello.mixed] for role in ("prefill", "decode"))
     by_load: dict[Role, list[Worker]] = {"prefill": _by_load(prefills), "decode": _by_load(decodes)}
     changing = lifecycle.flips_under_way
     return Fleet(
@@ -63,6 +64,7 @@ def fleet_of(lifecycle: Lifecycle) -> Fleet:
         min((w.hello.max_batch_tokens for w in prefills), default=512),
         min((w.hello.max_num_seqs for w in decodes), default=64),
         {role: workers[0].hello.worker_id for role, workers in by_load.items() if len(workers) > 1},
+        len(mixed),
     )
 
 
@@ -72,4 +74,4 @@ def _by_load(workers: list[Worker]) -> list[Worker]:
 
 
 def _flexible(workers: list[Worker], changing: Mapping[str, FlipRecord]) -> list[str]:
-    return [w.hello.process for w in workers if w.hello.process and not w.hello.mixed and w.hello.process not in changing]
+    return [w.hello.process for w in workers if w.hello.process and w.hello.process not in changing]

@@ -87,7 +87,7 @@ class CoordinatorShell:
         now = self._queue.now
         self._queue.after(steering.options.every_s, self._steer, steering)
         for decision in steering.look(self.core, now):
-            if steering.options.mode == "act" and decision.kind == "flip":
+            if steering.options.mode == "act" and decision.kind == "flip" and decision.role != "mixed":
                 self._carry_out(self.core.flip(decision.worker, decision.role, None, now)[1])
         for decode in list(self._simulation.decode_workers.values()):
             decode.tell_tokens()

@@ -201,3 +201,23 @@ def test_where_no_worker_can_change_its_role_it_says_what_would_be_better() -> N
     assert "start them as `splitserve worker`" in controller.state
     assert not controller.decide(replace(CODE, rate=1.0), Fleet(4, 4, {}, 0, 2048, 128), 2.0)
     assert "best ratio" in controller.state
+
+
+def test_beside_mixed_workers_roles_stay_and_that_is_said_once() -> None:
+    controller = PoolController(replace(OPTIONS, max_workers=9, scale_up_after_s=10.0), worker())
+    mixed = replace(cluster(2, 4).fleet, mixed=2)
+    said = [d for now in range(60) for d in controller.decide(replace(CODE, num_waiting=60), mixed, float(now))]
+    assert [(d.kind, d.role, d.worker) for d in said] == [("hold", "mixed", ""), ("scale_up", "mixed", "")]
+    assert "2 of 8 workers are mixed" in said[0].reason
+    assert "not predicted" in controller.state
+    assert controller.pressure is None
+    assert controller.wanted == {"prefill": 2, "decode": 4, "mixed": 3}
+    assert not [d for now in range(200) for d in controller.decide(replace(CODE, rate=0.1), mixed, 60.0 + now)], "nor is one let go"
+    flips = [d for now in range(60) for d in controller.decide(CODE, cluster(2, 6).fleet, 300.0 + now)]
+    assert {d.kind for d in flips} == {"flip"}, "they are gone"
+
+
+def test_where_all_are_mixed_there_is_nothing_to_flip() -> None:
+    controller = PoolController(OPTIONS, worker())
+    (hold,) = controller.decide(CODE, Fleet(0, 0, {}, mixed=4), 1.0)
+    assert hold.reason == "all 4 workers are mixed: there are no roles to change"
