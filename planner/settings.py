@@ -184,7 +184,7 @@ class SimulateSettings(BaseModel):
     decode_profile: Path | None = Field(default=None, description="Profile of the decode workers, where they are other hardware.")
     prefill: int = Field(default=0, ge=0, le=100_000, description="Prefill workers.")
     decode: int = Field(default=0, ge=0, le=100_000, description="Decode workers.")
-    colocated: int = Field(default=0, ge=0, le=100_000, description="Workers that compute prompts and generate in the same steps.")
+    colocated: int = Field(default=0, ge=0, le=100_000, description="Workers of both roles, as `splitserve up --mixed` starts them.")
     max_batch_tokens: int = Field(
         default=512, ge=1, le=1 << 20, description="As the prefill workers' option, whose default on GPUs is 2048."
     )

@@ -50,8 +50,8 @@ class Candidate:
 
     @property
     def ratio(self) -> str:
-        """``10P:6D``, ``16 colocated``, or ``6P:6D and 4 colocated``."""
-        split = f"{self.prefill}P:{self.decode}D"
+        """``10P:6D``, ``16 colocated``, ``6P:6D and 4 colocated``, or ``6P and 10 colocated``."""
+        split = f"{self.prefill}P:{self.decode}D" if self.decode else f"{self.prefill}P"
         if not self.colocated:
             return split
         return f"{split} and {self.colocated} colocated" if self.prefill else f"{self.colocated} colocated"
@@ -62,12 +62,16 @@ class Candidate:
 
     def moved(self, by: int) -> Candidate | None:
         """So many workers more for prompts, and as many less to generate; None where there are not enough."""
-        prefill, decode = self.prefill + by, self.decode - by
-        return replace(self, prefill=prefill, decode=decode) if self.prefill and prefill >= 1 and decode >= 1 else None
+        moved = self.with_more(by, -by)
+        left = moved.decode if self.decode else moved.colocated
+        return moved if self.prefill and min(moved.prefill, left) >= 1 else None
 
     def with_more(self, prefill: int = 0, decode: int = 0) -> Candidate:
+        """Where colocated workers do all of one thing, more of them."""
         if not self.prefill:
             return replace(self, colocated=self.colocated + prefill + decode)
+        if not self.decode:
+            return replace(self, prefill=self.prefill + prefill, colocated=self.colocated + decode)
         return replace(self, prefill=self.prefill + prefill, decode=self.decode + decode)
 
 
@@ -85,6 +89,8 @@ class Hardware:
         if not candidate.prefill:
             return f"{candidate.colocated} colocated ({prefill})"
         mixed = f" and {candidate.colocated} colocated ({prefill})" if candidate.colocated else ""
+        if not candidate.decode:
+            return f"{candidate.prefill}P ({prefill}){mixed}"
         return f"{candidate.prefill}P ({prefill}) : {candidate.decode}D ({decode}){mixed}"
 
     def pools(self, candidate: Candidate) -> Iterator[tuple[PoolRole, int, Kind]]:

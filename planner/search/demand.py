@@ -52,16 +52,25 @@ def bound(candidate: Candidate, hardware: Hardware, demand: Demand, tpot_s: floa
     """Requests a second that no schedule could exceed: every step full, nobody ever waiting."""
     prefill, decode = hardware.kinds[candidate.prefill_kind].profile, hardware.kinds[candidate.decode_kind].profile
     chunk = float(candidate.max_batch_tokens)
-    step_s = prefill.prefill.seconds(chunk, chunk * demand.reads, 1)
     rest = max(0.0, demand.output - 1)
-    alone_s = demand.prompt / chunk * max(0.0, step_s - prefill.prefill.base_s)
-    together_s = alone_s + rest * _per_token(prefill, candidate.max_num_seqs, demand, tpot_s)
-    colocated = candidate.colocated / max(together_s, 1e-9)
-    if not candidate.prefill:
-        return colocated
-    prefill_s = demand.prompt / chunk * step_s
-    decode_s = rest * _per_token(decode, candidate.max_num_seqs, demand, tpot_s)
-    return colocated + min(candidate.prefill / max(prefill_s, 1e-9), candidate.decode / max(decode_s, 1e-9))
+    prompt_s = max(demand.prompt / chunk * prefill.prefill.seconds(chunk, chunk * demand.reads, 1), 1e-9)
+    computed = candidate.prefill / prompt_s
+    generated = candidate.decode / max(rest * _per_token(decode, candidate.max_num_seqs, demand, tpot_s), 1e-9)
+    if not candidate.colocated:
+        return min(computed, generated)
+    answer_s = max(rest * _per_token(prefill, candidate.max_num_seqs, demand, tpot_s), 1e-9)
+    return _with_colocated(candidate.colocated, prompt_s, answer_s, computed, generated)
+
+
+def _with_colocated(count: int, prompt_s: float, answer_s: float, computed: float, generated: float) -> float:
+    """Such workers take what prompts and answers are left by those that do one of the two, and generate for what they compute."""
+    low, high = 0.0, (computed + count / prompt_s) * 1.001
+    for _ in range(40):
+        rate = (low + high) / 2
+        prompts = max(0.0, rate - computed)
+        answers = max(prompts, rate - generated)
+        low, high = (rate, high) if prompts * prompt_s + answers * answer_s <= count else (low, rate)
+    return high
 
 
 def _per_token(profile: Profile, max_num_seqs: int, demand: Demand, tpot_s: float | None) -> float:

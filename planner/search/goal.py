@@ -123,7 +123,9 @@ def _most_decode(hardware: Hardware, limits: Limits, candidate: Candidate, kind:
 
 
 def mixtures(best: Candidate) -> Iterator[Candidate]:
-    """Around a split: a quarter and a half of it colocated instead, the rest in its ratio."""
+    """Around a split: a quarter and a half of it colocated instead, the rest in its ratio; and all that generate colocated."""
+    if best.prefill_kind == best.decode_kind:
+        yield replace(best, decode=0, colocated=best.decode)
     for share in (4, 2):
         together = 2 * max(1, best.num_workers // share // 2)
         rest = best.num_workers - together

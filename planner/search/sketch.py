@@ -1,8 +1,9 @@
 """A sketch of a cluster under a load: prompts queue, sequences share a device, nothing else is there. It ranks; the simulator decides.
 
 Prompts go to the worker with the fewest tokens before it and are computed in chunks, shortest first with aging. Between two arrivals a
-decode batch is a fluid: its steps take the profiled time of so many sequences with so much context. No messages, no caches that fill, no
-protocol: some forty microseconds a request, so that hundreds of candidates can be looked at.
+decode batch is a fluid: its steps take the profiled time of so many sequences with so much context. A worker that does both takes turns: a
+step of prompts, a step of sequences. No messages, no caches that fill, no protocol: some forty microseconds a request, so that hundreds of
+candidates can be looked at.
 """
 
 from __future__ import annotations
@@ -49,22 +50,19 @@ class StepTimes:
         self._prompt_seq, self._prompt_cached = profile.prefill.pieces[-1].seq_s, profile.prefill.pieces[-1].cached_s
         self._decode = [decode(n, 0, n) for n in range(max_num_seqs + 1)]
         self._decode_read = [decode(n, 1e6, n) * 1e-6 - 1e-6 * base for n, base in enumerate(self._decode)]
-        self._once = min(profile.prefill.base_s, profile.decode.base_s)
         self.prefill_loop_s, self.decode_loop_s = profile.prefill_loop_s, profile.decode_loop_s
         handoff = profile.handoff
         self._token_s = profile.memory.block_bytes / profile.memory.block_size / handoff.bytes_per_s
         self._handoff_s = 2 * handoff.message_s + handoff.put_s + handoff.join_s
         self._num_layers = profile.memory.num_layers
         self.message_s = handoff.message_s
+        self.handoff_to_itself_s = 3 * handoff.message_s + handoff.join_s
 
     def decode_s(self, num_seqs: int, context: float) -> float:
         return self._decode[num_seqs] + self._decode_read[num_seqs] * context + self.decode_loop_s
 
-    def step_s(self, units: int, reads: float, seqs: int, cached: int, num_decoding: int, context: float) -> float:
-        """Of prompt chunks, with ``num_decoding`` sequences in the same step."""
+    def prompts_s(self, units: int, reads: float, seqs: int, cached: int) -> float:
         seconds = self._prompt[units] + self._prompt_read[units] * reads + self._prompt_seq * seqs + self._prompt_cached * cached
-        if num_decoding:
-            return seconds + self.decode_s(num_decoding, context) - self._once
         return seconds + self.prefill_loop_s
 
     def handoff_s(self, num_new: int, computed_in_s: float) -> float:
@@ -97,7 +95,9 @@ class _Worker:
     times: StepTimes
     prompts: list[tuple[float, int]] = field(default_factory=list)  # by rank: requests
     pending: int = 0  # tokens of those
-    stepping: bool = False
+    stepping: bool = False  # a step of prompts runs, or the one of sequences before it
+    due: float = 0.0  # of that one: which part of a step it is; 0: it is one of prompts
+    owes: bool = False  # a step of prompts is over, and the sequences' turn has come
     chunks: list[tuple[int, int]] = field(default_factory=list)  # of the step: (request, tokens)
     running: list[tuple[float, int]] = field(default_factory=list)  # by the number of steps at which they end
     steps: float = 0.0  # decode steps so far
@@ -110,7 +110,7 @@ class _Worker:
     decode_s: float = 0.0
 
 
-_STEPPED, _FLUID, _JOINS = range(3)
+_STEPPED, _FLUID, _JOINS, _DECODED = range(4)
 
 
 class Sketch:
@@ -118,14 +118,14 @@ class Sketch:
 
     def __init__(self, pools: Sequence[SketchPool], bounds: Slo, allowed: float = float("inf")) -> None:
         self._bounds, self._allowed = bounds, allowed
-        self._prefills: list[_Worker] = []
+        self._prefills: list[_Worker] = []  # but those that generate too
         self._decodes: list[_Worker] = []
         self._workers: list[_Worker] = []
         for index, pool in enumerate(pools):
             for _ in range(pool.count):
                 worker = _Worker(len(self._workers), index, pool.times)
                 self._workers.append(worker)
-                if pool.computes:
+                if pool.computes and not pool.generates:
                     self._prefills.append(worker)
                 if pool.generates:
                     self._decodes.append(worker)
@@ -153,6 +153,8 @@ class Sketch:
                     self._join(value)
                 elif kind == _STEPPED:
                     self._stepped(worker)
+                elif kind == _DECODED:
+                    self._decoded(worker)
                 elif worker.version == value:
                     self._follow(worker)
                     self._go_on(worker)
@@ -179,14 +181,10 @@ class Sketch:
 
     def _dispatch(self, request: int) -> bool:
         arrival = self._arrivals[request]
-        prefill = min(self._prefills, key=lambda w: (w.pending, _turn(w.number, request)))
-        if self._together[prefill.pool]:
-            place: _Worker | None = prefill if _has_room(prefill, arrival.num_prompt) else None
-        else:
-            place = max((w for w in self._decodes if not self._together[w.pool]), key=_share_left)
-            place = place if _has_room(place, arrival.num_prompt) else None
-        if place is None:
+        place = max(self._decodes, key=_share_left)
+        if not _has_room(place, arrival.num_prompt):
             return False
+        prefill = self._who_computes(arrival, request, place)
         place.held += 1
         place.held_tokens += arrival.num_prompt + arrival.num_output // 2
         self._place[request] = place
@@ -195,11 +193,37 @@ class Sketch:
         prefill.pending += arrival.num_new
         if not prefill.stepping:
             self._follow(prefill)
-            self._begin(prefill)
+            self._take_turn(prefill)
         return True
 
+    def _who_computes(self, arrival: Arrival, request: int, place: _Worker) -> _Worker:
+        """A prefill worker, or the one that generates, where it does both: whichever costs less, as in coordinator/routing.py."""
+        prefill = min(self._prefills, key=lambda w: (w.pending, _turn(w.number, request))) if self._prefills else place
+        if self._together[place.pool] and place.pending + arrival.num_new * (1 + len(place.running)) <= prefill.pending + arrival.num_new:
+            return place
+        return prefill
+
+    def _take_turn(self, worker: _Worker) -> None:
+        """A step of prompts, after what the sequences' turn lacks."""
+        begun = worker.steps % 1.0
+        if worker.running and (begun or worker.owes):
+            worker.due, worker.stepping = 1.0 - begun, True
+            worker.version += 1
+            seconds = worker.due * worker.times.decode_s(len(worker.running), worker.context)
+            worker.decode_s += seconds
+            self._at(self._now + seconds, _DECODED, worker, 0)
+        else:
+            self._begin(worker)
+
+    def _decoded(self, worker: _Worker) -> None:
+        worker.at, worker.owes = self._now, False
+        worker.steps += worker.due
+        worker.context += worker.due * len(worker.running)
+        worker.due = 0.0
+        self._end_those_done(worker)
+        self._begin(worker)
+
     def _begin(self, worker: _Worker) -> None:
-        """A step with prompts."""
         budget, reads, cached = worker.times.max_batch_tokens, 0.0, 0
         while worker.prompts and budget:
             _, request = heappop(worker.prompts)
@@ -211,26 +235,15 @@ class Sketch:
             budget -= count
             worker.chunks.append((request, count))
         units = worker.times.max_batch_tokens - budget
-        begun = worker.steps % 1.0
-        if worker.running and begun:  # the step that is running ends first
-            ends_in = (1.0 - begun) * worker.times.decode_s(len(worker.running), worker.context)
-            worker.steps += 1.0 - begun
-            worker.decode_s += ends_in
-        else:
-            ends_in = 0.0
-        seconds = worker.times.step_s(units, reads, len(worker.chunks), cached, len(worker.running), worker.context)
+        seconds = worker.times.prompts_s(units, reads, len(worker.chunks), cached)
         worker.stepping = True
         worker.version += 1
         worker.prefill_s += seconds
-        self._at(self._now + ends_in + seconds, _STEPPED, worker, 0)
+        self._at(self._now + seconds, _STEPPED, worker, 0)
 
     def _stepped(self, worker: _Worker) -> None:
-        worker.stepping = False
+        worker.stepping, worker.owes = False, bool(worker.running)
         worker.at = self._now
-        if worker.running:
-            worker.steps += 1
-            worker.context += len(worker.running)
-            self._end_those_done(worker)
         chunks, worker.chunks = worker.chunks, []
         for request, count in chunks:
             self._left[request] -= count
@@ -249,9 +262,9 @@ class Sketch:
         if arrival.num_output == 1:
             self._end(request)
         elif self._place[request] is worker:
-            self._join(request)
+            self._at(self._now + times.handoff_to_itself_s, _JOINS, None, request)
         else:
-            computed_in = times.step_s(min(arrival.num_new, times.max_batch_tokens), 0.0, 1, 0, 0, 0.0)
+            computed_in = times.prompts_s(min(arrival.num_new, times.max_batch_tokens), 0.0, 1, 0)
             self._at(self._now + times.handoff_s(arrival.num_new, computed_in), _JOINS, None, request)
 
     # --- sequences -------------------------------------------------------------------------------
@@ -260,8 +273,8 @@ class Sketch:
         worker, arrival = self._place[request], self._arrivals[request]
         assert worker is not None, "it was dispatched"
         self._follow(worker)
-        begun = 0.5 if worker.running and not self._together[worker.pool] else 0.0  # of the step that is running
-        heappush(worker.running, (worker.steps + begun + arrival.num_output - 1, request))
+        of_running = worker.due if worker.stepping else 0.5 if worker.running else 0.0  # what is left of the step of sequences that runs
+        heappush(worker.running, (worker.steps + of_running + arrival.num_output - 1, request))
         worker.context += arrival.num_prompt
         if not worker.stepping:
             self._go_on(worker)
@@ -292,7 +305,7 @@ class Sketch:
     def _go_on(self, worker: _Worker) -> None:
         """Whatever it does next."""
         if worker.prompts and not worker.stepping:
-            self._begin(worker)
+            self._take_turn(worker)
         elif worker.running and not worker.stepping:
             num, steps = len(worker.running), worker.running[0][0] - worker.steps
             worker.version += 1

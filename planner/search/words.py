@@ -131,7 +131,7 @@ def _disaggregate(plan: Plan) -> str:
         return _disaggregate_for_less(plan)
     against = (
         f"the same GPUs colocated with chunked prefill ({words(together.candidate)}, steps of {together.candidate.max_batch_tokens} prompt "
-        f"tokens): {_compared(together, apart.goodput)}"
+        f"tokens in turn with steps of sequences): {_compared(together, apart.goodput)}"
     )
     if not plan.disaggregates:
         return f"Do not disaggregate: {words(apart.candidate)} serves {apart.goodput:.2f}; {against}."

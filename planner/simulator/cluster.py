@@ -20,8 +20,8 @@ class _Part(BaseModel):
 
 
 class Pool(_Part):
-    """``count`` equal workers. A colocated one computes prompts and generates on one device, both in one step (chunked prefill); its
-    KV cache is divided between the two."""
+    """``count`` equal workers. A colocated one is what ``splitserve up --mixed`` starts: of both roles over one KV cache, their steps in
+    turn."""
 
     role: PoolRole
     count: Annotated[int, Field(ge=1, le=100_000)]
@@ -32,12 +32,14 @@ class Pool(_Part):
     link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None  # None: as the profile's mover; else the slower of both
     link_latency_s: Annotated[float, Field(ge=0)] = 0.0  # added to each message
     flexible: bool = False  # its workers can change their roles; ``role`` is the one that they begin with
-    prefill_share: Annotated[float, Field(gt=0, lt=1)] = 0.25  # colocated: of the KV cache, for prompts being computed
+    one_step: bool = False  # colocated: prompts and sequences share steps, as other servers have it
 
     @model_validator(mode="after")
     def _has_a_role_to_change(self) -> Self:
         if self.flexible and self.role == "colocated":
             raise ValueError("a colocated worker is of both roles already: it is not flexible")
+        if self.one_step and self.role != "colocated":
+            raise ValueError(f"one_step is for colocated workers: a {self.role} worker's steps are of one kind")
         return self
 
     @property
@@ -75,6 +77,8 @@ class Cluster(_Part):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         roles = {pool.role for pool in self.pools}
+        if roles == {"decode", "colocated"}:
+            raise ValueError("colocated workers compute prompts for themselves alone: decode workers need prefill workers too")
         if "colocated" not in roles and roles != {"prefill", "decode"}:
             raise ValueError("a cluster needs prefill and decode workers, or colocated ones")
         sizes = {pool.profile.memory.block_size for pool in self.pools}

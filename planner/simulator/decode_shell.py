@@ -14,7 +14,9 @@ from ...transport.handoff import PeerId
 from ...transport.handoff_receiver import HandoffReceiver, MoverEndpoints
 from ...transport.handoff_sender import HandoffSender
 from ...transport.messages import SECRET_BYTES, Message, Placed
-from .worker_shell import HOST, LEASE, MOVERS, WorkerShell
+from .cluster import Pool
+from .device import Device
+from .worker_shell import HOST, LEASE, MOVERS, Surroundings, WorkerShell
 
 TELL_TOKENS_S = 10.0
 """At least so often the coordinator hears of the tokens of running sequences: it gives up on one that has none for long."""
@@ -26,16 +28,14 @@ class DecodeShell(WorkerShell):
     role = "decode"
     core: DecodeCore
 
-    def __init__(self, *args: Any, blocks: BlockManager | None = None) -> None:
-        """``blocks``: of a process that was of the other role until now."""
-        super().__init__(*args)
-        pool, memory = self.pool, self.pool.profile.memory
-        blocks = blocks or BlockManager(self.num_blocks)
+    def __init__(self, simulation: Surroundings, name: str, process: str, pool: Pool, device: Device, blocks: BlockManager) -> None:
+        super().__init__(simulation, name, process, pool, device, blocks)
+        memory = pool.profile.memory
         scheduler = DecodeScheduler(blocks, memory.block_size, pool.max_num_seqs, memory.max_model_len, frozenset())
         endpoints = MoverEndpoints(MOVERS, HOST, shm_name=self.name)
         receiver = HandoffReceiver(self.id, self.model, blocks, endpoints, self._room, lambda: bytes(SECRET_BYTES), LEASE)
         self.core = DecodeCore(self.id, scheduler, receiver, self.model.fingerprint, self.meet())
-        self.device.decode = self
+        device.decode = self
         self._peers: dict[PeerId, WorkerShell] = {}  # who can be answered
         self._check_free_at = 0.0
         self._told_at = 0.0
@@ -49,6 +49,11 @@ class DecodeShell(WorkerShell):
     @property
     def closely(self) -> bool:
         return self.simulation.closely
+
+    @property
+    def num_growing_blocks(self) -> int:
+        """Which the sequences here may need before others end: prompts that are computed beside them leave so many."""
+        return self.core.room()[1]
 
     def _room(self) -> tuple[int, int]:
         return self.core.room()

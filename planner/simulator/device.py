@@ -1,5 +1,8 @@
 """One device under virtual time: it runs one step at a time, of one worker or of the two that share it.
 
+Two workers' steps take turns, as on ``engine/runner_in_turns.py``: each makes its next step when its last one has ended, and a step that
+is made while the other one's runs is the next to run. So a sequence waits for at most one step of prompts between two tokens.
+
 Decode steps that differ in nothing but their positions are run many at once (``_Run``): their ends are worked out ahead, and the core
 hears of those that have passed when something else happens to it, or at the end. ``jumps`` False: one event a step. What comes out is
 the same, bit for bit.
@@ -55,6 +58,10 @@ class DecodeSide(Protocol):
     def closely(self) -> bool:
         """The coordinator is to hear of each step at once."""
 
+    @property
+    def num_growing_blocks(self) -> int:
+        """What prompts that are computed here too are to leave to it."""
+
     def schedule(self, now: float) -> DecodeStep | None:
         """Its next step."""
 
@@ -102,41 +109,53 @@ class Noise:
 
 
 class Device:
-    """A step of two workers is one step over the chunks and the sequences of both."""
+    """``one_step``: what two workers want done is one step over the chunks and the sequences of both."""
 
-    def __init__(self, queue: EventQueue, clock: StepClock, noise: Noise, gaps: Distribution, jumps: bool = True) -> None:
-        self._queue, self._clock, self._noise, self._gaps, self._jumps = queue, clock, noise, gaps, jumps
+    def __init__(
+        self, queue: EventQueue, clock: StepClock, noise: Noise, gaps: Distribution, jumps: bool = True, one_step: bool = False
+    ) -> None:
+        self._queue, self._clock, self._noise, self._gaps, self._jumps, self._one_step = queue, clock, noise, gaps, jumps, one_step
         self._decoded_at, self._num_decoded = 0.0, 0  # the last decode step's end, and how many sequences may be in the next one
         self._run: _Run | None = None
         self._jump = FIRST_JUMP
         self.prefill: PrefillSide | None = None
         self.decode: DecodeSide | None = None
+        self._prompts: PrefillStep | None = None  # made, and not begun
+        self._sequences: DecodeStep | None = None
+        self._made_at = 0.0  # the newer of the two
+        self._computing = self._generating = False  # whose step runs
         self.busy = False
         self.busy_s = 0.0
         self.prefill_s = self.decode_s = 0.0  # of that, in steps with prompts, and in steps without
         self.num_steps = 0
 
     def wake(self) -> None:
-        """Begins a step, if none is running and there is one."""
+        """Has the workers make their next steps, and begins one, if none is running and there is one."""
         if self._run is not None:
             self.catch_up()
-        if self.busy:
+        if self.busy and self._one_step:
             if self._run is not None:
                 self._look_at_run(self._run)
             return
         now = self._queue.now
-        prompts = self.prefill.schedule(now) if self.prefill is not None else None
-        if prompts is None and self.decode is not None and self._jumps:
-            foretold = self.decode.core.foretell(now, 1 if self.decode.closely else self._jump)
-            if foretold is not None:
-                self._begin_run(foretold, now)
-                return
-        sequences = self.decode.schedule(now) if self.decode is not None else None
-        if sequences is None:
-            self._num_decoded = 0
-        if prompts is None and sequences is None:
-            return
-        self._begin(prompts, sequences)
+        if self.prefill is not None and self._prompts is None and not self._computing:
+            self._prompts = self.prefill.schedule(now)
+            self._made_at = now if self._prompts is not None else self._made_at
+        if self._run is not None:
+            self._look_at_run(self._run)
+        elif self.decode is not None and self._sequences is None and not self._generating:
+            if not self.busy and self._prompts is None and self._jumps:
+                foretold = self.decode.core.foretell(now, 1 if self.decode.closely else self._jump)
+                if foretold is not None:
+                    self._begin_run(foretold, now)
+                    return
+            self._sequences = self.decode.schedule(now)
+            if self._sequences is None:
+                self._num_decoded = 0
+            else:
+                self._made_at = now
+        if not self.busy:
+            self._begin_next()
 
     def catch_up(self) -> None:
         """The decode worker's core is to know which of its steps have ended by now."""
@@ -151,7 +170,7 @@ class Device:
             self.decode.core.tell_tokens()
         run.num_passed = passed
         if passed == run.num_steps:
-            self._run, self.busy = None, False
+            self._run, self.busy, self._generating = None, False, False
 
     def cut(self) -> None:
         """The running one of many steps is the last."""
@@ -161,7 +180,7 @@ class Device:
 
     def stop(self) -> None:
         """Its machine has failed."""
-        self._run, self.prefill, self.decode = None, None, None
+        self._run, self.prefill, self.decode, self._prompts, self._sequences = None, None, None, None, None
 
     def let_go(self, worker: object) -> None:
         """It runs no steps here any more."""
@@ -170,10 +189,24 @@ class Device:
         if self.decode is worker:
             self.decode = None
 
+    def _begin_next(self) -> None:
+        """Of steps that were made: of two, that of prompts, or both in one."""
+        prompts, sequences = self._prompts, self._sequences
+        if prompts is not None:
+            self._prompts = None
+        if sequences is not None and (prompts is None or self._one_step):
+            self._sequences = None
+        else:
+            sequences = None
+        if prompts is not None or sequences is not None:
+            self._begin(prompts, sequences)
+
     def _begin(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> None:
         self.busy = True
+        self._computing, self._generating = prompts is not None, sequences is not None
         seconds = self._seconds(prompts, sequences)
         loop_s = self._clock.profile.prefill_loop_s if sequences is None else self._clock.profile.decode_loop_s
+        loop_s = max(0.0, loop_s - (self._queue.now - self._made_at))  # the loop has turned while the other's step ran
         self.busy_s += seconds
         self.num_steps += 1
         if prompts is not None:
@@ -194,7 +227,9 @@ class Device:
         return seconds * factors[0] if factors else seconds
 
     def _done(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> None:
-        self.busy = False
+        self.busy = self._computing = self._generating = False
+        if not self._one_step:
+            self._begin_next()
         if prompts is not None and self.prefill is not None:
             self.prefill.complete(prompts, output_of(len(prompts.chunks)))
         if sequences is not None and self.decode is not None:
@@ -214,7 +249,7 @@ class Device:
     # --- many steps at once ------------------------------------------------------------------------
 
     def _begin_run(self, foretold: Foretold, now: float) -> None:
-        self.busy = True
+        self.busy = self._generating = True
         seconds = self._clock.decode_run(foretold.num_seqs, foretold.num_context_tokens, foretold.num_steps)
         if factors := self._noise.ahead(len(seconds)):
             seconds = [one * factor for one, factor in zip(seconds, factors, strict=True)]
@@ -235,7 +270,7 @@ class Device:
             self._run = None
             self._queue.at(run.ends[run.num_passed], self._done, None, step)
             return
-        if self.prefill is not None:
+        if self._prompts is not None or (self._one_step and self.prefill is not None):
             run.foretold.cut()
         else:
             run.foretold.cut_if_short_of_blocks()
@@ -250,6 +285,8 @@ class Device:
     def _run_done(self, run: _Run, num_steps: int) -> None:
         if run.num_steps == num_steps:  # else it has been cut since
             self.catch_up()
+            if not self.busy and not self._one_step:
+                self._begin_next()
             self._turn()
 
     def _book_begun(self, run: _Run, num_begun: int) -> None:

@@ -6,12 +6,15 @@ from typing import Any
 
 from ...engine.batch import StepOutput
 from ...engine.block_manager import BlockManager
+from ...engine.role_host import worker_name
 from ...prefill.core import PrefillCore
 from ...prefill.scheduler import PrefillScheduler, PrefillStep
 from ...transport.handoff_sender import HandoffSender
 from ...transport.layer_slicing import LayerSlicing
 from ...transport.messages import Message
-from .worker_shell import WorkerShell
+from .cluster import Pool
+from .device import Device
+from .worker_shell import Surroundings, WorkerShell
 
 MOST_PROMPTS = 64
 """In one step: the prefill workers' default."""
@@ -23,16 +26,27 @@ class PrefillShell(WorkerShell):
     role = "prefill"
     core: PrefillCore
 
-    def __init__(self, *args: Any, blocks: BlockManager | None = None) -> None:
-        """``blocks``: of a process that was of the other role until now."""
-        super().__init__(*args)
-        pool, memory = self.pool, self.pool.profile.memory
-        blocks = blocks or BlockManager(self.num_blocks)
-        scheduler = PrefillScheduler(blocks, memory.block_size, self.model.fingerprint, pool.max_batch_tokens, MOST_PROMPTS)
+    def __init__(self, simulation: Surroundings, name: str, process: str, pool: Pool, device: Device, blocks: BlockManager) -> None:
+        super().__init__(simulation, name, process, pool, device, blocks)
+        memory = pool.profile.memory
+        scheduler = PrefillScheduler(
+            blocks,
+            memory.block_size,
+            self.model.fingerprint,
+            pool.max_batch_tokens,
+            MOST_PROMPTS,
+            for_decode=self._num_growing_blocks if self.mixed else None,
+        )
         slicing = LayerSlicing(memory.num_layers, memory.block_bytes)
-        self.core = PrefillCore(self.meet(), scheduler, frozenset(), memory.max_model_len, slicing=slicing)
-        self.device.prefill = self
+        self.core = PrefillCore(self.meet(), scheduler, frozenset(), memory.max_model_len, slicing=slicing, is_local=self._is_local)
+        device.prefill = self
         self._running: PrefillStep | None = None
+
+    def _is_local(self, decode_worker: str) -> bool:
+        return self.mixed and decode_worker == worker_name(self.process, "decode")
+
+    def _num_growing_blocks(self) -> int:
+        return self.device.decode.num_growing_blocks if self.device.decode is not None else 0
 
     @property
     def sender(self) -> HandoffSender:

@@ -15,7 +15,8 @@ from itertools import count
 from ...coordinator.steering.steering import Steering
 from ...engine.block_manager import BlockManager
 from ...engine.latency_profile import StepClock
-from ...transport.messages import ModelIdentity, Role
+from ...engine.role_host import worker_name
+from ...transport.messages import Role
 from ..errors import SimulationError
 from ..trace.request import Trace, TraceRequest
 from .cluster import Cluster, Pool
@@ -32,18 +33,26 @@ from .worker_shell import WorkerShell
 
 WARM_UP_S = 2.0
 """Virtual seconds before the trace begins: workers say hello."""
+BOTH: tuple[Role, ...] = ("decode", "prefill")
+"""Of a colocated worker, in the order in which a live mixed one begins them."""
 DEAD_AFTER_S = 0.3
 """A process's end is seen by its peers and the coordinator so much later."""
 
 
 @dataclass(slots=True)
 class _Machine:
-    """One device and the workers on it."""
+    """One device and the workers on it: the process ``name``, in one role or in both."""
 
+    name: str
     pool: Pool
     device: Device
     noise: Noise
     shells: list[WorkerShell]
+
+    @property
+    def num_rows(self) -> int:
+        """Of the timeline."""
+        return 2 if self.pool.role == "colocated" else 1
 
     def let_go(self, shell: WorkerShell) -> None:
         """It is of this worker's role no more."""
@@ -150,65 +159,52 @@ class Simulation:
         number = sum(m.pool is pool for m in self.machines)
         name = f"{pool.role}-{index}-{number}"
         noise = Noise(f"{self._seed} {name}", pool.profile.noise_cv)
-        machine = _Machine(pool, self._device(clock, noise), noise, [])
+        machine = _Machine(name, pool, self._device(pool, clock, noise), noise, [])
         self.machines.append(machine)
-        self._start(machine, name)
+        self._start(machine)
 
-    def _device(self, clock: StepClock, noise: Noise) -> Device:
-        return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps)
+    def _device(self, pool: Pool, clock: StepClock, noise: Noise) -> Device:
+        return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps, pool.one_step)
 
-    def _model_of(self, pool: Pool, kind: str) -> ModelIdentity:
-        memory = pool.profile.memory
-        return ModelIdentity(
-            fingerprint=kind, dtype="simulated", block_size=memory.block_size, layout="simulated", block_bytes=memory.block_bytes
-        )
-
-    def _start(self, machine: _Machine, name: str) -> None:
+    def _start(self, machine: _Machine) -> None:
         pool = machine.pool
-        model = self._model_of(pool, "shared" if pool.role != "colocated" else name)  # a colocated worker hands over to itself alone
-        for_prompts = max(2, int(pool.blocks * pool.prefill_share)) if pool.role == "colocated" else pool.blocks
-        if pool.flexible:
-            self._begin(machine, name, "prefill" if pool.role == "prefill" else "decode", None)
-            return
-        if pool.role != "decode":
-            machine.shells.append(
-                PrefillShell(self, f"{name}-p" if pool.role == "colocated" else name, pool, for_prompts, model, machine.device)
-            )
-        if pool.role != "prefill":
-            num_blocks = pool.blocks - for_prompts if pool.role == "colocated" else pool.blocks
-            decode = DecodeShell(self, f"{name}-d" if pool.role == "colocated" else name, pool, num_blocks, model, machine.device)
-            machine.shells.append(decode)
-            self.decode_workers[decode.name] = decode
-        for shell in machine.shells:
-            self.workers[shell.name] = shell
-            shell.start()
+        if pool.role == "colocated":
+            blocks = BlockManager(pool.blocks)
+            for role in BOTH:
+                self._begin(machine, role, worker_name(machine.name, role), blocks).start()
+        elif pool.flexible:
+            self._begin_later(machine, pool.role, None)
+        else:
+            self._begin(machine, pool.role, machine.name, None).start()
 
     def flip(self, shell: WorkerShell, role: Role) -> bool:
         """The process of this worker is also one of the other role from now on. False: its worker of that role is still leaving."""
-        machine = next(m for m in self.machines if shell in m.shells)
+        machine = self._machine_of(shell)
         present = next((other for other in machine.shells if other.role == role), None)
         if present is None:
-            self._begin(machine, shell.process, role, shell.core.blocks)
+            self._begin_later(machine, role, shell.core.blocks)
         return present is None or not present.core.drains
 
-    def _begin(self, machine: _Machine, process: str, role: Role, blocks: BlockManager | None) -> None:
+    def _begin_later(self, machine: _Machine, role: Role, blocks: BlockManager | None) -> None:
+        shell = self._begin(machine, role, worker_name(machine.name, role), blocks)
+        self.queue.after(machine.pool.profile.flip_s or 0.0, shell.start)
+
+    def _begin(self, machine: _Machine, role: Role, name: str, blocks: BlockManager | None) -> WorkerShell:
+        """``blocks``: of a process that has, or had, the other role too; then the worker's name is not the process's."""
+        process = machine.name if name != machine.name else ""
         kind = PrefillShell if role == "prefill" else DecodeShell
-        pool, model = machine.pool, self._model_of(machine.pool, "shared")
-        shell = kind(self, f"{process}:{role}", pool, pool.blocks, model, machine.device, blocks=blocks)
-        shell.process = process
+        shell = kind(self, name, process, machine.pool, machine.device, blocks or BlockManager(machine.pool.blocks))
         machine.shells.append(shell)
         self.workers[shell.name] = shell
         if isinstance(shell, DecodeShell):
             self.decode_workers[shell.name] = shell
-        self.queue.after(pool.profile.flip_s or 0.0, shell.start)
+        return shell
 
     def restart(self, shell: WorkerShell, down_s: float) -> None:
         """Its machine's processes end now and start again after ``down_s``."""
-        machine = next(m for m in self.machines if shell in m.shells)
-        names = {
-            s.process or s.name.removesuffix("-p").removesuffix("-d") if s.process or machine.pool.role == "colocated" else s.name
-            for s in machine.shells
-        }
+        self._restart(self._machine_of(shell), down_s)
+
+    def _restart(self, machine: _Machine, down_s: float) -> None:
         for dead in machine.shells:
             dead.die()
             del self.workers[dead.name]
@@ -216,14 +212,17 @@ class Simulation:
             self.queue.after(DEAD_AFTER_S, self._seen_dead, dead.id)
         machine.shells = []
         machine.device.stop()
-        machine.device = self._device(self.clocks[self.cluster.pools.index(machine.pool)], machine.noise)
-        self.queue.after(down_s, self._start, machine, names.pop())
+        machine.device = self._device(machine.pool, self.clocks[self.cluster.pools.index(machine.pool)], machine.noise)
+        self.queue.after(down_s, self._start, machine)
+
+    def _machine_of(self, shell: WorkerShell) -> _Machine:
+        return next(m for m in self.machines if shell in m.shells)
 
     def left(self, shell: WorkerShell) -> None:
         """It has drained, and ended in good order."""
         shell.alive = False
         if shell.process:
-            next(m for m in self.machines if shell in m.shells).let_go(shell)
+            self._machine_of(shell).let_go(shell)
         self.workers.pop(shell.name, None)
         self.decode_workers.pop(shell.name, None)
 
@@ -240,10 +239,11 @@ class Simulation:
         self.coordinator.worker_ended(worker)
 
     def _plan_failures(self) -> None:
+        machines = {machine.name: machine for machine in self.machines}
         for failure in self.cluster.failures:
-            if failure.worker not in self.workers:
-                raise SimulationError(f"there is no worker {failure.worker} to fail; there are {', '.join(list(self.workers)[:8])} ...")
-            self.queue.at(self.began_at + failure.at_s, self._fail, failure.worker)
+            if failure.worker not in machines:
+                raise SimulationError(f"there is no worker {failure.worker} to fail; there are {', '.join(list(machines)[:8])} ...")
+            self.queue.at(self.began_at + failure.at_s, self._fail, machines[failure.worker])
         if self.cluster.mean_seconds_between_failures is not None:
             for machine in self.machines:
                 self._fail_again(machine)
@@ -254,15 +254,13 @@ class Simulation:
         self.queue.after(WARM_UP_S + self.draw.expovariate(1 / mean), self._fail_machine, machine)
 
     def _fail_machine(self, machine: _Machine) -> None:
-        if machine.shells:
-            self._fail(machine.shells[0].name)
+        self._fail(machine)
         self._fail_again(machine)
 
-    def _fail(self, name: str) -> None:
-        shell = self.workers.get(name)
-        if shell is not None:
+    def _fail(self, machine: _Machine) -> None:
+        if machine.shells:  # else it is down already
             self.num_killed += 1
-            self.restart(shell, shell.pool.profile.start_s)
+            self._restart(machine, machine.pool.profile.start_s)
 
     # --- looking ---------------------------------------------------------------------------------
 
@@ -274,9 +272,9 @@ class Simulation:
         for index, machine in enumerate(self.machines):
             busy = (machine.device.busy_s - self._busy_before[index]) / interval
             self._busy_before[index] = machine.device.busy_s
-            workers += [_sample_of(shell, min(max(busy, 0.0), 1.0)) for shell in machine.shells[-1 if machine.pool.flexible else 0 :]] or [
+            workers += [_sample_of(shell, min(max(busy, 0.0), 1.0)) for shell in machine.shells[-machine.num_rows :]] or [
                 WorkerSample(0, 0, 0.0, 0.0, 0.0)
-            ]
+            ] * machine.num_rows
         core = self.coordinator.core
         self.timeline.add(Sample(self.elapsed_s, core.num_queued, core.num_flights, self.num_arrived, self.num_ended, tuple(workers)))
 

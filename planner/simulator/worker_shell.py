@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ...engine.block_manager import BlockManager
 from ...transport import actions as act
 from ...transport.handoff import HandoffTimes, PeerId
 from ...transport.handoff_sender import HandoffSender
@@ -80,11 +81,12 @@ class WorkerShell(ABC):
 
     role: Role
     core: Any
-    process = ""  # that it is the worker of for now, where that can change its role
 
-    def __init__(self, simulation: Surroundings, name: str, pool: Pool, num_blocks: int, model: ModelIdentity, device: Device) -> None:
+    def __init__(self, simulation: Surroundings, name: str, process: str, pool: Pool, device: Device, blocks: BlockManager) -> None:
+        """``process``: that it is a worker of, where that can change its role, or has both over these ``blocks``; else empty."""
         self.simulation, self.queue = simulation, simulation.queue
-        self.name, self.pool, self.num_blocks, self.model, self.device = name, pool, num_blocks, model, device
+        self.name, self.process, self.pool, self.device = name, process, pool, device
+        self.mixed, self.model = pool.role == "colocated", _model_of(pool)
         self.message_s, self.bytes_per_s = pool.message_s, pool.bytes_per_s
         self.incarnation = simulation.next_number()
         self.id: PeerId = (name, self.incarnation)
@@ -271,9 +273,17 @@ class WorkerShell(ABC):
             model=self.model,
             max_model_len=pool.profile.memory.max_model_len,
             vocab_size=1 << 30,
-            num_blocks=self.num_blocks,
+            num_blocks=self.core.blocks.num_blocks,
             max_num_seqs=pool.max_num_seqs,
             max_batch_tokens=pool.max_batch_tokens if self.role == "prefill" else pool.max_num_seqs,
             peer_address=self.name if self.role == "decode" else "",
             process=self.process,
+            mixed=self.mixed,
         )
+
+
+def _model_of(pool: Pool) -> ModelIdentity:
+    memory = pool.profile.memory
+    return ModelIdentity(
+        fingerprint="one model", dtype="simulated", block_size=memory.block_size, layout="simulated", block_bytes=memory.block_bytes
+    )

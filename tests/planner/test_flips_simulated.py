@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 
 import pytest
+from planner.test_simulator import assert_no_block_is_lost
 
 from splitserve.coordinator.lifecycle import Lifecycle
 from splitserve.coordinator.steering.controller import Decision
@@ -66,8 +66,24 @@ def test_every_request_ends_whole_and_every_block_comes_back(seed: int, mean_sec
     assert len(records) == 200
     assert simulation.coordinator.core.counters()["flips"] > 10
     assert bool(simulation.num_killed) == (mean_seconds_between_failures is not None)
-    held: dict[int, set[int]] = defaultdict(set)
-    for shell in simulation.workers.values():
-        held[id(shell.core.blocks)] |= {block for table in shell.core.block_tables() for block in table}
-    for shell in simulation.workers.values():
-        assert shell.core.blocks.num_used == len(held[id(shell.core.blocks)])
+    assert_no_block_is_lost(simulation)
+
+
+@pytest.mark.parametrize("num_mixed", [0, 2])
+def test_the_pool_controller_flips_nobody_beside_mixed_workers(num_mixed: int) -> None:
+    """Long prompts come, which two workers of four cannot compute: without mixed workers one more takes that role."""
+    requests = [TraceRequest(0.1 * i, 600, 3) for i in range(250)]
+    others: tuple[PoolRole, ...] = ("prefill", "decode")
+    pools = [Pool(role=role, count=count, profile=WORKER, flexible=True) for role, count in zip(others, (1, 3 - num_mixed), strict=True)]
+    if num_mixed:
+        pools.append(Pool(role="colocated", count=num_mixed, profile=WORKER))
+    steering = Steering(SteeringOptions(0.5, 0.1, mode="act"), WORKER)
+    records = list[RequestRecord]()
+    simulation = Simulation(Cluster(pools=tuple(pools)), 1, on_record=records.append, steering=steering)
+    simulation.run(Trace("test", lambda: iter(requests), None))
+    decisions = steering.controller.decisions
+    assert {d.kind for d in decisions} == {"hold" if num_mixed else "flip"}
+    assert bool(simulation.coordinator.core.counters()["flips"]) == (num_mixed == 0)
+    assert [r for r in records if not r.finished] == []
+    if num_mixed:
+        assert [d.reason[:31] for d in decisions] == ["2 of 4 workers are mixed, and w"]

@@ -9,8 +9,9 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from collections import defaultdict
 from collections.abc import Iterable
-from itertools import islice, repeat
+from itertools import islice, pairwise, repeat
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,11 @@ def run(cluster: Cluster, requests: Iterable[TraceRequest], **options: object) -
 
 
 def assert_no_block_is_lost(simulation: Simulation) -> None:
+    held: dict[int, set[int]] = defaultdict(set)  # two roles of one process have one block manager
     for shell in simulation.workers.values():
-        held = {block for table in shell.core.block_tables() for block in table}
-        assert shell.core.blocks.num_used == len(held)
+        held[id(shell.core.blocks)] |= {block for table in shell.core.block_tables() for block in table}
+    for shell in simulation.workers.values():
+        assert shell.core.blocks.num_used == len(held[id(shell.core.blocks)])
 
 
 def test_one_request_takes_what_can_be_added_up() -> None:
@@ -105,17 +108,62 @@ def test_equal_block_hashes_are_computed_once() -> None:
     assert_no_block_is_lost(simulation)
 
 
-def test_a_colocated_worker_pays_for_prompts_in_its_decode_steps() -> None:
-    of = profile()
-    colocated = Cluster(pools=(Pool(role="colocated", count=1, profile=of),), coordinator_s=0.0)
-    talk = [TraceRequest(0.0, 50, 60), *(TraceRequest(0.2 + 0.05 * i, 400, 2) for i in range(10))]
-    simulation, together = run(colocated, talk)
-    _, apart = run(cluster(), talk)
-    assert together[0].tpot_s is not None
-    assert apart[0].tpot_s is not None
-    assert together[0].tpot_s > 1.3 * apart[0].tpot_s
-    assert summary(simulation)["pools"][0]["busy_prefill"] > 0
+def colocated(count: int = 1, prefill: int = 0, of: Profile | None = None, **changes: object) -> Cluster:
+    of = of or profile()
+    beside = (Pool(role="prefill", count=prefill, profile=of),) if prefill else ()
+    return Cluster(pools=(*beside, Pool(role="colocated", count=count, profile=of, **changes)), coordinator_s=0.0)  # type: ignore[arg-type]
+
+
+PROMPT_STEP_S, TOKEN_STEP_S = PREFILL_S + 400 * TOKEN_S, DECODE_S * 1.01
+
+
+@pytest.mark.parametrize("one_step", [False, True])
+def test_a_sequence_on_a_colocated_worker_waits_for_one_step_of_prompts_between_two_tokens(one_step: bool) -> None:
+    """``one_step``: what every step costs, whatever is in it, is paid once."""
+    between_s = PROMPT_STEP_S + TOKEN_STEP_S - (DECODE_S if one_step else 0.0)
+    talk = [TraceRequest(0.0, 50, 60), *(TraceRequest(0.2, 400, 1) for _ in range(10))]
+    simulation, records = run(colocated(max_batch_tokens=400, one_step=one_step), talk)
+    step_s = TOKEN_STEP_S if not one_step else 0.0  # of the sequence, before each prompt's
+    firsts = sorted(r.ttft_s for r in records[1:])
+    assert [later - earlier for earlier, later in pairwise(firsts)] == pytest.approx([between_s] * 9, rel=0.01)
+    gaps = simulation.tallies.of["gap"]
+    assert gaps.percentile(100) == pytest.approx(between_s, rel=0.01)
+    assert gaps.percentile(50) == pytest.approx(TOKEN_STEP_S, rel=0.01)
+    assert summary(simulation)["pools"][0]["busy_prefill"] * simulation.elapsed_s == pytest.approx(
+        10 * (between_s - step_s) + PREFILL_S + 50 * TOKEN_S, rel=0.01
+    )
     assert_no_block_is_lost(simulation)
+
+
+def test_a_colocated_worker_hands_to_itself_what_its_one_cache_has() -> None:
+    """Nothing goes over the link, and a follow-up turn finds what was generated, too."""
+    hashes = tuple(range(1, 8))
+    first, second = TraceRequest(0.0, 48, 65, hashes[:3]), TraceRequest(3.0, 113, 2, hashes)
+    simulation, records = run(colocated(), [first, second], block_size=16)
+    assert [r.num_cached_tokens for r in records] == [0, 48]  # the trace cannot know the tokens that are generated here
+    assert sum(shell.num_bytes_out for shell in simulation.workers.values()) == 0
+    managers = {id(shell.core.blocks) for shell in simulation.workers.values()}
+    assert len(managers) == 1
+    assert_no_block_is_lost(simulation)
+
+
+def test_prefill_workers_compute_what_a_colocated_one_has_no_time_for() -> None:
+    talk = [TraceRequest(0.02 * i, 300, 30) for i in range(40)]
+    simulation, records = run(colocated(2, prefill=1), talk)
+    computed = {name: shell.core.load().counters["output_tokens"] for name, shell in simulation.workers.items() if shell.role == "prefill"}
+    assert all(computed.values()), computed
+    assert sum(computed.values()) == 40
+    assert {r.num_received for r in records} == {30}
+    assert simulation.workers["prefill-0-0"].num_bytes_out > 0 == simulation.workers["colocated-1-0:prefill"].num_bytes_out
+    assert_no_block_is_lost(simulation)
+
+
+def test_clusters_that_could_serve_nothing_are_refused() -> None:
+    of = profile()
+    with pytest.raises(ValueError, match="decode workers need prefill workers too"):
+        Cluster(pools=(Pool(role="colocated", count=1, profile=of), Pool(role="decode", count=1, profile=of)))
+    with pytest.raises(ValueError, match="one_step is for colocated workers"):
+        Pool(role="decode", count=1, profile=of, one_step=True)
 
 
 def test_a_worker_that_dies_loses_no_request() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from planner.test_simulator import assert_no_block_is_lost, cluster, profile, trace
+from planner.test_simulator import assert_no_block_is_lost, cluster, colocated, profile, trace
 
 from splitserve.engine.latency_profile import Memory
-from splitserve.planner.simulator.cluster import Cluster, Failure, Pool
+from splitserve.planner.simulator.cluster import Cluster, Failure
 from splitserve.planner.simulator.records import RequestRecord
 from splitserve.planner.simulator.report import summary
 from splitserve.planner.simulator.simulation import Simulation
@@ -43,7 +43,12 @@ CASES = {
     "prefixes": (cluster(1, 2), cached_talk()),
     "deaths": (cluster(2, 2, UNEVEN, failures=(Failure(worker="decode-1-0", at_s=0.51), Failure(worker="prefill-0-1", at_s=0.61))), talk()),
     "deaths at any time": (cluster(3, 3, UNEVEN, mean_seconds_between_failures=2.0), talk(150)),
-    "colocated": (Cluster(pools=(Pool(role="colocated", count=2, profile=UNEVEN),)), talk()),
+    "colocated": (colocated(2, of=UNEVEN), talk()),
+    "colocated, no room for all": (colocated(2, of=profile(memory=SMALL, noise_cv=0.02)), talk(every_s=0.002)),
+    "colocated, prefixes": (colocated(2, of=UNEVEN), cached_talk()),
+    "colocated beside prefill workers": (colocated(2, prefill=1, of=UNEVEN), talk()),
+    "colocated, deaths at any time": (colocated(3, of=UNEVEN).model_copy(update={"mean_seconds_between_failures": 2.0}), talk()),
+    "colocated, in one step": (colocated(2, of=UNEVEN, one_step=True), talk()),
     "long answers": (cluster(1, 2), [TraceRequest(0.3 * i, 30, 400) for i in range(6)]),
 }
 
