@@ -5,9 +5,11 @@ profiled. First come single requests on the idle cluster: from those, and from n
 decode step and the time of a join on *this* machine are set. Then the workloads: percentiles of TTFT, TPOT and E2E, live against simulated.
 The exit status is 1 where one is off by more than 5% (a model: 10%, its p99 15%).
 
-    python -m splitserve.bench.validate_live --clusters 2P2D 4P4D 6P2D 12P12D --seconds 90 \\
+    python -m splitserve.bench.validate_live --clusters 2P2D 4P4D 6P2D 12P12D 1M --seconds 90 \\
         --traces AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv --json out.json
-    python -m splitserve.bench.validate_live --runner model --model M --dtype float32 --profile P.json --clusters 1P1D --json out.json
+    python -m splitserve.bench.validate_live --runner model --model M --dtype float32 --profile P.json --clusters 1P1D 1M --json out.json
+
+A cluster is named by its prefill, decode and mixed workers: 6P2D, 1M, 1P2M.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import numpy as np
 from ..deploy.settings import DEMO_MODEL
 from ..engine.latency_profile import Memory, Piece, Profile, StepModel
 from ..planner.profile.handoff import measure_movers
-from ..planner.simulator.cluster import Cluster, Pool
+from ..planner.simulator.cluster import Cluster, Pool, PoolRole
 from ..planner.simulator.records import RequestRecord
 from ..planner.simulator.simulation import Simulation
 from ..planner.trace.operators import cut, mean_rate, scaled
@@ -67,9 +69,9 @@ ALONE = ((64, 1), (64, 33), (400, 2))
 def main() -> int:
     arguments = parsed()
     found, told = {}, environment()
-    for name, (prefill, decode) in arguments.clusters.items():
+    for name, counts in arguments.clusters.items():
         print(f"--- {name}", flush=True)
-        arguments.prefill, arguments.decode = prefill, decode
+        arguments.prefill, arguments.decode, arguments.mixed = counts
         found[name] = validated(arguments)
         misses = list(missed(found))
         if arguments.json:
@@ -113,7 +115,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--dtype", default="auto", help="of the model's weights and KV cache: the one that was profiled")
     parser.add_argument("--profile", type=Path, help="of the model; default with paced workers: one made up here")
-    parser.add_argument("--clusters", nargs="+", default=["2P2D"], help="prefill and decode workers of each, such as 6P2D")
+    parser.add_argument("--clusters", nargs="+", default=["2P2D"], help="workers of each, such as 6P2D, or 1M: a mixed one")
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--traces", type=Path, nargs="+", help="traces in place of the workloads, scaled to the rate")
@@ -125,10 +127,10 @@ def parsed() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.runner == "model" and arguments.profile is None:
         parser.error("--runner model needs the --profile of that model on this machine")
-    split = {name: re.fullmatch(r"(\d+)P(\d+)D", name) for name in arguments.clusters}
-    if wrong := [name for name, found in split.items() if found is None]:
-        parser.error(f"--clusters: {wrong[0]} is not of the form 6P2D")
-    arguments.clusters = {name: (int(found[1]), int(found[2])) for name, found in split.items() if found}
+    split = {name: re.fullmatch(r"(?:(\d+)P)?(?:(\d+)D)?(?:(\d+)M)?", name) for name in arguments.clusters}
+    if wrong := [name for name, found in split.items() if not name or found is None]:
+        parser.error(f"--clusters: {wrong[0]!r} is not of the form 6P2D, 1M or 1P2M")
+    arguments.clusters = {name: tuple(int(count or 0) for count in found.groups()) for name, found in split.items() if found}
     if arguments.traces:
         arguments.workloads = [path.name for path in arguments.traces]
     return arguments
@@ -165,13 +167,14 @@ def fitting(request: TraceRequest, longest: int) -> TraceRequest:
 
 
 def capacity(arguments: argparse.Namespace, profile: Profile, requests: Sequence[TraceRequest]) -> float:
-    """Requests per second that the busier pool could compute, its steps half full."""
+    """Requests per second that the busier pool could compute, its steps half full. Mixed workers do what the others leave."""
     prompt = float(np.mean([r.num_prompt_tokens for r in requests]))
     output = float(np.mean([r.num_output_tokens for r in requests]))
     tokens, seqs = arguments.max_batch_tokens / 2, arguments.max_num_seqs / 2
-    of_prefill = arguments.prefill * tokens / profile.prefill.seconds(tokens, tokens * prompt / 2, 1) / prompt
-    of_decode = arguments.decode * seqs / profile.decode.seconds(seqs, seqs * (prompt + output / 2), seqs) / output
-    return float(min(of_prefill, of_decode))
+    prompt_s = profile.prefill.seconds(tokens, tokens * prompt / 2, 1) * prompt / tokens
+    answer_s = profile.decode.seconds(seqs, seqs * (prompt + output / 2), seqs) * output / seqs
+    prefill, decode, mixed = arguments.prefill, arguments.decode, arguments.mixed
+    return float(min((prefill + mixed) / prompt_s, (decode + mixed) / answer_s, (prefill + decode + mixed) / (prompt_s + answer_s)))
 
 
 def command_line(arguments: argparse.Namespace, profile: Profile, folder: Path) -> list[str]:
@@ -180,6 +183,7 @@ def command_line(arguments: argparse.Namespace, profile: Profile, folder: Path) 
         "--model": arguments.model,
         "--prefill": arguments.prefill,
         "--decode": arguments.decode,
+        "--mixed": arguments.mixed,
         "--dtype": arguments.dtype,
         "--max-model-len": profile.memory.max_model_len,
         "--decode-max-num-seqs": arguments.max_num_seqs,
@@ -228,13 +232,9 @@ def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder
 
 def simulated_cluster(arguments: argparse.Namespace, profile: Profile, coordinator_s: float) -> Cluster:
     options = {"profile": profile, "max_num_seqs": arguments.max_num_seqs, "max_batch_tokens": arguments.max_batch_tokens}
-    return Cluster(
-        pools=(
-            Pool(role="prefill", count=arguments.prefill, **options),
-            Pool(role="decode", count=arguments.decode, **options),
-        ),
-        coordinator_s=coordinator_s,
-    )
+    counts: dict[PoolRole, int] = {"prefill": arguments.prefill, "decode": arguments.decode, "colocated": arguments.mixed}
+    pools = tuple(Pool(role=role, count=count, **options) for role, count in counts.items() if count)
+    return Cluster(pools=pools, coordinator_s=coordinator_s)
 
 
 def simulated(cluster: Cluster, path: Path) -> list[RequestRecord]:

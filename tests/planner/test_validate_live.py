@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from splitserve.bench.validate_live import BOUNDS, PACED, limited, missed
+import pytest
+
+from splitserve.bench.validate_live import BOUNDS, PACED, limited, missed, parsed, simulated, simulated_cluster
 from splitserve.planner.trace.readers import open_trace
 
 
@@ -24,7 +26,7 @@ def test_a_percentile_that_is_further_off_than_allowed_is_named() -> None:
 def test_a_workload_lasts_as_long_as_asked_however_large_the_cluster(tmp_path: Path) -> None:
     lasting = []
     for workers in (1, 4):
-        options = {"prefill": workers, "decode": workers, "max_batch_tokens": 512, "max_num_seqs": 64, "traces": None}
+        options = {"prefill": workers, "decode": workers, "mixed": 0, "max_batch_tokens": 512, "max_num_seqs": 64, "traces": None}
         arguments = argparse.Namespace(**options, requests=50, seconds=120.0, load=0.7)
         requests = list(open_trace(limited(arguments, PACED, "conversation", tmp_path)))
         lasting.append((len(requests), requests[-1].arrival_s - requests[0].arrival_s))
@@ -32,3 +34,17 @@ def test_a_workload_lasts_as_long_as_asked_however_large_the_cluster(tmp_path: P
     assert many > 3 * few > 150
     assert abs(short - 120) < 20
     assert abs(long - 120) < 20
+
+
+def test_a_mixed_worker_is_held_against_a_colocated_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["validate_live", "--clusters", "6P2D", "1M", "1P2M", "--requests", "30"])
+    arguments = parsed()
+    assert arguments.clusters == {"6P2D": (6, 2, 0), "1M": (0, 0, 1), "1P2M": (1, 0, 2)}
+    arguments.prefill, arguments.decode, arguments.mixed = arguments.clusters["1M"]
+    cluster = simulated_cluster(arguments, PACED, 0.0)
+    assert [(pool.role, pool.count) for pool in cluster.pools] == [("colocated", 1)]
+    records = simulated(cluster, limited(arguments, PACED, "code", tmp_path))
+    assert len(records) == 30
+    monkeypatch.setattr("sys.argv", ["validate_live", "--clusters", "2D1X"])
+    with pytest.raises(SystemExit):
+        parsed()
