@@ -96,10 +96,12 @@ class Granting:
 
     def _has_room_for(self, incoming: Incoming) -> bool:
         slots, headroom = self._room()
+        if slots < 1:
+            return False
         hits = self._pool.match_prefix(incoming.hashes)
         idle = self._pool.num_idle_among(incoming.hashes[:hits])
         needed = self._num_blocks(incoming.num_tokens) - hits + headroom
-        return slots >= 1 and needed <= self._pool.num_available - idle
+        return needed <= self._pool.num_available - idle
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -74,6 +74,21 @@ def test_without_room_the_grant_comes_later() -> None:
     assert len(pair.joined) == 1
 
 
+def test_an_offer_that_waits_for_a_row_costs_no_look_at_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 8,192 tokens has hundreds of hashes, and every sequence that ends asks again."""
+    pair, looks = Pair(), []
+    match_prefix = pair.pool.match_prefix
+    monkeypatch.setattr(pair.pool, "match_prefix", lambda hashes: looks.append(hashes) or match_prefix(hashes))
+    pair.room = (0, 0)
+    whole(pair, spec())
+    pair.tick(0.1)
+    assert pair.receiver.num_waiting == 1
+    assert not looks
+    pair.room = (1, 0)
+    pair.tick(0.1)
+    assert len(looks) == 2  # room was found, and then taken
+
+
 def test_what_can_never_fit_is_refused_for_good() -> None:
     pair = Pair(num_blocks=2)
     whole(pair, spec(num_tokens=40))
