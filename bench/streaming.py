@@ -30,6 +30,7 @@ from typing import Any
 import httpx
 import psutil
 
+from ..coordinator.call import Endpoint
 from ..coordinator.tokenizer import Tokenizer
 from ..deploy.settings import DEMO_MODEL
 from ..deploy.up import free_port
@@ -43,6 +44,7 @@ AHEAD = {"paced": 2, "saturated": 32}
 WINDOWS = 5
 POLL_S = 0.02  # how often the fake workers look for messages and heartbeats while they stream
 TEXT = "The quick brown fox explains what os.path.join does, and why list comprehensions are read from left to right. "
+PATH: Endpoint = "/v1/chat/completions"
 CHAT = {"model": "bench", "messages": [{"role": "user", "content": "What does os.path.join do?"}]}
 
 
@@ -106,7 +108,7 @@ def measure(model: Path, cores: list[int], seconds: float) -> dict[str, Any]:
 def streamed_tokens(server: Server, workers: FakeWorkers, num_streams: int, ahead: int, seconds: float, key: str = "") -> dict[str, Any]:
     """Tokens through all of the coordinator to ``num_streams`` chat streams."""
     client = RawClient(server.port, num_streams)
-    client.send_all(request_bytes("/v1/chat/completions", {**CHAT, "stream": True, "max_tokens": 900_000}, key))
+    client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}, key))
     open_streams(client, workers, num_streams)
     result = rate(server, client, ahead * num_streams, seconds, workers.step, workers.poll)
     client.close()
@@ -168,7 +170,7 @@ def rate(
 def answered_requests(server: Server, poll: Callable[[], None], seconds: float, num_connections: int = 64) -> dict[str, Any]:
     """Whole chat requests of one token each, a second: parsed, validated, templated, tokenized, dispatched, answered."""
     client = RawClient(server.port, num_connections)
-    request = request_bytes("/v1/chat/completions", {**CHAT, "max_tokens": 1})
+    request = request_bytes(PATH, {**CHAT, "max_tokens": 1})
     client.send_all(request)
     walls: list[float] = []
     cpus: list[float] = []
@@ -197,7 +199,7 @@ def memory(server: Server, workers: FakeWorkers, num_streams: int = 1000, num_re
     """Resident memory idle, with open streams, and what many requests leave behind."""
     idle = server.rss_mb()
     client = RawClient(server.port, num_streams)
-    client.send_all(request_bytes("/v1/chat/completions", {**CHAT, "stream": True, "max_tokens": 900_000}))
+    client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}))
     open_streams(client, workers, num_streams)
     sent = received = 0
     while sent < 100 * num_streams or received < sent:  # a hundred tokens each
@@ -228,7 +230,7 @@ def memory(server: Server, workers: FakeWorkers, num_streams: int = 1000, num_re
 def requests(server: Server, workers: FakeWorkers, count: int) -> None:
     """So many whole requests of eight tokens each, 32 at a time."""
     client = RawClient(server.port, 32)
-    request = request_bytes("/v1/chat/completions", {**CHAT, "max_tokens": 8})
+    request = request_bytes(PATH, {**CHAT, "max_tokens": 8})
     client.send_all(request)
     answers = 0
     while answers < count:
