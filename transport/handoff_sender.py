@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer, Undelivered
-from .handoff import FALLBACK_MOVER, MADE_ANEW, ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
-from .layer_slicing import UNSEEN_RATE, WHOLE_BLOCKS, LayerSlicing, seen
+from .contacts import Contacts
+from .handoff import ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
+from .layer_slicing import WHOLE_BLOCKS, LayerSlicing, seen
 from .messages import (
     Ack,
     FailureKind,
@@ -28,7 +29,7 @@ from .messages import (
     from_u32,
     u64,
 )
-from .outgoing import Contact, Outgoing
+from .outgoing import Outgoing
 from .retirement import Retirement
 
 
@@ -38,11 +39,8 @@ class HandoffSender:
     def __init__(self, meet: Meet, times: HandoffTimes | None = None, slicing: LayerSlicing = WHOLE_BLOCKS) -> None:
         self._meet, self._slicing = meet, slicing
         self._times = times or HandoffTimes()
-        self._contacts: dict[PeerId, Contact] = {}
-        self._strangers: dict[PeerId, Contact] = {}  # those of them that have not answered yet
+        self._contacts = Contacts()
         self._outgoing: dict[Key, Outgoing] = {}
-        self._failed_movers: dict[PeerId, tuple[str, ...]] = {}
-        self._made_anew: set[PeerId] = set()  # whose mover has failed once since the last handoff to them that it carried
         self._retirement = Retirement()
         self.num_fallbacks = 0
         self._actions: list[SenderAction] = []
@@ -60,8 +58,7 @@ class HandoffSender:
         """Takes a new incarnation; the movers of the old one are closed. Whoever may hold blocks for that one is told."""
         self.retire()
         self._meet = meet
-        self._failed_movers.clear()
-        self._made_anew.clear()
+        self._contacts.forget_failures()
         self._actions += [Connect(peer) for peer in self._retirement.unheard()]
 
     def retire(self) -> None:
@@ -69,7 +66,7 @@ class HandoffSender:
         (see ``has_retired``)."""
         for key in list(self._outgoing):
             self.abandon(key)
-        self._contacts, self._strangers = {}, {}
+        self._contacts.clear()
         self._retirement.ended = self._meet.incarnation
 
     @property
@@ -96,7 +93,7 @@ class HandoffSender:
         """What is to be done since the last call, in order."""
         offered, self._to_offer = self._to_offer, []
         for out in offered:
-            if self._outgoing.get(out.key) is out and out.grant is None and self._met(out) is not None:
+            if self._outgoing.get(out.key) is out and out.grant is None and self._contacts.met(out.peer) is not None:
                 self._actions.append(ToPeer(out.peer, _offer_of(out)))
         actions, self._actions = self._actions, []
         return actions
@@ -108,7 +105,7 @@ class HandoffSender:
         self._contact(peer)
         out = Outgoing(key, peer_id, spec, num_blocks, hashes, now + self._times.grant)
         self._outgoing[key] = out
-        if self._met(out) is None:
+        if self._contacts.met(out.peer) is None:
             self._say(out, now)
         else:
             out.said = now
@@ -125,8 +122,7 @@ class HandoffSender:
     def layer_stride(self, key: Key, stop: int) -> int:
         """Every how many layers ``layers_ready`` is of use while the chunk up to block ``stop`` is computed; 0: not at all."""
         out = self._outgoing.get(key)
-        num_blocks = 0 if out is None else stop - max(out.num_put, out.num_ready)
-        stride = self._layers_per_put(out, num_blocks) if out is not None and num_blocks > 0 else 0
+        stride = 0 if out is None else out.layers_per_put(stop, self._slicing, self._contacts.rate(out.peer))
         return stride if stride < self._slicing.num_layers else 0
 
     def layers_ready(self, key: Key, blocks: list[int], stop: int, num_layers: int) -> None:
@@ -188,7 +184,7 @@ class HandoffSender:
         elif out.grant is not None and out.grant.lease == message.lease:
             if isinstance(message, Ack):
                 del self._outgoing[out.key]
-                self._made_anew.discard(peer)
+                self._contacts.mover_has_carried(peer)
                 self._actions.append(Delivered(out.key))
             else:
                 self._on_nack(out, message, now)
@@ -197,20 +193,13 @@ class HandoffSender:
         """The decode worker is dead, unreachable, or its mover failed: should it live, it hears that its leases are free."""
         for out in [o for o in self._outgoing.values() if o.peer == peer]:
             self._fail(out, "peer_lost", reason)
-        self._contacts.pop(peer, None)
-        self._strangers.pop(peer, None)
+        self._contacts.remove(peer)
 
     def mover_failed(self, peer: PeerId, reason: str) -> bool:
         """Handing over to this peer does not work the way that both had agreed on: what is under way is given back to the coordinator, and
         the peer met anew. Whether from now on by FALLBACK_MOVER: it takes the place of a mover that was forced, too."""
-        met = self._contacts[peer].met if peer in self._contacts else None
-        falls_back = met is not None and met.mover != FALLBACK_MOVER
-        if met is not None and met.mover in MADE_ANEW and peer not in self._made_anew:
-            self._made_anew.add(peer)
-            falls_back = False
-        if met is not None and falls_back:
-            self._failed_movers[peer] = (*self._failed_movers.get(peer, ()), met.mover)
-            self.num_fallbacks += 1
+        falls_back = self._contacts.mover_failed(peer)
+        self.num_fallbacks += falls_back
         self.peer_lost(peer, f"the KV mover failed: {reason}")
         return falls_back
 
@@ -218,7 +207,7 @@ class HandoffSender:
         """Says again what was not answered, renews leases, and ends what is past its deadline."""
         for out in list(self._outgoing.values()):
             if now >= out.deadline and (out.grant is None or out.sent):
-                waiting_for = "verify the blocks" if out.sent else "grant room" if self._met(out) else "answer"
+                waiting_for = "verify the blocks" if out.sent else "grant room" if self._contacts.met(out.peer) else "answer"
                 self._fail(out, "handoff_failed", f"decode worker {out.peer[0]} did not {waiting_for} in time")
             elif now - out.said >= self._times.resend and (out.grant is None or out.sent):
                 self._say(out, now)
@@ -228,31 +217,21 @@ class HandoffSender:
             self._actions.append(ToPeer(peer, Retire(pid=self._meet.pid, incarnation=self._retirement.ended)))
 
     def _contact(self, peer: Peer) -> None:
-        peer_id = (peer.worker_id, peer.incarnation)
-        if peer_id not in self._contacts:
-            self._contacts[peer_id] = self._strangers[peer_id] = Contact(peer)
+        if self._contacts.add(peer):
             self._retirement.connects(peer)
             self._actions.append(Connect(peer))
 
     def _greet(self, now: float) -> None:
         """Says Meet again where it was not answered; forgets a decode worker that never answers."""
-        for peer_id, contact in list(self._strangers.items()):
-            if now - contact.said >= self._times.resend:
-                contact.born = contact.born or now
-                contact.said = now
-                failed = self._failed_movers.get(peer_id, ())
-                meet = self._meet.model_copy(update={"failed": failed, "addressee": peer_id[1]})
-                self._actions.append(ToPeer(peer_id, meet))
-                if now - contact.born > self._times.grant:
-                    self.peer_lost(peer_id, f"decode worker {peer_id[0]} did not answer in time")
-
-    def _met(self, out: Outgoing) -> Met | None:
-        contact = self._contacts.get(out.peer)
-        return contact.met if contact else None
+        for peer, contact in self._contacts.to_greet(self._times.resend, now):
+            meet = self._meet.model_copy(update={"failed": self._contacts.failed_movers(peer), "addressee": peer[1]})
+            self._actions.append(ToPeer(peer, meet))
+            if now - contact.born > self._times.grant:
+                self.peer_lost(peer, f"decode worker {peer[0]} did not answer in time")
 
     def _say(self, out: Outgoing, now: float) -> None:
         out.said = now
-        if self._met(out) is None:
+        if self._contacts.met(out.peer) is None:
             self._greet(now)
         elif out.grant is None:
             self._actions.append(ToPeer(out.peer, _offer_of(out)))
@@ -263,9 +242,8 @@ class HandoffSender:
             self._actions.append(handoff)
 
     def _on_met(self, peer: PeerId, met: Met, now: float) -> None:
-        contact = self._contacts.get(peer)
-        if contact is None or contact.met is not None or met.mover in self._failed_movers.get(peer, ()):
-            return  # the last: an echo of a meeting before the mover failed
+        if not self._contacts.waits_for(peer, met):
+            return
         if met.refused:
             self.peer_lost(peer, f"decode worker {peer[0]} refused: {met.refused}")
             return
@@ -274,10 +252,9 @@ class HandoffSender:
             return
         if not met.mover:
             return  # an echo of what was said to an earlier incarnation was answered: our own Meet is still on its way
-        contact.met = met
-        del self._strangers[peer]
+        address = self._contacts.agree(peer, met)
         if met.mover in ONE_SIDED_MOVERS:
-            self._retirement.met(contact.peer, self._meet.incarnation)
+            self._retirement.met(address, self._meet.incarnation)
         self._actions.append(OpenMover(peer, met))
         for out in self._outgoing.values():
             if out.peer == peer:
@@ -298,41 +275,7 @@ class HandoffSender:
         self._conclude(out, now)
 
     def _push(self, out: Outgoing) -> None:
-        """Starts what puts are due: the rest of blocks whose first layers have left, whole blocks, then layers of the running chunk."""
-        if out.grant is None:
-            return
-        if out.layers_put and out.num_ready >= out.filling:
-            self._put_layers(out, self._slicing.num_layers)
-        elif out.layers_put and out.num_ready > out.num_put:  # a smaller chunk has come to its end
-            self._put(out, out.num_put, out.num_ready, (out.layers_put, self._slicing.num_layers))
-            out.num_put = out.num_ready
-        if out.num_ready > out.num_put:
-            self._put(out, out.num_put, out.num_ready)
-            out.num_put = out.num_ready
-        if out.filling > max(out.num_put, out.num_ready):
-            whole = out.layers_ready >= self._slicing.num_layers
-            wanted = self._layers_per_put(out, out.filling - out.num_put)
-            if out.layers_ready - out.layers_put >= wanted or (whole and out.layers_put):
-                self._put_layers(out, out.layers_ready)
-
-    def _layers_per_put(self, out: Outgoing, num_blocks: int) -> int:
-        contact = self._contacts.get(out.peer)
-        rate = contact.rate if contact is not None else None
-        return self._slicing.layers_per_put(num_blocks, rate or UNSEEN_RATE)
-
-    def _put_layers(self, out: Outgoing, end: int) -> None:
-        """The slice of the blocks being filled from the layer last put up to ``end``."""
-        num_layers = self._slicing.num_layers
-        layers = None if (out.layers_put, end) == (0, num_layers) else (out.layers_put, end)
-        self._put(out, out.num_put, out.filling, layers)
-        out.layers_put = end
-        if end == num_layers:
-            out.num_put, out.layers_put = out.filling, 0
-
-    def _put(self, out: Outgoing, start: int, stop: int, layers: tuple[int, int] | None = None) -> None:
-        assert out.grant is not None
-        items = [(i, out.blocks[i], out.targets[i]) for i in range(start, stop)]
-        self._actions.append(Put(out.peer, out.grant.lease, out.grant.secret, items, layers))
+        self._actions += out.puts_due(self._slicing, self._contacts.rate(out.peer))
 
     def _tell_placed(self, out: Outgoing) -> None:
         if out.grant is not None and out.num_put > out.num_placed:
@@ -376,7 +319,7 @@ class HandoffSender:
         if out.grant is not None:
             lease = out.grant.lease
             self._actions = [a for a in self._actions if not (isinstance(a, Put | SendPlaced | SendHandoff) and a.lease == lease)]
-        if self._met(out) is not None:
+        if self._contacts.met(out.peer) is not None:
             lease = out.grant.lease if out.grant else 0
             if lease:
                 self._actions.append(CancelPuts(out.peer, lease))

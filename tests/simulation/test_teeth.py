@@ -28,6 +28,7 @@ from splitserve.transport.handoff_sender import HandoffSender
 from splitserve.transport.lease_table import LeaseTable
 from splitserve.transport.messages import u32
 from splitserve.transport.movers.lease_book import LeaseBook
+from splitserve.transport.outgoing import Outgoing
 from splitserve.transport.retirement import Retirement
 from splitserve.transport.writers import Writers
 
@@ -161,13 +162,14 @@ def send_layers_before_they_are_computed(patch: Patch) -> None:
 
 
 def forget_which_layers_have_left(patch: Patch) -> None:
-    put_layers = HandoffSender._put_layers
+    put_layers = Outgoing._put_layers
 
-    def broken(self: Any, out: Any, end: int) -> None:
-        put_layers(self, out, end)
-        out.layers_put = 0
+    def broken(self: Any, end: int, slicing: Any) -> Any:
+        put = put_layers(self, end, slicing)
+        self.layers_put = 0
+        return put
 
-    patch.setattr(HandoffSender, "_put_layers", broken)
+    patch.setattr(Outgoing, "_put_layers", broken)
 
 
 # --- the workers -----------------------------------------------------------------------------------

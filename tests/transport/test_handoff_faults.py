@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.handoff_pair import BLOCK, DECODE, MODEL, PREFILL, TIMES, Pair, spec, whole
 
 from splitserve.transport import actions as act
-from splitserve.transport import handoff_sender
+from splitserve.transport import contacts
 from splitserve.transport.messages import (
     Ack,
     Grant,
@@ -341,7 +341,7 @@ def test_who_forces_a_mover_that_the_other_has_not_is_refused_while_none_has_fai
 
 
 def test_a_communicator_is_made_anew_once_before_another_mover_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff_sender, "MADE_ANEW", frozenset({"nixl"}))  # stands for nccl, which this receiver has not
+    monkeypatch.setattr(contacts, "MADE_ANEW", frozenset({"nixl"}))  # stands for nccl, which this receiver has not
     pair = Pair(movers=("nixl",))
     for number in (1, 2):
         whole(pair, spec(number))
