@@ -21,7 +21,7 @@ from .options import SteeringOptions
 
 DECODE_UTILISATION = 0.9
 PACE_MARGIN = 0.95  # of the TPOT allowed
-P90 = 2.3
+P90 = 2.3  # of an exponential distribution, in means: ln 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,10 @@ from typing import Literal
 from ...engine.latency_profile import Profile
 from ...transport.messages import Role
 from .capacity import Capacity, Pressure
-from .load_watch import LoadPicture
+from .load_watch import MIN_JUDGED, LoadPicture
 from .options import SteeringOptions
 from .scaling import AnyRole, Kind, Scaling
 
-MIN_JUDGED = 20
 SAME_LOAD = 0.35  # relative difference of the mix up to which two pictures are of one load
 WORSE = 0.1  # of attainment
 MAX_HOLD_S = 1800.0
@@ -97,9 +96,9 @@ class PoolController:
         self._capacity: Capacity | None = None
         self._scaling = Scaling(options)
         self._better_since: float | None = None
-        self._wanted = 0
+        self._favoured = 0  # prefill workers, of the ratio that has been better since then
         self._quiet_until = -math.inf
-        self._last: tuple[float, Role] | None = None  # when roles were last changed, and to what
+        self._last_flip: tuple[float, Role] | None = None  # when roles were last changed, and to what
         self._told: _Told | None = None
         self._trial: _Trial | None = None
         self._hold_s = options.hold_s
@@ -177,8 +176,8 @@ class PoolController:
         gain_s = fleet.num_workers * min(1.0, 1 - best.worst / present.worst) * options.gain_over_s
         if gain_s < count * options.flip_cost_s:
             return self._rest(f"{count} flips would cost more than they bring")
-        if self._better_since is None or (prefill > fleet.prefill) != (self._wanted > fleet.prefill):
-            self._better_since, self._wanted = now, prefill
+        if self._better_since is None or (prefill > fleet.prefill) != (self._favoured > fleet.prefill):
+            self._better_since, self._favoured = now, prefill
         if now - self._better_since < options.confirm_s:
             self.state = f"{prefill}P:{fleet.num_workers - prefill}D seems better; waiting whether it stays so"
             return []
@@ -207,7 +206,7 @@ class PoolController:
 
     def _hysteresis(self, role: Role, now: float) -> float:
         """Twice as much on the way back."""
-        options, last = self._options, self._last
+        options, last = self._options, self._last_flip
         returns = last is not None and last[1] != role and now - last[0] < options.undo_s
         return (2 if returns else 1) * options.hysteresis
 
@@ -247,7 +246,7 @@ class PoolController:
         other: Role = "decode" if role == "prefill" else "prefill"
         names = fleet.flexible.get(other, [])[: abs(prefill - fleet.prefill)]
         self._quiet_until, self._better_since = now + self._options.settle_s, None
-        self.state, self._last = reason, (now, role)
+        self.state, self._last_flip = reason, (now, role)
         return [Decision(now, "flip", name, role, reason) for name in names]
 
     def _rest(self, why: str) -> list[Decision]:

@@ -11,6 +11,7 @@ wait count too, of which nothing is known but the prompt.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -21,11 +22,12 @@ from ..flight import Flight
 from ..request import Ended, GenerationRequest
 from .options import SteeringOptions
 
-PRIOR_REQUESTS = 8.0
+PRIOR_REQUESTS = 8.0  # that the newest ended ones of a kind weigh in its mean
 MEMORY = 4096  # ended requests
 OF_A_KIND = 50  # of these, the newest
 REMAINING = 0.7  # of the mean output: what a running sequence of a steady state has still before it, by lengths as they are found
 MIN_TOKENS = 8  # of a running sequence before its pace is judged
+MIN_JUDGED = 20  # requests before what share of them was good tells anything
 
 
 class Note(NamedTuple):
@@ -83,12 +85,10 @@ class LoadWatch:
         """A request is over. One that was never taken in, or refused, says nothing of the workers."""
         if ended.ledger is None or ended.error in ("refused", "unavailable"):
             return
-        stages, count = ended.stages, ended.num_output_tokens
+        stages, count, prompt = ended.stages, ended.num_output_tokens, len(request.prompt_token_ids)
+        failed = ended.error is not None  # then it was not served in time, however soon its first token came
+        ttft_s = math.inf if failed else stages.parse + stages.queue + stages.prefill
         tpot_s = (stages.handoff + stages.decode) / (count - 1) if count > 1 else None
-        ttft_s = stages.parse + stages.queue + stages.prefill
-        late = ended.error is not None
-        prompt = len(request.prompt_token_ids)
-        ttft_s = float("inf") if late else ttft_s
         self._ended.append(Note(request.arrival, prompt, min(ended.num_cached_tokens, prompt), count, now, ttft_s, tpot_s, count > 0))
 
     def look(self, flights: Iterable[Flight], now: float) -> LoadPicture:

@@ -13,10 +13,9 @@ from typing import Literal
 
 from ...transport.messages import Role
 from .capacity import Capacity
-from .load_watch import LoadPicture
+from .load_watch import MIN_JUDGED, LoadPicture
 from .options import SteeringOptions
 
-MIN_JUDGED = 20
 Kind = Literal["scale_up", "scale_down"]
 AnyRole = Role | Literal["mixed"]
 
@@ -26,7 +25,6 @@ class Scaling:
 
     def __init__(self, options: SteeringOptions) -> None:
         self._options = options
-        self._capacity: Capacity | None = None
         self._short_since: float | None = None
         self._idle_since: float | None = None
         self._quiet_until = -math.inf
@@ -39,11 +37,11 @@ class Scaling:
     ) -> tuple[Kind, AnyRole, str] | None:
         """What to do, of which role, and why; None: nothing. ``mixed``: workers of both roles, counted in neither; then without a
         ``capacity``."""
-        self._capacity, options = capacity, self._options
+        options = self._options
         if not options.max_workers:
             return None
-        short = self._shortage(picture, prefill, decode)
-        spare = "" if short else self._spare(picture, prefill, decode)
+        short = self._shortage(picture, capacity, prefill, decode)
+        spare = "" if short else self._spare(picture, capacity, prefill, decode)
         self._short_since = (self._short_since if self._short_since is not None else now) if short else None
         self._idle_since = (self._idle_since if self._idle_since is not None else now) if spare else None
         count, self.change = prefill + decode + mixed, 0
@@ -53,7 +51,7 @@ class Scaling:
             self.change = -1
         if not self.change:
             return None
-        role: AnyRole = "mixed" if mixed else self._role(picture, prefill, decode, self.change)
+        role: AnyRole = "mixed" if mixed else self._role(picture, capacity, prefill, decode)
         self.role = role
         if now < self._quiet_until:
             return None
@@ -62,33 +60,33 @@ class Scaling:
             return "scale_up", role, f"{short} for {options.scale_up_after_s:g} s"
         return "scale_down", role, f"{spare} for {options.scale_down_after_s:g} s"
 
-    def _shortage(self, picture: LoadPicture, prefill: int, decode: int) -> str:
+    def _shortage(self, picture: LoadPicture, capacity: Capacity | None, prefill: int, decode: int) -> str:
         """Of workers, as a sentence; empty where there is none."""
         options = self._options
         if picture.num_waiting > options.queue_depth:
             return f"{picture.num_waiting} requests waited, more than {options.queue_depth}"
         if picture.num_judged >= MIN_JUDGED and picture.attainment < options.attainment:
             return f"{picture.attainment:.0%} of requests were good, fewer than {options.attainment:.0%}"
-        if self._capacity is not None and picture.num_requests >= MIN_JUDGED:
-            _, best = self._capacity.best(picture, prefill + decode)
+        if capacity is not None and picture.num_requests >= MIN_JUDGED:
+            _, best = capacity.best(picture, prefill + decode)
             if math.isfinite(best.worst) and best.worst > options.scale_up_above:
                 return f"the load was {best.worst:.2f} even in the best ratio of {prefill + decode} workers"
         return ""
 
-    def _spare(self, picture: LoadPicture, prefill: int, decode: int) -> str:
+    def _spare(self, picture: LoadPicture, capacity: Capacity | None, prefill: int, decode: int) -> str:
         """Why one worker fewer would do; empty where it would not, or nobody knows."""
-        if self._capacity is None or prefill + decode <= 2:
+        if capacity is None or prefill + decode <= 2:
             return ""
-        _, fewer = self._capacity.best(picture, prefill + decode - 1)
+        _, fewer = capacity.best(picture, prefill + decode - 1)
         if fewer.worst >= self._options.scale_down_below or not math.isfinite(fewer.worst):
             return ""
         return f"the load would have been {fewer.worst:.2f} with {prefill + decode - 1} workers"
 
-    def _role(self, picture: LoadPicture, prefill: int, decode: int, change: int) -> Role:
+    def _role(self, picture: LoadPicture, capacity: Capacity | None, prefill: int, decode: int) -> Role:
         """Of the worker that comes or goes."""
-        if self._capacity is None:
+        if capacity is None:
             return "prefill" if picture.num_waiting else "decode"
-        wanted, _ = self._capacity.best(picture, prefill + decode + change)
-        if change > 0:
+        wanted, _ = capacity.best(picture, prefill + decode + self.change)
+        if self.change > 0:
             return "prefill" if wanted > prefill else "decode"
         return "prefill" if wanted < prefill and prefill > 1 else "decode" if decode > 1 else "prefill"

@@ -72,7 +72,7 @@ class RotateBody(BaseModel):
 
 
 def tenant_routes(path: Path | None, operators: AdminCheck) -> list[Route]:
-    """None where no tenants file is configured."""
+    """Empty where no tenants file is configured."""
     return TenantRoutes(path, operators).routes() if path is not None else []
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from .buckets import NUM_FIELDS, Holder, Room, Shortage, month_of, room, shortage_of
+from .buckets import FILLED_AT, NUM_FIELDS, Holder, Room, Shortage, month_of, room, shortage_of
 from .errors import TenantsFileError
 from .limiter import Admission, Answer
 from .limits import LIMIT_NAMES, Account, Limits
@@ -88,7 +88,7 @@ for i, key in ipairs(KEYS) do
     result[#result + 1] = number
   end
   redis.call('HSET', key, unpack(stored))
-  redis.call('EXPIRE', key, 3000000)
+  redis.call('EXPIRE', key, 3000000) -- longer than a month: by then a holder's numbers are as a new one's
   result[#result + 1] = tostring(open)
 end
 return result
@@ -197,6 +197,6 @@ class RedisLimiter:
 
 
 def _shortage(holders: Sequence[Holder], tokens: int) -> Shortage:
-    found = shortage_of(holders, tokens, max(holder.state[2] for holder in holders))
+    found = shortage_of(holders, tokens, max(holder.state[FILLED_AT] for holder in holders))
     assert found is not None, "the script refused what its own numbers allow"
     return found

@@ -30,8 +30,8 @@ GROW_ROWS = 1024
 END_OF_COLUMNS = 0  # in row 0, which is nobody's: the first column that was never owned
 LOCK_TRIES = 50
 LOCK_WAIT_S = 1e-4
-NOW = fcntl.LOCK_EX | fcntl.LOCK_NB
-LOCK = "hhqqi4x"  # struct flock
+EXCLUSIVE_AT_ONCE = fcntl.LOCK_EX | fcntl.LOCK_NB
+FLOCK = "hhqqi4x"  # struct flock of fcntl(2)
 COLUMN_LOCKS_AT = 1 << 40  # byte offsets far beyond the file's end: locks need no bytes
 
 
@@ -129,7 +129,7 @@ class SharedLimiter:
 
     def _is_owned(self, column: int) -> bool:
         lock = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _column_lock(column))
-        return bool(struct.unpack(LOCK, lock)[0] != fcntl.F_UNLCK)
+        return bool(struct.unpack(FLOCK, lock)[0] != fcntl.F_UNLCK)
 
     def _claim_column(self, path: Path) -> int:
         for column in range(FIRST_COLUMN, ROW_DOUBLES):
@@ -152,7 +152,7 @@ class _Lock:
     def __enter__(self) -> None:
         for _ in range(LOCK_TRIES):
             try:
-                fcntl.flock(self._fd, NOW)
+                fcntl.flock(self._fd, EXCLUSIVE_AT_ONCE)
                 break
             except BlockingIOError:
                 time.sleep(LOCK_WAIT_S)
@@ -162,4 +162,4 @@ class _Lock:
 
 
 def _column_lock(column: int) -> bytes:
-    return struct.pack(LOCK, fcntl.F_WRLCK, os.SEEK_SET, COLUMN_LOCKS_AT + column, 1, 0)
+    return struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, COLUMN_LOCKS_AT + column, 1, 0)

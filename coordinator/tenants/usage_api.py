@@ -26,7 +26,7 @@ from .usage_database import SQLITE, By, open_database
 
 
 def usage_routes(url: str | None, operators: AdminCheck) -> list[Route]:
-    """None where nothing is metered."""
+    """Empty where nothing is metered."""
     if url is None:
         return []
 
