@@ -146,7 +146,7 @@ class HandoffReceiver:
         """A two-sided mover has written this block."""
         incoming = self._leases.by_lease.get(lease)
         if incoming is not None:
-            incoming.arrived.add(position)
+            incoming.arrive((position,))
             self._check(incoming)
 
     def mover_of(self, lease: int) -> str:
@@ -277,7 +277,7 @@ class HandoffReceiver:
         checksums = from_u64(column)
         if incoming.told(first, checksums):
             if self._writers.one_sided.get(incoming.peer, False):
-                incoming.arrived.update(range(first, first + len(checksums)))
+                incoming.arrive(range(first, first + len(checksums)))
             self._check(incoming)
 
     def _check(self, incoming: Incoming) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .actions import Verify
@@ -30,6 +31,7 @@ class Incoming:
     retried: bool = False
     arrived: set[int] = field(default_factory=set)
     checksums: dict[int, int] = field(default_factory=dict)  # as the sender told them
+    due: set[int] = field(default_factory=set)  # has arrived, has a checksum, and is not checked yet
     checking: set[int] = field(default_factory=set)
     right: set[int] = field(default_factory=set)
     wrong: set[int] = field(default_factory=set)
@@ -55,18 +57,32 @@ class Incoming:
             if self.checksums.get(position, checksum) != checksum:
                 self.right.discard(position)  # put again with other content since it was checked
             self.checksums[position] = checksum
+            self._is_due(position)
         return True
 
+    def arrive(self, positions: Iterable[int]) -> None:
+        """These blocks have been written."""
+        for position in positions:
+            self.arrived.add(position)
+            self._is_due(position)
+
+    def _is_due(self, position: int) -> None:
+        known = position in self.arrived and position in self.checksums
+        if known and not (position in self.right or position in self.checking or position in self.wrong):
+            self.due.add(position)
+
     def checks(self) -> Verify | None:
-        """What has arrived, has a checksum, and is not checked yet."""
-        told = self.checksums
-        if not told or not (due := sorted(p for p in self.arrived - self.checking - self.right - self.wrong if p in told)):
+        """What is due, from now on under way."""
+        if not self.due:
             return None
+        due = sorted(self.due)
+        self.due.clear()
         self.checking.update(due)
         return Verify(self.lease, due, [self.blocks[p] for p in due], [self.checksums[p] for p in due])
 
     def checked(self, positions: list[int], wrong: list[int]) -> None:
         """Books the answer to (a part of) a Verify."""
+        self.due.difference_update(positions)
         self.checking.difference_update(positions)
         self.right.update(positions)
         self.right.difference_update(wrong)
