@@ -23,6 +23,8 @@ from .sketch import Arrival, Sketch, Sketched, SketchPool, StepTimes
 
 PRECISION = 0.04
 """Bisection ends when the goodput is known to this share of itself."""
+LOOK_S = 0.1
+"""Virtual seconds between two looks whether a simulation is worth going on with."""
 LOWEST = 64
 """A candidate that is not good enough at this fraction of its bound is not good enough."""
 
@@ -136,19 +138,34 @@ def sketched_goodput(question: Question, candidate: Candidate, at_least: float =
 
 
 def simulate(question: Question, candidate: Candidate, rate: float, give_up: bool = True) -> Simulation:
-    """The candidate under the load at this rate, simulated. With ``give_up`` it ends as soon as too many requests have failed."""
+    """The candidate under the load at this rate, simulated. With ``give_up`` it ends as soon as too many requests have failed, or
+    will have: see ``num_failed``."""
     cluster = question.hardware.cluster(candidate, max_queue=1 << 30)
     simulation = Simulation(cluster, question.seed, question.level.bounds)
+    allowed, look_at = question.allowed, 0.0
 
-    def hopeless(tallies: Tallies) -> bool:
-        return tallies.num_requests - tallies.num_good > question.allowed
+    def hopeless(_: Tallies) -> bool:
+        nonlocal look_at
+        now = simulation.queue.now
+        if now < look_at:
+            return False
+        look_at = now + LOOK_S
+        return num_failed(simulation) > allowed
 
     simulation.run(question.load.at_rate(rate), give_up=hopeless if give_up else None)
     return simulation
 
 
-def answer(question: Question, candidate: Candidate, at_least: float = 0.0, guess: float = 0.0) -> Answer:
-    """The candidate's goodput, if it is more than ``at_least``. ``guess``: where to begin; the nearer, the fewer simulations."""
+def num_failed(simulation: Simulation) -> int:
+    """Requests that were not good, or are late already and will not be."""
+    tallies, now = simulation.tallies, simulation.queue.now
+    late = sum(tallies.slo.is_missed_by(record, now) for record in simulation.coordinator.open.values())
+    return tallies.num_requests - tallies.num_good + late
+
+
+def answer(question: Question, candidate: Candidate, at_least: float = 0.0, guess: float = 0.0, at_guess: Tallies | None = None) -> Answer:
+    """The candidate's goodput, if it is more than ``at_least``. ``guess``: where to begin; the nearer, the fewer simulations.
+    ``at_guess``: what came of that one, where it has been simulated already."""
     found = Answer(candidate, question.bound(candidate), sketched=guess)
     if found.bound <= at_least:
         found.pruned = True
@@ -159,7 +176,13 @@ def answer(question: Question, candidate: Candidate, at_least: float = 0.0, gues
             found.pruned = True
             return found
         low = at_least * (1 + PRECISION / 2)
-    low, high = _bracketed(lambda rate: _passes(question, found, rate), low, high, guess)
+
+    def passes(rate: float) -> bool:
+        if at_guess is not None and rate == guess:
+            return at_guess.num_requests - at_guess.num_good <= question.allowed
+        return _passes(question, found, rate)
+
+    low, high = _bracketed(passes, low, high, guess)
     found.goodput = _bisected(lambda rate: _passes(question, found, rate), low, high, found.bound)
     return found
 
@@ -193,8 +216,8 @@ def _bisected(passes: Callable[[float], bool], low: float, high: float, most: fl
 
 
 def _passes(question: Question, found: Answer, rate: float) -> bool:
-    tallies = simulate(question, found.candidate, rate).tallies
-    failed = tallies.num_requests - tallies.num_good
+    simulation = simulate(question, found.candidate, rate)
+    failed = num_failed(simulation)
     found.tried.append((rate, 1 - failed / len(question.load.requests)))
-    found.num_requests += tallies.num_requests
+    found.num_requests += simulation.num_arrived
     return failed <= question.allowed

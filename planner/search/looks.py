@@ -79,7 +79,9 @@ def by_chance(question: Question, asked: tuple[Candidate, float, int]) -> tuple[
         as_fast = goodput / question.load.rate  # each half keeps its own pace
         other = Question.of(question.hardware, load, question.level, which)
         goodput = as_fast * load.rate
-        found = answer(other, candidate, guess=goodput)
-        return found.goodput / load.rate * question.load.rate, look(other, (candidate, goodput))
+        seen = look(other, (candidate, goodput))
+        found = answer(other, candidate, guess=goodput, at_guess=seen.tallies)
+        return found.goodput / load.rate * question.load.rate, seen
     other = question.reordered(which)
-    return answer(other, candidate, guess=goodput).goodput, look(other, (candidate, goodput))
+    seen = look(other, (candidate, goodput))
+    return answer(other, candidate, guess=goodput, at_guess=seen.tallies).goodput, seen

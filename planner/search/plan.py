@@ -100,7 +100,7 @@ class _Search:
         splits = _in_front((c for c in sketches if c.prefill), sketches, self._value)
         together = _in_front((c for c in sketches if not c.prefill), sketches, self._value)
         self._report("simulating the best ones")
-        best, colocated = self._simulated(splits, sketches), self._simulated(together, sketches)
+        best, colocated = self._simulated([splits, together], sketches)
         winner = max((best, colocated), key=lambda a: (self._value(a.candidate, a.goodput), a is best))
         self._report(f"{winner.candidate.ratio}: its neighbours")
         neighbours = self._answer([(c, 0.0, sketches.get(c, 0.0)) for c in self._around(winner.candidate)], fresh=False)
@@ -113,6 +113,9 @@ class _Search:
         others = self._crew.ask(by_chance, [(winner.candidate, rate, which) for which in (1, 2)])
         at_goodput, relaxed = self._crew.ask(look, [(winner.candidate, rate), (winner.candidate, relaxed_rate)])
         self._report("half as much load again")
+        grown_rate = GROWTH * (rate if self._goal.objective == "goodput" else self._goal.rate)
+        of_means, expected = self._from_means(sketches)
+        unchanged, means = self._crew.ask(look, [(winner.candidate, grown_rate), (of_means, expected)])
         plan = Plan(
             self._question,
             self._goal,
@@ -124,8 +127,8 @@ class _Search:
             at_goodput,
             relaxed,
             others,
-            self._grown(winner.candidate, GROWTH * (rate if self._goal.objective == "goodput" else self._goal.rate)),
-            self._means(sketches),
+            self._grown(winner.candidate, grown_rate, unchanged),
+            Means(of_means, expected, means.tallies.attainment),
             energy_wh(self._question, winner.candidate, relaxed_rate),
         )
         if with_curves:
@@ -175,16 +178,20 @@ class _Search:
                 self._known[one.candidate] = one
         return [self._known[candidate] for candidate, _, _ in asked]
 
-    def _simulated(self, candidates: list[Candidate], sketches: dict[Candidate, float]) -> Answer:
-        """The best one, by simulation. For a rate that is given: the first that serves it, in the order of what it costs."""
-        if not candidates:
-            return Answer(Candidate(0, 0, 0, 1, 1), 0.0)
+    def _simulated(self, families: list[list[Candidate]], sketches: dict[Candidate, float]) -> list[Answer]:
+        """The best one of each, by simulation. For a rate that is given: the first that serves it, in the order of what it costs."""
         if self._goal.objective != "goodput":
-            return smallest(self._question, self._goal, candidates, self._crew, self._known)
-        (first,) = self._answer([(candidates[0], 0.0, sketches[candidates[0]])])
-        near = [c for c in candidates[1:] if sketches[c] >= NEARLY * sketches[candidates[0]]][:MOST_RIVALS]
-        rivals = self._answer([(c, first.goodput, sketches[c]) for c in near])
-        return max([first, *rivals], key=lambda a: a.goodput)
+            return [smallest(self._question, self._goal, one, self._crew, self._known) if one else _nothing() for one in families]
+        leads = [one[0] for one in families if one]
+        found = {a.candidate: [a] for a in self._answer([(lead, 0.0, sketches[lead]) for lead in leads])}
+        rivals = [
+            (lead, [c for c in one[1:] if sketches[c] >= NEARLY * sketches[lead]][:MOST_RIVALS])
+            for lead, one in zip(leads, filter(None, families), strict=True)
+        ]
+        tried = iter(self._answer([(c, found[lead][0].goodput, sketches[c]) for lead, near in rivals for c in near]))
+        for lead, near in rivals:
+            found[lead] += [next(tried) for _ in near]
+        return [max(found[one[0]], key=lambda a: a.goodput) if one else _nothing() for one in families]
 
     def _around(self, candidate: Candidate) -> list[Candidate]:
         if self._goal.objective == "goodput":
@@ -193,16 +200,15 @@ class _Search:
             around = [candidate.with_more(prefill=-1), candidate.with_more(decode=-1)] if candidate.prefill else [candidate.with_more(-1)]
         return [c for c in around if c is not None and (c.colocated > 0 or min(c.prefill, c.decode) > 0)]
 
-    def _grown(self, candidate: Candidate, rate: float) -> Growth:
+    def _grown(self, candidate: Candidate, rate: float, unchanged: Look) -> Growth:
         """The fewest workers more that serve so much: sketched, then simulated, with one more where that is too few."""
-        unchanged = look(self._question, (candidate, rate)).tallies.attainment
         bigger = self._least_more(candidate, rate)
         for _ in range(3):
             seen = look(self._question, (bigger, rate))
             if seen.tallies.attainment >= self._question.level.attainment:
                 break
             bigger = bigger.with_more(prefill=1) if _busier_with_prompts(seen) else bigger.with_more(decode=1)
-        return Growth(bigger, seen.tallies.attainment, unchanged)
+        return Growth(bigger, seen.tallies.attainment, unchanged.tallies.attainment)
 
     def _least_more(self, candidate: Candidate, rate: float) -> Candidate:
         for more in range(1, 2 * candidate.num_workers + 1):
@@ -213,11 +219,11 @@ class _Search:
                 return max(enough, key=lambda pair: pair[1].attainment)[0]
         return candidate.with_more(candidate.prefill, candidate.decode)
 
-    def _means(self, sketches: dict[Candidate, float]) -> Means:
+    def _from_means(self, sketches: dict[Candidate, float]) -> tuple[Candidate, float]:
+        """What a plan from means would build, and the rate that it would expect."""
         splits = [c for c in sketches if c.prefill and not c.colocated] or list(sketches)
         chosen = max(splits, key=lambda c: self._value(c, self._question.bound(c)))
-        expected = self._question.bound(chosen)
-        return Means(chosen, expected, look(self._question, (chosen, expected)).tallies.attainment)
+        return chosen, self._question.bound(chosen)
 
     # --- for the plots ---------------------------------------------------------------------------
 
@@ -230,6 +236,11 @@ class _Search:
         plan.curves = {c: [next(seen) for _ in rates] for c in near}
         sizes = list(_other_sizes(best)) if best.prefill else []
         plan.sizes = dict(zip(sizes, self._crew.ask(glance, [(c, 0.8 * rate) for c in sizes]), strict=True))
+
+
+def _nothing() -> Answer:
+    """Where there are no candidates."""
+    return Answer(Candidate(0, 0, 0, 1, 1), 0.0)
 
 
 def _shape(candidate: Candidate) -> Candidate:

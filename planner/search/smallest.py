@@ -8,7 +8,7 @@ from dataclasses import replace
 from .candidates import Candidate
 from .crew import Crew
 from .goal import Goal, settings_of
-from .goodput import Answer, Question, simulate, sketch, sketched_goodput
+from .goodput import Answer, Question, num_failed, simulate, sketch, sketched_goodput
 from .looks import answered
 
 MOST_SIMULATED = 12
@@ -83,13 +83,13 @@ def smallest(question: Question, goal: Goal, candidates: list[Candidate], crew: 
         if not waiting:
             break
         one = waiting.pop(0)
-        tallies = simulate(question, one, goal.rate).tallies
-        if tallies.num_requests - tallies.num_good <= question.allowed:
+        failed = num_failed(simulate(question, one, goal.rate))
+        if failed <= question.allowed:
             (best,) = crew.ask(answered, [(one, 0.0, max(goal.rate * 1.02, sketched_goodput(question, one)))])
             best.goodput = max(best.goodput, goal.rate)
             known[one] = best
             return best
-        at_most = 1 - (tallies.num_requests - tallies.num_good) / len(question.load.requests)
+        at_most = 1 - failed / len(question.load.requests)
         known[one] = Answer(one, question.bound(one), pruned=True, tried=[(goal.rate, at_most)])
         for more in (one.with_more(prefill=1), one.with_more(decode=1)):
             if more not in seen and goal.limits.hold(more, question.hardware):

@@ -72,6 +72,15 @@ class Slo:
             and (self.e2e_s is None or record.e2e_s <= self.e2e_s)
         )
 
+    def is_missed_by(self, record: RequestRecord, now: float) -> bool:
+        """Whether a request that has not ended cannot be good any more."""
+        first, num_more = record.first_at, record.num_asked_tokens - 1
+        return (
+            (self.ttft_s is not None and (first or now) - record.arrived_at > self.ttft_s)
+            or (self.tpot_s is not None and first > 0 and num_more > 0 and (now - first) / num_more > self.tpot_s)
+            or (self.e2e_s is not None and now - record.arrived_at > self.e2e_s)
+        )
+
 
 class Tallies:
     """All that is known of the requests that have ended. ``tpot_all``: E2E after the first token over *all* tokens, as splitwise-sim

@@ -20,7 +20,7 @@ from splitserve.planner.plan_command import require_reachable
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
 from splitserve.planner.search.demand import Demand, bound, largest_batch
 from splitserve.planner.search.goal import Goal, Limits, shapes
-from splitserve.planner.search.goodput import Load, Question, answer, simulate
+from splitserve.planner.search.goodput import Load, Question, answer, num_failed, simulate
 from splitserve.planner.search.hardware_file import read_hardware
 from splitserve.planner.search.launch import write_launch
 from splitserve.planner.search.looks import glance
@@ -131,6 +131,18 @@ def test_what_is_not_better_than_the_best_known_is_not_bisected() -> None:
     assert pruned.pruned
     assert len(pruned.tried) <= 1 < len(full.tried)
     assert answer(asked, candidate, at_least=full.bound + 1).tried == []
+
+
+def test_a_simulation_that_is_given_up_would_have_failed_too() -> None:
+    """Requests that are late already count as missed before they end; on the answer that has no influence."""
+    asked = question(300, 60, count=40)
+    candidate, given_up = Candidate(1, 1, 0, 512, 64), 0
+    for rate in (4.0, 40.0):
+        early, whole = (simulate(asked, candidate, rate, give_up=give_up) for give_up in (True, False))
+        assert (num_failed(early) > asked.allowed) == (whole.tallies.num_requests - whole.tallies.num_good > asked.allowed)
+        assert num_failed(early) <= num_failed(whole)
+        given_up += early.num_ended - early.tallies.num_good <= asked.allowed < num_failed(early)
+    assert given_up, "some of them earlier than by those that had ended"
 
 
 def test_the_goodput_is_where_the_attainment_falls() -> None:
