@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import TYPE_CHECKING
 
+from simulation.decode_process import DecodeProcess
 from simulation.scenario import Faults
 
 if TYPE_CHECKING:
@@ -100,6 +101,17 @@ class Checks:
                 if known is not None and known.cached != cached:
                     self.world.violated(f"{coordinator.name} does not know what {worker.name} has cached")
         self._check_others_work()
+        self._check_communicators()
+
+    def _check_communicators(self) -> None:
+        """Where every word comes, in its order, no end of a communicator outlives the other."""
+        faults = self.world.scenario.faults
+        if faults.drop or faults.mangle or faults.late or faults.double or faults.partition_every:
+            return
+        for worker in self.world.workers.values():
+            if isinstance(worker, DecodeProcess) and worker.rendezvous is not None:
+                for session in worker.rendezvous.left_over():
+                    self.world.violated(f"{worker.name}: the communicator with {session.peer[0]} was never torn down")
 
     def _check_others_work(self) -> None:
         """Where nothing happens but that coordinators die and clients leave, those that it does not happen to have nothing computed twice:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from simulation.communicators import RendezvousTarget
 from simulation.model import EOS
 from simulation.movers import Parcel, ParcelTarget
 from simulation.sending_end import SendingEnd
@@ -16,7 +17,7 @@ from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.transport import actions as act
 from splitserve.transport.handoff import Key
 from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.messages import FROM_DECODE, Meet, Message, Retired
+from splitserve.transport.messages import BETWEEN_MOVERS, FROM_DECODE, Meet, Message, Met, Retired
 
 if TYPE_CHECKING:
     from simulation.flexible_process import FlexibleProcess
@@ -36,6 +37,8 @@ class DecodeProcess(WorkerProcess):
     def __init__(self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None) -> None:
         super().__init__(world, name, host, num_blocks, process)
         self._target = ParcelTarget(self.memory)
+        self.rendezvous = RendezvousTarget(self) if self.world.scenario.cluster.rendezvous else None
+        self._books = [self._target.book, *([self.rendezvous.book] if self.rendezvous is not None else [])]
         self._checks: deque[act.Verify] = deque()
         self._peers: dict[PeerId, Channel] = {}  # who can be answered
         self._watched: dict[PeerId, WorkerProcess] = {}  # writers of this host, whose end is seen
@@ -44,8 +47,8 @@ class DecodeProcess(WorkerProcess):
         self._doing: dict[type, Callable[[Any], None]] = {
             act.ToPeer: self._to_peer,
             act.Verify: self._verify,
-            act.OpenLease: lambda action: self._target.book.open(action.lease, action.secret, action.targets),
-            act.ExpectAgain: lambda action: self._target.book.expect_again(action.lease, action.positions),
+            act.OpenLease: lambda action: [book.open(action.lease, action.secret, action.targets) for book in self._books],
+            act.ExpectAgain: lambda action: [book.expect_again(action.lease, action.positions) for book in self._books],
             act.CloseLease: self._close_lease,
             act.Join: lambda action: None,  # the core has seen to it
             act.Supersede: lambda action: None,
@@ -53,7 +56,7 @@ class DecodeProcess(WorkerProcess):
 
     def make_core(self) -> DecodeCore:
         scheduler = DecodeScheduler(self.blocks, BLOCK_SIZE, self.world.scenario.cluster.max_num_seqs, MAX_MODEL_LEN, EOS)
-        endpoints = MoverEndpoints(("shm", "zmq"), self.host, shm_name="shm", data_address=str(self.endpoint))
+        endpoints = MoverEndpoints(("shm", "nccl", "zmq"), self.host, shm_name="shm", data_address=str(self.endpoint))
         receiver = HandoffReceiver(
             self.id, MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: self.world.random.randbytes(16), TIMES
         )
@@ -92,6 +95,8 @@ class DecodeProcess(WorkerProcess):
                 del self._watched[peer]
                 self._peers.pop(peer, None)
                 self.core.receiver.writer_gone(peer)
+                if self.rendezvous is not None:
+                    self.rendezvous.shut_out(peer)
         super().heartbeat()
 
     def hear_peer(self, peer: PeerId, channel: Channel, message: Message) -> None:
@@ -100,14 +105,18 @@ class DecodeProcess(WorkerProcess):
             self._peers[peer] = channel
         if isinstance(message, Meet) and message.host == self.host:
             self._watched[peer] = channel[0].writer
-        self.core.from_peer(peer, message, self.now)
-        self.turn()
+        if not isinstance(message, BETWEEN_MOVERS):
+            self.core.from_peer(peer, message, self.now)
+            self.turn()
+        elif self.rendezvous is not None:
+            self.rendezvous.hear(peer, message)
 
     def do(self, action: Any) -> None:
         self._doing.get(type(action), self.sending.carry_out)(action)
 
     def _close_lease(self, action: act.CloseLease) -> None:
-        self._target.book.close(action.lease)
+        for book in self._books:
+            book.close(action.lease)
         if self._checks:
             self._checks = deque(check for check in self._checks if check.lease != action.lease)
 
@@ -120,6 +129,10 @@ class DecodeProcess(WorkerProcess):
             if isinstance(action.message, Retired) and action.message.incarnation >= action.peer[1]:  # nothing more comes from it
                 del self._peers[action.peer]
                 self._watched.pop(action.peer, None)
+                if self.rendezvous is not None:
+                    self.rendezvous.shut_out(action.peer)
+            if isinstance(action.message, Met) and action.message.mover == "nccl" and self.rendezvous is not None:
+                self.rendezvous.sessions.meet(action.peer)
             self.world.network.send(self.name, end.process.name, action.message, end.process.run, end.hear, opened_to, action.peer)
 
     # --- blocks that come ------------------------------------------------------------------------
@@ -160,10 +173,17 @@ class DecodeProcess(WorkerProcess):
             self.core.receiver.arrived(parcel.lease, position)
         self.turn()
 
+    def written_by_itself(self, lease: int, blocks: list[int], start: int, slices: list[list[int]]) -> None:
+        """By a communicator: what has been received is copied into the pool."""
+        if not set(blocks) <= set(self.core.receiver.blocks_open_to(lease)) or self.core.receiver.mover_of(lease) != "nccl":
+            self.world.violated(f"{self.name}: blocks {blocks} were written under lease {lease}, which had ended or is another mover's")
+        for block, values in zip(blocks, slices, strict=True):
+            self.memory.write(block, start, values)
+
     def written_by_peer(self, lease: int, block: int, start: int, values: list[int]) -> None:
         """The one-sided mover: the memory changes, whatever this process thinks or does."""
         if block not in self.core.receiver.blocks_open_to(lease):
             self.world.violated(f"{self.name}: block {block} was written under lease {lease}, which had ended")
-        if self.core.receiver.mover_of(lease) == "zmq":
+        if self.core.receiver.mover_of(lease) in ("zmq", "nccl"):
             self.world.violated(f"{self.name}: block {block} was written by its peer itself, under a lease of another mover")
         self.memory.write(block, start, values)

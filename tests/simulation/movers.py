@@ -1,4 +1,5 @@
-"""KV blocks on their way: a one-sided mover that writes the peer's memory, and a two-sided one that sends parcels."""
+"""KV blocks on their way: a one-sided mover that writes the peer's memory, and a two-sided one that sends parcels. (The one
+that needs a rendezvous: communicators.py.)"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from simulation.decode_process import DecodeProcess
     from simulation.worker_process import WorkerProcess
 
-from splitserve.transport.messages import Met
+from splitserve.transport.errors import MoverError
 from splitserve.transport.movers.lease_book import LeaseBook
 from splitserve.transport.movers.parcel import ParcelHeader
 
@@ -24,10 +25,6 @@ Item = tuple[int, int, int]
 """(position in the lease, own block, the peer's block)"""
 PARCEL = 4
 """Blocks a parcel, at most."""
-
-
-class MoverError(Exception):
-    """The mover has failed; its peer cannot be written through it any more."""
 
 
 class Source(ABC):
@@ -187,12 +184,3 @@ class ParcelTarget:
         for block, (_, values) in zip(claim.blocks, parcel.slices, strict=True):
             self._memory.write(block, start, values)
         return [position for _, position in self.book.complete(claim)]
-
-
-def open_source(writer: WorkerProcess, peer: str, met: Met) -> Source:
-    """Raises MoverError."""
-    kind = SharedMemorySource if met.mover == "shm" else ParcelSource
-    source = kind(writer, peer, int(met.data_address))
-    if met.mover == "shm" and source.target() is None:
-        raise MoverError("that memory is gone")
-    return source

@@ -30,6 +30,8 @@ class Faults:
     mover_error: float = 0.0
     freeze_in_put: float = 0.0  # a one-sided writer is stopped in the middle of its copy
     die_in_put: float = 0.0
+    failed_rendezvous: float = 0.0  # two ends never find each other, or one of them never knows
+    broken_communicator: float = 0.0  # in the middle of a parcel
     # per step
     step_error: float = 0.0
     step_no_memory: float = 0.0
@@ -57,6 +59,8 @@ class Cluster:
     num_coordinators: int = 1  # which do not know of each other's requests
     num_hosts: int = 1  # workers of one host hand blocks over by a one-sided mover, if they have it
     one_sided: float = 0.5  # share of prefill workers that have it
+    rendezvous: float = 0.0  # share of workers that have a mover that needs a rendezvous
+    walled: float = 0.0  # share of pairs of workers for which it has never worked and never will
     prefill_blocks: int = 160
     decode_blocks: int = 160
     max_num_seqs: int = 8
@@ -109,9 +113,22 @@ EVERYTHING = replace(
     coordinator_freeze_every=4.0,
     flip_every=0.8,
     short_deadline=0.03,
+    failed_rendezvous=0.1,
+    broken_communicator=0.01,
 )
 FLIPS = Faults(flip_every=0.15, freeze_in_put=0.03, partition_every=0.3, drop=0.02, double=0.05, late=0.02, cancel=0.1)
 MIXED = replace(PROCESSES, drop=0.005, late=0.01, drain_every=1.0, partition_every=1.5, spill_every=1.0, lost_put=0.01, corrupt_put=0.01)
+RENDEZVOUS = Faults(
+    failed_rendezvous=0.2,
+    broken_communicator=0.03,
+    corrupt_put=0.005,
+    partial_put=0.005,
+    late_put=0.05,
+    mover_error=0.01,
+    kill_every=0.8,
+    freeze_every=0.8,
+    cancel=0.2,
+)
 FEW_BLOCKS = Cluster(prefill_blocks=40, decode_blocks=28)
 NAMED = {
     "calm": Scenario(),
@@ -127,21 +144,34 @@ NAMED = {
     "coordinators": Scenario(Faults(coordinator_restart_every=2.5, cancel=0.1), Cluster(num_coordinators=3)),
     "flips": Scenario(FLIPS, Cluster(num_prefill=1, num_decode=1, num_flexible=3, one_sided=1.0)),
     "mixed": Scenario(MIXED, Cluster(num_prefill=1, num_decode=1, num_mixed=2, prefill_blocks=80, decode_blocks=80)),
-    "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0)),
+    "rendezvous": Scenario(RENDEZVOUS, Cluster(num_hosts=2, one_sided=0.0, rendezvous=1.0, walled=0.25)),
+    "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5)),
 }
 
 
+OF_A_RENDEZVOUS = ("failed_rendezvous", "broken_communicator")
+DRAWN_APART = {"flip_every", *OF_A_RENDEZVOUS}
+
+
 def draw_scenario(seed: int) -> Scenario:
-    """The scenario of a seed: half of all faults, from half to twice as frequent as in ``EVERYTHING``."""
+    """The scenario of a seed: half of all faults, from half to twice as frequent as in ``EVERYTHING``. (What has generators of its own came
+    later: the others go on drawing what they drew.)"""
     random = Random(f"scenario {seed}")
     chosen: dict[str, float] = {}
     for name, value in vars(EVERYTHING).items():
-        if name != "flip_every" and random.random() < 0.5:
+        if name not in DRAWN_APART and random.random() < 0.5:
             chosen[name] = value * 2 ** random.uniform(-1.0, 1.0)
     flips = Random(f"flips {seed}")
     if flexible := flips.random() < 0.4:
         chosen["flip_every"] = EVERYTHING.flip_every * 2 ** flips.uniform(-1.0, 1.0)
+    meetings = Random(f"rendezvous {seed}")
+    rendezvous = meetings.choice([0.0, 0.0, 0.5, 1.0])
+    for name in OF_A_RENDEZVOUS if rendezvous else ():
+        if meetings.random() < 0.7:
+            chosen[name] = vars(EVERYTHING)[name] * 2 ** meetings.uniform(-1.0, 1.0)
     cluster = Cluster(
+        rendezvous=rendezvous,
+        walled=meetings.choice([0.0, 0.0, 0.2]),
         num_flexible=flips.choice([1, 2, 3]) if flexible else 0,
         num_prefill=random.choice([1, 2, 2, 3]),
         num_decode=random.choice([1, 2, 2, 3]),

@@ -3,16 +3,19 @@ all their handoffs, decode workers one for the sequences that they hand to other
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from simulation.communicators import RendezvousSource
 from simulation.memory import Memory
 from simulation.model import MASK, NUM_LAYERS
-from simulation.movers import MoverError, Source, open_source
+from simulation.movers import ParcelSource, SharedMemorySource, Source
 
 from splitserve.transport import actions as act
+from splitserve.transport.errors import MoverError
 from splitserve.transport.handoff_sender import HandoffSender
-from splitserve.transport.messages import Message, Placed, u64
+from splitserve.transport.messages import BETWEEN_MOVERS, Ack, Message, Placed, u64
 
 if TYPE_CHECKING:
     from simulation.retiring_role import RetiringRole
@@ -28,6 +31,7 @@ class SendingEnd:
         self.world, self.sender = process.world, sender
         self.channels: set[PeerId] = set()
         self._sources: dict[PeerId, Source] = {}
+        self._num_broken: Counter[PeerId] = Counter()  # movers that are made anew, since one of them has handed something over
         self._checksums = RunningChecksums(process.memory)
         self._doing: dict[type, Callable[[Any], None]] = {
             act.ToPeer: lambda action: self._send(action.peer, action.message),
@@ -51,12 +55,21 @@ class SendingEnd:
         """Ends all channels and movers; what has not left is lost."""
         for peer in list(self.channels):
             self._forget(peer)
+        self._num_broken.clear()
 
     def hear(self, peer: PeerId, addressee: PeerId, message: Message) -> None:
         """The channel to ``peer`` belongs to an incarnation of ours."""
-        if addressee == self.process.id and peer in self.channels:
-            self.sender.receive(peer, message, self.process.now)
-            self.process.turn()
+        if addressee != self.process.id or peer not in self.channels:
+            return
+        if isinstance(message, BETWEEN_MOVERS):
+            if isinstance(source := self._sources.get(peer), RendezvousSource):
+                source.hear(message)
+                self._stir(peer, source)
+            return
+        if isinstance(message, Ack):
+            self._num_broken.pop(peer, None)
+        self.sender.receive(peer, message, self.process.now)
+        self.process.turn()
 
     def carry_out(self, action: Any) -> None:
         self._doing[type(action)](action)
@@ -81,7 +94,29 @@ class SendingEnd:
         self.channels.add(peer)
 
     def _open_mover(self, action: act.OpenMover) -> None:
-        self._sources[action.peer] = open_source(self.writer, action.peer[0], action.met)
+        (worker_id, _), met = action.peer, action.met
+        process = int(met.data_address)
+        if met.mover == "nccl":
+            rendezvous = RendezvousSource(self.writer, worker_id, process, lambda source: self._stir(action.peer, source))
+            self._sources[action.peer] = rendezvous
+            self._say_words(action.peer, rendezvous)
+            return
+        source = (SharedMemorySource if met.mover == "shm" else ParcelSource)(self.writer, worker_id, process)
+        if met.mover == "shm" and source.target() is None:
+            raise MoverError("that memory is gone")
+        self._sources[action.peer] = source
+
+    def _stir(self, peer: PeerId, source: RendezvousSource) -> None:
+        """What the live loop does in each turn."""
+        if self._sources.get(peer) is source:
+            self._with_mover(peer, source.poll)
+            self._say_words(peer, source)
+            self.process.turn()
+
+    def _say_words(self, peer: PeerId, source: Source | None) -> None:
+        if isinstance(source, RendezvousSource):
+            for word in source.session.words():
+                self._send(peer, word)
 
     def _put(self, put: act.Put) -> None:
         blocks = [block for _, block, _ in put.items]
@@ -89,6 +124,7 @@ class SendingEnd:
         self.writer.blocks.begin_put(blocks)
         self.world.counts["layers put" if put.layers else "blocks put"] += len(blocks)
         self._with_mover(put.peer, lambda: self._sources[put.peer].put(put.lease, put.secret, put.items, first, end))
+        self._say_words(put.peer, self._sources.get(put.peer))
         self._checksums.add(blocks, first, end)
         if self.world.random.random() < 0.1:  # now and then a transfer was timed
             self.sender.moved(put.peer, 1 << 20, 10 ** self.world.random.uniform(-5, -1))
@@ -105,12 +141,22 @@ class SendingEnd:
             if peer in self.channels:
                 use()
         except (MoverError, KeyError) as error:
+            if isinstance(self._sources.get(peer), RendezvousSource):
+                self._count_broken(peer)
             self._close_mover(peer)
             self.sender.mover_failed(peer, str(error))
+
+    def _count_broken(self, peer: PeerId) -> None:
+        """Once it is made anew; if that one fails too, another mover takes its place."""
+        self.world.counts["rendezvous movers failed"] += 1
+        self._num_broken[peer] += 1
+        if self._num_broken[peer] > 2:
+            self.world.violated(f"{self.process.name}: a mover to {peer[0]} that has failed twice in a row was made once more")
 
     def _close_mover(self, peer: PeerId) -> None:
         if (source := self._sources.pop(peer, None)) is not None:
             source.close()
+            self._say_words(peer, source)
 
     def _forget(self, peer: PeerId) -> None:
         self._close_mover(peer)

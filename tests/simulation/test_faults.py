@@ -16,7 +16,7 @@ from simulation.campaign import Report, run, simulate_named
 from simulation.scenario import EVERYTHING, NAMED, Faults, Scenario, draw_scenario
 from simulation.world import World
 
-from splitserve.transport.messages import BETWEEN_MOVERS, FROM_COORDINATOR, FROM_DECODE, FROM_PREFILL, FROM_WORKER, Goodbye
+from splitserve.transport.messages import FROM_COORDINATOR, FROM_DECODE, FROM_PREFILL, FROM_WORKER, Goodbye
 
 FIRST_SEED = int(os.environ.get("SPLITSERVE_SIMULATION_SEED", secrets.randbelow(1 << 32)))
 PARTS, REQUESTS_A_PART = 4, 3_750
@@ -51,7 +51,9 @@ def test_nothing_is_lost_by_mixed_workers() -> None:
 HAPPENS = """
 messages dropped|messages doubled|messages late|messages mangled|messages lost in a partition|messages held by a partition
 puts corrupted|puts cut short|puts doubled|puts late|puts lost|parcels refused|corrupt blocks found|mover errors
-freezes in mid-put|deaths in mid-put|steps failed|steps out of memory|steps skipped|steps made ahead|prefill steps made ahead
+freezes in mid-put|deaths in mid-put|rendezvous failed|rendezvous behind a wall|rendezvous movers failed
+communicators made|communicators broken|communicators torn down|late collectives
+steps failed|steps out of memory|steps skipped|steps made ahead|prefill steps made ahead
 kills|connections found gone|freezes|hangs|slow workers|partitions|one-way partitions|spills
 coordinator restarts|coordinator freezes|fenced by one of several|drains by signal|drains by the coordinator|workers drained
 layers put|cancellations|flips ordered|roles begun
@@ -66,7 +68,6 @@ def test_every_fault_happens_and_every_message_is_said() -> None:
     assert all(vars(EVERYTHING).values())
     assert {name for seed in range(50) for name, value in vars(draw_scenario(seed).faults).items() if value} == set(vars(EVERYTHING))
     said = {type_.__name__ for types in (FROM_WORKER, FROM_COORDINATOR, FROM_PREFILL, FROM_DECODE) for type_ in types}
-    said -= {type_.__name__ for type_ in BETWEEN_MOVERS}  # the movers here are the simulator's own
     wanted = said | set(HAPPENS.strip().replace("|", "\n").split("\n"))
     for seed in range(1, 12):
         if not (missing := sorted(wanted - set(+SEEN.counts) - set(SEEN.messages))):

@@ -23,11 +23,13 @@ from splitserve.decode.rows import DecodeRows
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.block_manager import BlockManager, CacheEvents
 from splitserve.prefill.core import PrefillCore
+from splitserve.transport.contacts import Contacts
 from splitserve.transport.handoff_receiver import HandoffReceiver
 from splitserve.transport.handoff_sender import HandoffSender
 from splitserve.transport.lease_table import LeaseTable
 from splitserve.transport.messages import u32
-from splitserve.transport.movers.lease_book import LeaseBook
+from splitserve.transport.movers.lease_book import Claim, LeaseBook
+from splitserve.transport.movers.sending_session import SendingSession
 from splitserve.transport.outgoing import Outgoing
 from splitserve.transport.retirement import Retirement
 from splitserve.transport.writers import Writers
@@ -170,6 +172,38 @@ def forget_which_layers_have_left(patch: Patch) -> None:
         return put
 
     patch.setattr(Outgoing, "_put_layers", broken)
+
+
+# --- a mover that needs a rendezvous ---------------------------------------------------------------
+
+
+def write_what_comes_when_its_lease_has_ended(patch: Patch) -> None:
+    """Those blocks may be others' before the communicator is known to be dead."""
+    patch.setattr(Claim, "valid", True)
+
+
+def leave_the_other_end_of_a_closed_communicator_alone(patch: Patch) -> None:
+    close = SendingSession.close
+
+    def broken(self: Any) -> None:
+        close(self)
+        self.words()
+
+    patch.setattr(SendingSession, "close", broken)
+
+
+def make_a_mover_that_breaks_anew_again_and_again(patch: Patch) -> None:
+    mover_failed = Contacts.mover_failed
+
+    def broken(self: Any, peer: Any) -> bool:
+        self._made_anew.clear()
+        return mover_failed(self, peer)
+
+    patch.setattr(Contacts, "mover_failed", broken)
+
+
+def wait_for_ever_for_a_rendezvous(patch: Patch) -> None:
+    patch.setattr(SendingSession, "hangs_at", None)
 
 
 # --- the workers -----------------------------------------------------------------------------------
@@ -368,6 +402,10 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (write_parcels_of_leases_that_have_ended, "network"),
     (send_layers_before_they_are_computed, "calm"),
     (forget_which_layers_have_left, "calm"),
+    (write_what_comes_when_its_lease_has_ended, "rendezvous"),
+    (leave_the_other_end_of_a_closed_communicator_alone, "rendezvous"),
+    (make_a_mover_that_breaks_anew_again_and_again, "rendezvous"),
+    (wait_for_ever_for_a_rendezvous, "rendezvous"),
     (never_free_a_cancelled_prompt, "network"),
     (run_a_cancelled_sequence_to_its_end, "network"),
     (give_a_block_that_is_there_already, "processes"),

@@ -71,7 +71,9 @@ class WorkerProcess(Process, ABC):
         self._rests_since: float | None = None
         self.lines = Lines(self, world.coordinators_known_to_a_worker())
         one_sided = world.random.random() < world.scenario.cluster.one_sided
-        self._movers = ("shm", "zmq") if one_sided else ("zmq",)
+        rendezvous = world.scenario.cluster.rendezvous
+        by_rendezvous = rendezvous > 0.0 and world.random.random() < rendezvous
+        self._movers = (*(("shm",) if one_sided else ()), *(("nccl",) if by_rendezvous else ()), "zmq")
         self.core: Any = self.make_core()
         self.after(TICK_S * world.random.random(), self._tick)
 

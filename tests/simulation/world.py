@@ -4,7 +4,7 @@ Nothing of a core is written again here. To be read in this order:
 
     scenario.py              which faults, which cluster
     clock.py, process.py     events, and processes that die, freeze and have clocks of their own
-    network.py, movers.py    what carries messages and KV blocks, badly
+    network.py, movers.py, communicators.py      what carries messages and KV blocks, badly
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
     worker_process.py, prefill_process.py, decode_process.py, coordinator_process.py, lines.py      shells, as thin as the live ones
     flexible_process.py      one that is of either role, and changes it
@@ -22,6 +22,7 @@ from simulation.adversary import Adversary
 from simulation.checks import Checks
 from simulation.clients import Clients
 from simulation.clock import EventQueue
+from simulation.communicators import CommunicatorEnd
 from simulation.coordinator_process import CoordinatorProcess
 from simulation.decode_process import DecodeProcess
 from simulation.flexible_process import FlexibleProcess
@@ -45,6 +46,7 @@ class World:
         self.traceback = ""  # of an assertion inside a core
         self.counts: Counter[str] = Counter()
         self.contents: dict[bytes, int] = {}  # the checksum of what each block hash stands for
+        self.communicator_ends: dict[int, CommunicatorEnd] = {}  # by what each says of itself
         self._number = 0
         self.queue = EventQueue()
         self.network = Network(self)

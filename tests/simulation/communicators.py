@@ -1,0 +1,325 @@
+"""The rendezvous mover: the real sessions of the mover ``nccl``, over communicators that never come about, break, hang, or bring what
+nobody wants any more.
+
+In the live mover each end of a communicator is a thread of its process that does one thing at a time; so here. Pieces come in the order in
+which they left, whatever they are (NCCL knows no tags), and an end that is torn down may still end what it is at.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple
+
+from simulation.model import NUM_LAYERS
+from simulation.movers import PARCEL, Item, Source
+from simulation.network import LATE_S
+
+from splitserve.transport import actions as act
+from splitserve.transport.errors import MoverError
+from splitserve.transport.messages import Message
+from splitserve.transport.movers.lease_book import LeaseBook
+from splitserve.transport.movers.receiving_sessions import BeginSession, HearEntry, Receive, ReceivingSession, ReceivingSessions
+from splitserve.transport.movers.sending_session import LeavingParcel, SendingSession
+
+if TYPE_CHECKING:
+    from simulation.decode_process import DecodeProcess
+    from simulation.worker_process import PeerId, WorkerProcess
+
+MEET_S, PARCEL_S = 2.0, 1.5
+"""The library's own limits, where it keeps them."""
+PATIENCE_S = 2.2
+LIMITED = 0.5
+"""The share of ends whose library keeps its limits; the others are at what they do until somebody tears them down."""
+NOTICED = 0.7
+"""How often an end sees that its other end is gone."""
+
+
+class CommunicatorEnd:
+    """One of the two ends. ``met``, ``broke`` and ``came`` (a piece) are called as events of its process."""
+
+    def __init__(self, process: WorkerProcess, met: Callable[[], None], broke: Callable[[str], None], came: Callable[[], None]) -> None:
+        self.process, self.world, self.met, self.broke, self.came = process, process.world, met, broke, came
+        self.number = self.world.next_number()
+        self.world.communicator_ends[self.number] = self
+        self.other: CommunicatorEnd | None = None
+        self.is_torn = False
+        self._limit_s, self.busy_since = MEET_S, -1.0  # when it began with what it does now; negative: it does nothing
+        self._is_limited, self._is_watched = self.world.random.random() < LIMITED, False
+        self.pieces: deque[Piece] = deque()  # that have come, and are not received yet
+        self.is_receiving = False  # one of them
+        self._newest = 0.0  # when the latest of them comes
+        self.begin()
+
+    @property
+    def is_alone(self) -> bool:
+        """Its other end is there no more."""
+        return self.other is None or self.other.is_torn or not self.other.process.alive
+
+    def hear(self, entry: bytes) -> None:
+        """The other end's part of the rendezvous."""
+        self.other = self.world.communicator_ends[int(entry)]
+        if self.other.other is self:
+            _meet(self, self.other)
+
+    def has_met(self) -> None:
+        if not self.is_torn:
+            self._limit_s, self.busy_since = PARCEL_S, -1.0
+            self.met()
+
+    def begin(self) -> None:
+        """Something that the other end has to take part in."""
+        self.busy_since = self.world.queue.now
+        self._watch(self._limit_s)
+
+    def end(self) -> None:
+        """That is done."""
+        self.busy_since = -1.0
+
+    def give_up(self, reason: str) -> None:
+        if not self.is_torn:
+            self.broke(reason)
+
+    def arrive(self, piece: Piece) -> None:
+        """Later, and in order."""
+        world = self.world
+        delay = 0.0002 + 0.002 * world.random.random()
+        if world.strikes(world.scenario.faults.late_put, "puts late"):
+            delay = 0.01 + LATE_S * world.random.random()
+        self._newest = max(self._newest, world.queue.now + delay)
+        self.process.after(self._newest - world.queue.now, self._arrived, piece)
+
+    def _arrived(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.came()
+
+    def _watch(self, seconds: float) -> None:
+        if self._is_limited and not self._is_watched:
+            self._is_watched = True
+            self.process.after(seconds, self._look)
+
+    def _look(self) -> None:
+        self._is_watched = False
+        if self.busy_since >= 0.0 and not self.is_torn:
+            left = self.busy_since + self._limit_s - self.world.queue.now
+            if left > 1e-9:
+                self._watch(left)
+            else:
+                self.broke("the peer did not take part in time")
+
+
+def _meet(one: CommunicatorEnd, other: CommunicatorEnd) -> None:
+    """Both know how the other is reached. Between some pairs of workers it never works; else it may fail now and then, and for one end
+    only."""
+    world, random = one.world, one.world.random.random
+    a, b = sorted((one.process.name, other.process.name))
+    walled = Random(f"wall {world.seed} {a} {b}").random() < world.scenario.cluster.walled
+    meets = [one, other]
+    if walled or world.strikes(world.scenario.faults.failed_rendezvous, "rendezvous failed"):
+        world.counts["rendezvous behind a wall"] += walled
+        meets = [] if walled else world.random.choice(([], [one], [other]))
+    for end in meets:
+        end.process.after(0.001 + 0.02 * random() ** 2, end.has_met)
+
+
+class Piece(NamedTuple):
+    """What leaves of a parcel: its layers of each block, and what is to be done once they are received."""
+
+    slices: list[list[int]]
+    received: Callable[[], None]
+    takes_s: float = 0.0  # more than usual
+
+
+class RendezvousSource(Source):
+    """The sending end. ``stir``: something has happened to it; its owner says its words and asks it how it is."""
+
+    def __init__(self, writer: WorkerProcess, peer: str, process: int, stir: Callable[[RendezvousSource], None]) -> None:
+        super().__init__(writer, peer, process)
+        self._stir = stir
+        self.session = SendingSession(self.world.next_number(), PATIENCE_S, writer.now)
+        self._end = CommunicatorEnd(writer, self._met, self._broke, _nothing)
+        self.session.entry("0", str(self._end.number).encode())
+        self._given: dict[tuple[int, int], int] = {}  # by lease and own block: how often it had been given to somebody when it was put
+        self._cancelled: set[int] = set()  # leases
+        self._is_watched = False
+        self._watch()
+
+    def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
+        if self.world.strikes(self.faults.mover_error, "mover errors"):
+            raise MoverError("the adversary says so")
+        self.session.put(lease, secret, items, slice(first, end), PARCEL)
+        self._given.update({(lease, block): self.writer.blocks.times_given[block] for _, block, _ in items})
+        self._go_on()
+
+    def hear(self, message: Message) -> None:
+        if (entry := self.session.hear(message)) is not None:
+            self._end.hear(entry.value)
+
+    def poll(self) -> None:
+        """Raises MoverError."""
+        self.session.poll(self.writer.now)
+
+    def cancel(self, lease: int) -> None:
+        self._cancelled.add(lease)
+        self.session.cancel(lease)
+
+    def close(self) -> None:
+        self.session.close()
+        self._end.is_torn = True
+
+    def _met(self) -> None:
+        self.world.counts["communicators made"] += 1
+        self.session.met()
+        self._go_on()
+
+    def _broke(self, reason: str) -> None:
+        self.session.fail(f"the communicator broke: {reason}")
+        self._stir(self)
+
+    def _go_on(self) -> None:
+        if (parcel := self.session.next(self.writer.now)) is not None:
+            self._end.begin()
+            self._watch()
+            self.writer.after(0.001 * self.random() ** 2, self._leave, parcel)
+
+    def _leave(self, parcel: LeavingParcel) -> None:
+        """The blocks are read now."""
+        end, other = self._end, self._end.other
+        if end.is_torn or other is None:
+            return
+        given = self.writer.blocks.times_given
+        if parcel.lease not in self._cancelled and any(self._given[(parcel.lease, block)] != given[block] for block in parcel.blocks):
+            self.world.violated(f"{self.writer.name}: blocks of lease {parcel.lease} were given to others before they had left")
+        slices = [self.content(block, parcel.layers.start, parcel.layers.stop) for block in parcel.blocks]
+        if end.is_alone:
+            if self.random() < NOTICED:
+                self.writer.after(0.001, end.give_up, "its other end is gone")
+        elif self.world.strikes(self.faults.broken_communicator, "communicators broken"):
+            self._break(slices, other)
+        elif self.random() < 0.5:  # it is buffered somewhere
+            other.arrive(Piece(slices, _nothing))
+            self.writer.after(0.001 * self.random(), self._left)
+        else:
+            other.arrive(Piece(slices, lambda: self.writer.run(self._left)))
+
+    def _break(self, slices: list[list[int]], other: CommunicatorEnd) -> None:
+        """In the middle of a piece. One end notices, or both; or the other takes what has come for the whole, or ends it long after."""
+        how = self.world.random.choice(("both", "here", "there", "taken for whole", "late"))
+        if how != "there":
+            self.writer.after(0.01 * self.random(), self._end.give_up, "connection reset")
+        if how in ("both", "there"):
+            other.process.after(0.01 * self.random(), other.give_up, "connection reset")
+        if how == "taken for whole":
+            half = len(slices) // 2
+            other.arrive(Piece(slices[:half] + [[0] * len(values) for values in slices[half:]], _nothing))
+        elif how == "late":
+            other.arrive(Piece(slices, _nothing, 0.005 + LATE_S * self.random()))
+
+    def _left(self) -> None:
+        if not self._end.is_torn and not self.session.is_over:
+            self._end.end()
+            self.session.left()
+            self._go_on()
+            self._stir(self)
+
+    def _watch(self) -> None:
+        """The live loop asks all the time; here, once it must be over, whichever clock is asked."""
+        if self._end.busy_since >= 0.0 and not self._is_watched:
+            self._is_watched = True
+            self.writer.after(max(0.0, self._end.busy_since + 1.05 * PATIENCE_S - self.world.queue.now), self._look)
+
+    def _look(self) -> None:
+        self._is_watched = False
+        if self._end.is_torn:
+            return
+        self._stir(self)
+        if not self._end.is_torn and 0.0 <= self._end.busy_since < self.world.queue.now - 1.04 * PATIENCE_S:
+            self.world.violated(f"{self.writer.name}: it waits for {self.peer} at the other end of a communicator, and no time ends that")
+        elif not self._end.is_torn:
+            self._watch()
+
+
+class RendezvousTarget:
+    """The receiving end of all writers."""
+
+    def __init__(self, process: DecodeProcess) -> None:
+        self._process, self._world = process, process.world
+        self.book = LeaseBook(NUM_LAYERS, process.memory.block_size)
+        self.sessions = ReceivingSessions(self.book, NUM_LAYERS, process.memory.block_size, PARCEL * NUM_LAYERS * process.memory.block_size)
+        self._ends: dict[ReceivingSession, CommunicatorEnd] = {}
+
+    def left_over(self) -> Iterator[ReceivingSession]:
+        """Those whose communicator is there, though the sending end has closed its own, and its process lives."""
+        for session, end in self._ends.items():
+            if end.other is not None and end.other.is_torn and end.other.process.alive:
+                yield session
+
+    def hear(self, peer: PeerId, message: Message) -> None:
+        self.sessions.hear(peer, message)
+        self.settle()
+
+    def shut_out(self, peer: PeerId) -> None:
+        self.sessions.shut_out(peer)
+        self.settle()
+
+    def settle(self) -> None:
+        """Whatever the sessions want done, and said."""
+        for action in self.sessions.take():
+            session = action.session
+            if isinstance(action, BeginSession):
+                self._begin(session)
+            elif isinstance(action, HearEntry):
+                self._ends[session].hear(action.value)
+            elif isinstance(action, Receive):
+                self._go_on(session)
+            else:
+                self._ends.pop(session).is_torn = True
+                self._world.counts["communicators torn down"] += 1
+        for peer, word in self.sessions.words():
+            self._process.do(act.ToPeer(peer, word))
+
+    def _begin(self, session: ReceivingSession) -> None:
+        def go_on() -> None:
+            self._go_on(session)
+
+        end = self._ends[session] = CommunicatorEnd(self._process, go_on, lambda reason: self._broke(session, reason), go_on)
+        self.sessions.entry(session, "1", str(end.number).encode())
+
+    def _broke(self, session: ReceivingSession, reason: str) -> None:
+        self.sessions.broke(session, reason)
+        self.settle()
+
+    def _go_on(self, session: ReceivingSession) -> None:
+        """With what is to be received next; with what has come of it."""
+        if (end := self._ends.get(session)) is None or end.is_receiving:
+            return
+        if session.receiving is None and self.sessions.next(session) is not None:
+            end.begin()
+        if session.receiving is not None and end.pieces:
+            end.is_receiving = True
+            piece = end.pieces.popleft()
+            self._process.after(0.0005 * self._world.random.random() + piece.takes_s, self._received, session, end, piece)
+
+    def _received(self, session: ReceivingSession, end: CommunicatorEnd, piece: Piece) -> None:
+        """Also when it has been torn down since: then what comes is a late collective of an old communicator."""
+        if end.is_torn and self._world.random.random() < 0.5:
+            return
+        self._world.counts["late collectives"] += end.is_torn
+        end.is_receiving = False
+        end.end()
+        parcel = self.sessions.received(session)
+        if parcel is not None and parcel.claim is not None:
+            if sum(map(len, piece.slices)) != parcel.num_bytes:
+                self._broke(session, "a piece of another size came")
+                return
+            self._process.written_by_itself(parcel.claim.header.lease, parcel.claim.blocks, parcel.claim.header.offset, piece.slices)
+            for lease, position in self.sessions.written(parcel):
+                self._process.core.receiver.arrived(lease, position)
+        piece.received()
+        self._go_on(session)
+        self._process.turn()
+
+
+def _nothing() -> None:
+    """It has left already."""
