@@ -62,7 +62,8 @@ class Flips:
     def _obstacle(self, worker: Worker, role: Role) -> str:
         name = worker.hello.process
         if not name:
-            return f"{worker.hello.worker_id} cannot change its role: only what was started as `splitserve worker` can"
+            startable = "`splitserve worker`, or by `splitserve up --flexible`,"
+            return f"{worker.hello.worker_id} cannot change its role: only what was started as {startable} can"
         if worker.hello.mixed:
             return f"{name} is a mixed worker: it is of both roles already"
         if name in self.under_way or any(w.hello.process == name and w is not worker for w in self._state.pools.workers.values()):

@@ -156,8 +156,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         return _error(MethodNotAllowed(f"{request.url.path} takes {allow}, not {request.method}.", allow))
-    why = " on this server: it was started without --batch-file" if request.url.path.startswith(("/v1/files", "/v1/batches")) else ""
-    return _error(NotFound(f"There is no {request.method} {request.url.path}{why}.", code="unknown_url"))
+    path, why = request.url.path, ""
+    if path.startswith(("/v1/files", "/v1/batches")):
+        why = " on this server: it was started without --batch-file"
+    elif path.startswith("/admin/") and not any(getattr(route, "path", "").startswith("/admin/") for route in request.app.routes):
+        why = " here: this server's admin API has a port of its own (--admin-port)"
+    return _error(NotFound(f"There is no {request.method} {path}{why}.", code="unknown_url"))
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

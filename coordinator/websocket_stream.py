@@ -107,16 +107,14 @@ class _Connection:
                     await self._socket.send_text(data.decode())
 
     async def _read(self) -> None:
-        with contextlib.suppress(WebSocketDisconnect):
-            while True:
-                text = await self._socket.receive_text()
-                id = ""
-                try:
-                    message = _parsed(text)
-                    id = message["id"]
-                    self._take(id, message)
-                except ApiError as error:
-                    self.say({"id": id, "error": orjson.loads(error.body())["error"], "status": error.status})
+        while (received := await self._socket.receive())["type"] != "websocket.disconnect":
+            id = ""
+            try:
+                message = _parsed(received.get("text"))
+                id = message["id"]
+                self._take(id, message)
+            except ApiError as error:
+                self.say({"id": id, "error": orjson.loads(error.body())["error"], "status": error.status})
 
     def _take(self, id: str, message: dict[str, Any]) -> None:
         """Raises InvalidRequest."""
@@ -161,8 +159,10 @@ class _Listener:
             self._connection.over(self._id)
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    """Raises InvalidRequest."""
+def _parsed(text: str | None) -> dict[str, Any]:
+    """Raises InvalidRequest. None: it was no text."""
+    if text is None:
+        raise InvalidRequest("A message must be text, not binary: one JSON object.", code="invalid_json")
     try:
         message = orjson.loads(text)
     except orjson.JSONDecodeError as error:

@@ -195,8 +195,9 @@ def duration(seconds: float) -> str:
 
 def error_sentence(status: int, body: bytes) -> str:
     """The server's own message if it sent one."""
+    hint = " (here: --api-key-file FILE)" if status == 401 else ""
     try:
-        return f"the server answered {status}: {orjson.loads(body)['error']['message']}"
+        return f"the server answered {status}: {orjson.loads(body)['error']['message']}{hint}"
     except (orjson.JSONDecodeError, LookupError, TypeError):
         return f"the server answered {status}: {body[:200].decode(errors='replace')}"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from ..engine.latency_profile import PACED, Profile
 from .config import ConfigError, flag_of
 
 OUTPUTS = ("output", "json_file", "plot_file", "html_file", "launch_file", "records")
@@ -25,6 +26,12 @@ def require_port(host: str, port: int) -> None:
     """Raises ConfigError if nobody could listen on ``host:port``."""
     if problem := port_problem(host, port):
         raise ConfigError(f"--port: {problem}")
+
+
+def require_runner(runner: str) -> None:
+    """Raises ProfileError where it is paced by a profile that cannot be read."""
+    if runner.startswith(PACED):
+        Profile.read(Path(runner.removeprefix(PACED)))
 
 
 def require_writable(settings: BaseModel) -> None:

@@ -33,7 +33,8 @@ decode:
 ```
 
 All names in the file and all variables that begin with `SPLITSERVE_` are checked, whichever command runs: an unknown one is an
-error that names the nearest known one. Settings are checked before anything starts and never change while it runs.
+error that names the nearest known one. Settings are checked before anything starts, as far as that is possible
+without a device, and never change while it runs.
 
 `splitserve up` takes its own settings and those of all roles. A worker option holds for all workers, or for one role with
 `--prefill-` or `--decode-` before its name (`--decode-device cuda:1`). It decides `name`, `coordinator`, `listen`, `data_listen` and

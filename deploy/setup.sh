@@ -95,7 +95,8 @@ has_gpu() {
 # Without a GPU: the version that the tests pass with. With one: what pyproject.toml's range and the package index give.
 install_torch() {
     if ! has_gpu && ! "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
-        say "installing $TORCH_CPU (a few minutes the first time)"
+        say "installing $TORCH_CPU (a few minutes the first time). Where the package index has no CPU build it brings CUDA's libraries along, some 4 GB:" \
+            "PyTorch's index of CPU builds (https://pytorch.org/get-started/locally names it) as PIP_EXTRA_INDEX_URL makes that 0.2 GB."
         pip_install "$TORCH_CPU"
     fi
 }
@@ -110,8 +111,15 @@ install_package() {
 }
 
 pip_install() {
-    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --constraint "$ROOT/deploy/constraints.txt" "$@" ||
+    PIP_ROOT_USER_ACTION=ignore "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check \
+        --constraint "$ROOT/deploy/constraints.txt" "$@" | show_progress
+    ((PIPESTATUS[0] == 0)) ||
         die "pip could not install ${*: -1} (its message is above). Is the package index reachable? Behind a proxy set HTTPS_PROXY, for a mirror PIP_INDEX_URL; then run this again."
+}
+
+# Of what pip says: what takes long.
+show_progress() {
+    { grep -E --line-buffered '^ *(Downloading|Building wheel|Installing collected)' || true; } | cut -c 1-120 >&2
 }
 
 report_kernels() {

@@ -7,6 +7,10 @@ set -euo pipefail
 # shellcheck source=deploy/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit
+fi
 prepare test
 cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # workers and tests are processes: they share the cores

@@ -15,7 +15,7 @@ from ..coordinator.settings import CoordinatorSettings
 from ..decode.settings import DecodeSettings
 from ..engine.settings import WorkerSettings
 from ..prefill.settings import PrefillSettings
-from .checks import port_problem, read_key, require_model, require_port
+from .checks import port_problem, read_key, require_model, require_port, require_runner
 from .config import ConfigError, Layer, Sources, Value, build
 from .flexible_settings import FlexibleSettings
 from .options import options
@@ -107,6 +107,8 @@ def plan(flags: Layer, sources: Sources) -> Plan:
             for index in range(count)
         ]
     workers += _of_both_roles("mixed", up.mixed, coordinator, flags, sources, "mixed")
+    for runner in {worker.runner for worker in workers}:
+        require_runner(runner)
     return Plan(up, run_dir, up.run_dir is None, coordinator, workers)
 
 

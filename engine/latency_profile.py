@@ -31,6 +31,10 @@ Seconds = Annotated[float, Field(ge=0, le=1e6)]
 Range = Annotated[tuple[float, float], Field(strict=False)]
 
 
+PACED = "paced:"
+"""What the ``runner`` of a worker begins with that takes a profile's time."""
+
+
 class ProfileError(EngineError):
     """A profile cannot be read or used."""
 

@@ -17,11 +17,10 @@ import numpy as np
 from .batch import Batch, Logprobs, SamplingState, StepOutput
 from .config import ModelConfig
 from .kv_cache import PoolAllocator
-from .latency_profile import Profile, ProfileError, StepClock
+from .latency_profile import PACED, Profile, ProfileError, StepClock
 from .settings import WorkerSettings
 from .worker_model import WorkerModel
 
-PACED = "paced:"
 SLICES = 8
 """Layers are reported in so many groups a step: each costs a wake-up."""
 FOLLOWS_S = 0.01

@@ -84,7 +84,7 @@ class Message(Body):
     @model_validator(mode="after")
     def _known_role(self) -> Self:
         if self.role not in ("system", "developer", "user", "assistant", "tool", "function"):
-            raise invalid(f"unknown role {self.role!r}; use system, developer, user, assistant or tool")
+            raise invalid(f"unknown role {self.role!r}; use system, developer, user, assistant, tool or function")
         if self.content is None and self.role != "assistant":
             raise invalid(f"a message of role {self.role!r} needs `content`")
         return self

@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
 from pydantic import BeforeValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
-from ..bodies.fields import Body, unknown_within
+from ..bodies.fields import Body, invalid, unknown_within
 
 MAX_TOOLS = 128
 Mode = Literal["none", "auto", "required"]
@@ -16,7 +15,7 @@ Mode = Literal["none", "auto", "required"]
 
 def _object(value: Any) -> Any:
     if value is not None and not isinstance(value, dict):
-        raise PydanticCustomError("invalid", "must be a JSON schema, an object")
+        raise invalid("must be a JSON schema, an object")
     return value
 
 
@@ -59,10 +58,9 @@ def check_tool_choice(value: Any) -> ToolChoice | None:
             return ToolChoice("required", frozenset([name]), one=True)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools}}:
             return ToolChoice(mode, frozenset(map(_allowed_name, tools)))
-    raise PydanticCustomError(
-        "invalid",
-        'must be \'none\', \'auto\', \'required\', {{"type": "function", "function": {{"name": "..."}}}} or '
-        '{{"type": "allowed_tools", "allowed_tools": {{"mode": "auto", "tools": [...]}}}}',
+    raise invalid(
+        'must be \'none\', \'auto\', \'required\', {"type": "function", "function": {"name": "..."}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
     )
 
 
@@ -75,14 +73,14 @@ def check_function_call(value: Any) -> ToolChoice | None:
             return ToolChoice(value, one=True)
         case {"name": str(name)}:
             return ToolChoice("required", frozenset([name]), one=True)
-    raise PydanticCustomError("invalid", "must be 'none', 'auto' or {{\"name\": \"...\"}}")
+    raise invalid("must be 'none', 'auto' or {\"name\": \"...\"}")
 
 
 def _allowed_name(tool: Any) -> str:
     match tool:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
-    raise PydanticCustomError("invalid", 'allowed tools must be {{"type": "function", "function": {{"name": "..."}}}}')
+    raise invalid('allowed tools must be {"type": "function", "function": {"name": "..."}}')
 
 
 _NAMED: dict[str, Any] = {

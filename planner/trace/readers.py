@@ -48,6 +48,8 @@ def _recognized(path: Path, first: str) -> tuple[Header | None, Format | None]:
         for format in FORMATS:
             if format.kind == "csv" and set(format.fields) <= set(names):
                 return None, format
+        if len(names) < 2:  # whatever it is, it may be no text that should be shown
+            raise TraceError(path, f"this is neither the columns of a CSV file nor a JSON object; {described()}", line=1)
         raise TraceError(path, f"no trace format has these columns: {', '.join(names)!r:.120}; {described()}", line=1)
     row = _object(path, 1, first)
     if row.get("format") == FORMAT_NAME:

@@ -22,7 +22,16 @@ from splitserve.coordinator.tenants.limits import Account
 from splitserve.coordinator.tenants.tenancy import Tenancy
 
 BODY: Any = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
-WRONG = ["{", "5", '{"id": 5}', '{"id": ""}', '{"id": "b"}', '{"id": "b", "endpoint": "/x", "body": {}}', '{"id": "b", "endpoint": 5}']
+WRONG: list[str | bytes] = [
+    b'{"id": "b", "body": {}}',
+    "{",
+    "5",
+    '{"id": 5}',
+    '{"id": ""}',
+    '{"id": "b"}',
+    '{"id": "b", "endpoint": "/x", "body": {}}',
+    '{"id": "b", "endpoint": 5}',
+]
 connect = partial(client.connect, proxy=None, open_timeout=60, close_timeout=60, ping_timeout=60)
 
 
