@@ -152,6 +152,7 @@ class Profile(_Part):
     version: Literal[1] = 1
     name: Annotated[str, Field(min_length=1, max_length=200)]
     hardware: str = ""
+    gpus: Annotated[int, Field(ge=1, le=1024)] = 1  # that one worker spans
     source: str = ""  # how it came about
     memory: Memory
     prefill: StepModel

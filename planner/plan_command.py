@@ -66,7 +66,8 @@ def the_hardware(settings: PlanSettings) -> Hardware:
     if settings.hardware is not None:
         return read_hardware(settings.hardware)
     assert settings.profile is not None, "one of the two is given"
-    return Hardware((Kind.of(Profile.read(settings.profile), settings.gpus_per_worker),))
+    profile = Profile.read(settings.profile)
+    return Hardware((Kind.of(profile, settings.gpus_per_worker or profile.gpus),))
 
 
 def the_load(settings: PlanSettings) -> Load:

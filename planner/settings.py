@@ -221,7 +221,9 @@ class PlanSettings(BaseModel):
         default=None, description="YAML file with several kinds of workers: profiles, prices, watts (docs/planning.md)."
     )
     gpus: int = Field(ge=2, le=4096, description="Most GPUs that may be used.")
-    gpus_per_worker: int = Field(default=1, ge=1, le=1024, description="With --profile: GPUs that one profiled worker spans.")
+    gpus_per_worker: int | None = Field(
+        default=None, ge=1, le=1024, description="With --profile: GPUs that one profiled worker spans. Default: what the profile says."
+    )
     slo: str = Field(
         pattern=NOTATION.removeprefix("^$|"),
         description="Bounds in seconds, and which share of the requests must meet all of them: ttft=0.5@p90,tpot=0.05@p90.",
@@ -257,7 +259,7 @@ class PlanSettings(BaseModel):
     def _one_hardware(self) -> Self:
         if (self.profile is None) == (self.hardware is None):
             raise ValueError("give --profile, or --hardware for several kinds of workers")
-        if self.hardware is not None and self.gpus_per_worker != 1:
+        if self.hardware is not None and self.gpus_per_worker is not None:
             raise ValueError("--gpus-per-worker stands in the file of --hardware")
         if self.rate is not None and self.objective == "goodput":
             raise ValueError("--rate is for --objective cost or energy; goodput finds the rate")

@@ -68,6 +68,7 @@ def splitwise(path: Path, rows: list[dict[str, str]], model: str, hardware: str,
     return Profile(
         name=f"{model} {hardware} tp{tensor_parallel}",
         hardware=hardware,
+        gpus=tensor_parallel,
         source="splitwise-sim's measurements (github.com/Mutinifni/splitwise-sim, MIT), median of each cell",
         memory=_memory(shape, blocks),
         prefill=fit_steps(prefill, sorted({p.units for p in prefill}), ("read_s",)),
@@ -118,6 +119,7 @@ def _distserve(path: Path, content: dict[str, Any], model: str, tensor_parallel:
     return Profile(
         name=f"{model} a100-80gb tp{tensor_parallel}",
         hardware="a100-80gb",
+        gpus=tensor_parallel,
         source="DistServe's fitted coefficients (github.com/LLMServe/DistServe, Apache-2.0)",
         memory=_memory(shape, num_tokens // 16, 16),
         prefill=StepModel(pieces=(Piece(curve=_line(a, b - c), read_s=2 * c),)),  # l * l = 2 pairs - l

@@ -20,7 +20,7 @@ class _Entry(BaseModel):
 
     profile: Path
     name: str | None = None
-    gpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 1
+    gpus_per_worker: Annotated[int, Field(ge=1, le=1024)] | None = None
     gpus: Annotated[int, Field(ge=1)] | None = None
     price_per_hour: Annotated[float, Field(ge=0)] | None = None  # of one worker
     power: Power | None = None  # of one worker
@@ -47,13 +47,14 @@ def read_hardware(path: Path) -> Hardware:
 
 def _kind(path: Path, entry: _Entry) -> Kind:
     profile = Profile.read(path.parent / entry.profile)
+    gpus_per_worker = entry.gpus_per_worker or profile.gpus
     return Kind(
         entry.name or profile.hardware or profile.name,
         profile,
-        entry.gpus_per_worker,
+        gpus_per_worker,
         profile.price_per_hour if entry.price_per_hour is None else entry.price_per_hour,
         entry.power or profile.power,
         "prefill" in entry.roles,
         "decode" in entry.roles,
-        None if entry.gpus is None else entry.gpus // entry.gpus_per_worker,
+        None if entry.gpus is None else entry.gpus // gpus_per_worker,
     )

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from planner.test_simulator import profile
@@ -16,7 +17,7 @@ from splitserve.deploy.up import plan as up
 from splitserve.engine.latency_profile import Piece, Power
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.plan_command import plan as plan_command
-from splitserve.planner.plan_command import require_reachable
+from splitserve.planner.plan_command import require_reachable, the_hardware
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
 from splitserve.planner.search.demand import Demand, bound, largest_batch
 from splitserve.planner.search.goal import Goal, Limits, shapes
@@ -108,6 +109,18 @@ def test_limits_of_price_and_power_hold(tmp_path: Path) -> None:
     (tmp_path / "hardware.yaml").write_text("- {profile: p.json, roles: [decode]}\n")
     with pytest.raises(SimulationError, match="nothing may prefill"):
         read_hardware(tmp_path / "hardware.yaml")
+
+
+def test_a_worker_spans_the_gpus_that_its_profile_says(tmp_path: Path) -> None:
+    profile().model_copy(update={"gpus": 4}).write(tmp_path / "p.json")
+    (tmp_path / "hardware.yaml").write_text(
+        "- {profile: p.json, name: own}\n- {profile: p.json, name: told, gpus_per_worker: 2, gpus: 8}\n"
+    )
+    assert [(kind.gpus, kind.most) for kind in read_hardware(tmp_path / "hardware.yaml").kinds] == [(4, None), (2, 4)]
+    common: dict[str, Any] = {"trace": tmp_path / "t.jsonl", "profile": tmp_path / "p.json", "gpus": 8, "slo": "ttft=0.5@p90"}
+    for told, spanned in ((None, 4), (2, 2)):
+        (kind,) = the_hardware(PlanSettings(**common, gpus_per_worker=told)).kinds
+        assert kind.gpus == spanned
 
 
 def test_long_prompts_want_prefill_workers_and_long_answers_decode_workers() -> None:
