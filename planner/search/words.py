@@ -153,12 +153,16 @@ def _disaggregate_for_less(plan: Plan) -> str:
 def _growth(plan: Plan) -> str:
     growth, winner = plan.growth, plan.winner
     base = winner.goodput if plan.goal.objective == "goodput" else plan.goal.rate
+    grown = f"When load grows by {GROWTH - 1:.0%}, to {GROWTH * base:.2f} requests/s,"
+    if growth.unchanged >= plan.question.level.attainment:
+        so = "so short a load cannot tell more, plan on more requests" if plan.goal.objective == "goodput" else "nothing has to change"
+        return f"{grown} {growth.unchanged:.1%} would be good still: {so}."
     more = plan.question.hardware.num_gpus(growth.candidate) - plan.question.hardware.num_gpus(winner.candidate)
     holds = f"then {growth.attainment:.1%} are good" if growth.attainment >= plan.question.level.attainment else (
         f"which is still not enough ({growth.attainment:.1%}): plan again with more GPUs"
     )  # fmt: skip
     return (
-        f"When load grows by {GROWTH - 1:.0%}, to {GROWTH * base:.2f} requests/s, only {growth.unchanged:.1%} would be good; go to "
+        f"{grown} only {growth.unchanged:.1%} would be good; go to "
         f"{plan.question.hardware.words(growth.candidate)} ({more} GPUs more): {holds}."
     )
 

@@ -26,6 +26,7 @@ from splitserve.planner.search.hardware_file import read_hardware
 from splitserve.planner.search.launch import write_launch
 from splitserve.planner.search.looks import glance
 from splitserve.planner.search.plan import search
+from splitserve.planner.search.words import sentences
 from splitserve.planner.settings import PlanSettings
 from splitserve.planner.simulator.tallies import Slo
 from splitserve.planner.slo import ServiceLevel
@@ -193,6 +194,9 @@ def test_what_growth_needs_serves_what_growth_brings() -> None:
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
     assert found.growth.unchanged < 0.9 <= found.growth.attainment
     assert found.growth.candidate.num_workers > 3
+    assert any(line.startswith("When load grows by 50%") and "go to" in line for line in sentences(found))
+    found.growth.unchanged = 0.9  # no more was asked for
+    assert any(line.startswith("When load grows by 50%") and "good still" in line for line in sentences(found))
 
 
 def test_a_mover_is_chosen_where_several_were_measured() -> None:
