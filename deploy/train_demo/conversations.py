@@ -5,6 +5,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitserve.deploy.train_demo.language_facts import language_facts
 from splitserve.deploy.train_demo.stdlib_facts import Fact, stdlib_facts
 
 HERE = Path(__file__).parent
@@ -75,18 +76,9 @@ class ConversationSampler:
 
 def load_facts() -> list[Fact]:
     """The language's facts, then the library's; where both know a name, the language's text is kept."""
-    concepts = [Fact(tuple(names), "concept", text, weight=CONCEPT_WEIGHT) for text, names in _read_language_facts()]
+    concepts = [Fact(names, "concept", text, weight=CONCEPT_WEIGHT) for names, text in language_facts()]
     known = {name for fact in concepts for name in fact.names}
     return concepts + [fact for fact in stdlib_facts() if fact.names[0] not in known]
-
-
-def _read_language_facts() -> list[tuple[str, list[str]]]:
-    paragraphs = (HERE / "language_facts.txt").read_text(encoding="utf-8").strip().split("\n\n")[1:]
-    facts = []
-    for paragraph in paragraphs:
-        names, _, text = paragraph.partition("\n")
-        facts.append((text.strip(), [name.strip() for name in names.split(" | ")]))
-    return facts
 
 
 def _read_pairs(path: Path) -> list[tuple[str, list[str]]]:

@@ -12,6 +12,7 @@ MAX_SIGNATURE_CHARS = 90
 SIGNATURE_LINE = re.compile(r"^[\w.]+\(.*?\)\s*(->.*|--.*|:)?$|^[\w.]+\([^)]*$|^.*->.*$")
 NOT_PROSE = re.compile(r">>>|^\s*[-*=]|---|===|::|^\s|\|")
 SENTENCE_END = re.compile(r"(?<=[\w)'\"][.!?])(?<!e\.g\.)(?<!i\.e\.)(?<!vs\.)(?<!etc\.)\s+")
+STATEMENT = re.compile(r"\b(is|are|allow|provides|simulates)\b")  # in what begins with "The": a whole sentence
 ANNOUNCES_MORE = (":", "e.g.", "i.e.")
 SCOPE = tomllib.loads((Path(__file__).parent / "stdlib_scope.toml").read_text(encoding="utf-8"))
 IMPERATIVES = set(SCOPE["imperatives"]["verbs"].split())
@@ -50,8 +51,10 @@ def about(name: str, text: str, lead: str) -> str:
         return f"{name} {_third_person(word)}{first[len(word) :]} {rest}"
     if word in THIRD_PERSON and rest:
         return f"{name} {word} {rest}"
-    if first in ("A", "An", "The"):
+    if first in ("A", "An") or (first == "The" and not STATEMENT.search(first_sentence(text))):
         return f"{name} is {word} {rest}"
+    if first == "The" and name.rpartition(".")[2] in rest.split()[:2]:
+        return text
     is_name = len(first) == 1 or first[1:] != first[1:].lower()
     return f"{lead}: {text if is_name else text[0].lower() + text[1:]}"
 

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from splitserve.deploy.train_demo.conversations import ConversationSampler
+from splitserve.deploy.train_demo.language_facts import paragraphs
 
 END_OF_TEXT, SYSTEM, USER, ASSISTANT, END_OF_TURN = "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, SYSTEM, USER, ASSISTANT, END_OF_TURN)  # ids 0 to 4
@@ -18,6 +20,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SAMPLE_TURNS = 60_000
+TOPIC_REPEATS = 16  # of all pydoc topics, beside the sampled turns: about a third of the words
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -55,3 +58,6 @@ def _sampled_text() -> Iterator[str]:
         turn = sampler.turn()
         yield turn.question
         yield turn.answer
+    for _ in range(TOPIC_REPEATS):
+        for topic in topics:
+            yield from (" ".join(sentences) for sentences in paragraphs(topic))

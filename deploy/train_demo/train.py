@@ -1,4 +1,4 @@
-"""Trains the bundled demo model on CPython docstrings and on language_facts.txt: `python deploy/train_demo/train.py`."""
+"""Trains the bundled demo model on the pydoc topics and docstrings of CPython: `python deploy/train_demo/train.py`."""
 
 import os
 import shutil
