@@ -15,9 +15,9 @@ Row = tuple[list[int], list[float]]
 class BatchSource:
     """Endless batches for one training process; processes with different seeds see different conversations."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, seed: int, weight_power: float = 1.0) -> None:
         self._tokenizer = tokenizer
-        self._sampler = ConversationSampler(seed)
+        self._sampler = ConversationSampler(seed, weight_power)
         self._ids: dict[str, list[int]] = {}
         self._rows = 0
 

@@ -27,12 +27,12 @@ class Turn:
 
 
 class ConversationSampler:
-    """Draws training conversations; each fact comes up in proportion to its weight."""
+    """Draws training conversations; each fact comes up in proportion to a power of its weight (0: all alike)."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, weight_power: float = 1.0) -> None:
         self._random = random.Random(seed)
         self.facts = load_facts()
-        self._weights = [fact.weight for fact in self.facts]
+        self._weights = [fact.weight**weight_power for fact in self.facts]
         self._chat = _read_pairs(HERE / "small_talk.txt")
         self._how_to = _read_pairs(HERE / "how_to.txt")
         by_name = {name: fact for fact in self.facts for name in fact.names}

@@ -42,6 +42,7 @@ class TrainingPlan:
     rendezvous: Path
     start_from: Path | None  # a model folder with weights to go on from
     start_progress: float
+    weight_power: float
 
 
 def main(
@@ -51,6 +52,7 @@ def main(
     output: Annotated[Path, typer.Option(help="The model folder to write.")] = DEMO_MODEL,
     start_from: Annotated[Path | None, typer.Option(help="Go on from the weights and the tokenizer of this model folder.")] = None,
     start_progress: Annotated[float, typer.Option(min=0.0, max=1.0, help="Where in the learning rate's schedule to begin.")] = 0.0,
+    weight_power: Annotated[float, typer.Option(help="Facts come up by this power of their weight; under 1 evens them out.")] = 1.0,
 ) -> None:
     """Train the demo model and write it, with its tokenizer, as a Hugging Face folder."""
     output.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,8 @@ def main(
             shutil.copy(start_from / name, output / name)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        plan = TrainingPlan(minutes, processes, checkpoint_minutes, output, Path(folder) / "rendezvous", start_from, start_progress)
+        rendezvous = Path(folder) / "rendezvous"
+        plan = TrainingPlan(minutes, processes, checkpoint_minutes, output, rendezvous, start_from, start_progress, weight_power)
         spawn(train, args=(plan, shape), nprocs=processes)  # type: ignore[no-untyped-call]
 
 
@@ -75,7 +78,7 @@ def train(rank: int, plan: TrainingPlan, shape: LlamaShape) -> None:
     if plan.start_from is not None:
         model.load_state_dict({name: weight.float() for name, weight in load_file(plan.start_from / "model.safetensors").items()})
     tokenizer = Tokenizer.from_file(str(plan.output / "tokenizer.json"))
-    batches = BatchSource(tokenizer, seed=1 + rank + round(1000 * plan.start_progress))
+    batches = BatchSource(tokenizer, seed=1 + rank + round(1000 * plan.start_progress), weight_power=plan.weight_power)
     step_of = TrainingStep(model, plan.processes, rank)
     started = exported = time.monotonic()
     progress, step = plan.start_progress, 0
