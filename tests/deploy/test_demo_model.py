@@ -55,8 +55,8 @@ def test_the_end_of_a_turn_ends_the_generation(tokenizer: PreTrainedTokenizerFas
     ("questions", "keywords"),
     [
         (["What does os.path.join do?"], ("os.path.join", "pathname components")),
-        (["Explain list comprehensions"], ("list", "expression", "for clause")),
-        (["Who are you?", "How do I read a file?", "What is a decorator?"], ("callable", "function", "@")),
+        (["Explain list comprehensions"], ("list", "comprehension", "[x for x in iterable]")),
+        (["Who are you?", "How do I read a file?", "What is a decorator?"], ("decorator expressions", "callable")),
     ],
 )
 def test_greedy_answers_are_on_topic(
