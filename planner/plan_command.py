@@ -21,7 +21,7 @@ from .search.hardware_file import read_hardware
 from .search.launch import write_launch
 from .search.plan import Plan, search
 from .search.plan_json import as_json
-from .search.words import sentences
+from .search.words import is_short, sentences
 from .settings import PlanSettings
 from .simulator.report import slo_words
 from .slo import parse_slo
@@ -117,5 +117,12 @@ def beyond(path: Path, found: Plan) -> Iterable[str]:
     if attainment < planned.level.attainment - 0.01:
         yield (
             f"Over {len(requests):,} requests of the trace, at the same compression, only about {attainment:.1%} would be good: "
-            f"the first {len(planned.load.requests):,} are the easier ones. Plan on more (--requests)."
+            f"{_why(found)}. Plan on more (--requests)."
         )
+
+
+def _why(found: Plan) -> str:
+    """Why the rest of the trace is harder than its beginning."""
+    if found.winner.at_bound or is_short(found):
+        return "so few requests are over before the cluster has filled"
+    return f"the first {len(found.question.load.requests):,} are the easier ones"

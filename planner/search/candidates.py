@@ -49,6 +49,11 @@ class Candidate:
         return self.prefill + self.decode + self.colocated
 
     @property
+    def is_split(self) -> bool:
+        """Every worker does one thing only."""
+        return self.prefill > 0 and not self.colocated
+
+    @property
     def ratio(self) -> str:
         """``10P:6D``, ``16 colocated``, ``6P:6D and 4 colocated``, or ``6P and 10 colocated``."""
         split = f"{self.prefill}P:{self.decode}D" if self.decode else f"{self.prefill}P"

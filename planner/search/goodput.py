@@ -110,6 +110,12 @@ class Answer:
     tried: list[tuple[float, float]] = field(default_factory=list)
     num_requests: int = 0  # simulated
 
+    @property
+    def at_bound(self) -> bool:
+        """Whether it was good enough up to what no cluster of its kind keeps up with for long: then the search has ended for the
+        load's shortness or the bounds' looseness, and the goodput is not more than this."""
+        return self.goodput >= self.bound * (1 - PRECISION) > 0
+
 
 def sketch(question: Question, candidate: Candidate, rate: float, give_up: bool = True) -> Sketched:
     """The candidate under the load at this rate, sketched."""

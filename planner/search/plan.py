@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from ..errors import SimulationError
 from .candidates import Candidate
 from .crew import Crew, crew
 from .goal import Goal, energy_wh, mixtures, settings_of, shapes
@@ -21,6 +22,8 @@ GROWTH = 1.5
 NEARLY = 0.93
 """A candidate whose sketch is this near to the best one's is simulated too."""
 MOST_RIVALS = 3
+MOST_GROWN = 4
+"""Larger clusters that are simulated for the load that has grown."""
 Report = Callable[[str], None]
 
 
@@ -44,11 +47,13 @@ class Means:
 
 @dataclass(slots=True)
 class Plan:
-    """``best``: of those that disaggregate; ``colocated``: of those that do not. ``sketches``: by candidate, the goodput that the sketch
-    gives to each ratio at its best settings. ``others``: (goodput, look) of the winner under the same load in other orders."""
+    """``split``: the best of those whose workers do one thing each; ``best``: of all that disaggregate, with or without colocated workers
+    beside; ``colocated``: of those that do not. ``sketches``: by candidate, the goodput that the sketch gives to each ratio at its best
+    settings. ``others``: (goodput, look) of the winner under the same load in other orders."""
 
     question: Question
     goal: Goal
+    split: Answer
     best: Answer
     colocated: Answer
     answers: list[Answer]
@@ -97,16 +102,17 @@ class _Search:
     def run(self, with_curves: bool) -> Plan:
         self._report("sketching")
         sketches = self._sketched() if self._goal.objective == "goodput" else smallest_that_serve(self._question, self._goal, self._crew)
-        splits = _in_front((c for c in sketches if c.prefill), sketches, self._value)
-        together = _in_front((c for c in sketches if not c.prefill), sketches, self._value)
+        families = self._families(sketches)
+        if not families:
+            raise SimulationError(
+                "within these limits nothing can be built that could serve the load: allow more GPUs, a higher price or more watts"
+            )
         self._report("simulating the best ones")
-        best, colocated = self._simulated([splits, together], sketches)
-        winner = max((best, colocated), key=lambda a: (self._value(a.candidate, a.goodput), a is best))
+        self._simulate(families, sketches)
+        *_, winner = self._best_ones()
         self._report(f"{winner.candidate.ratio}: its neighbours")
         neighbours = self._answer([(c, 0.0, sketches.get(c, 0.0)) for c in self._around(winner.candidate)], fresh=False)
-        for one in neighbours:
-            if one.candidate.prefill and self._value(one.candidate, one.goodput) > self._value(best.candidate, best.goodput):
-                best = winner = one
+        split, best, colocated, winner = self._best_ones()
         rate = winner.goodput or winner.bound / 10
         self._report(f"{winner.candidate.ratio}: how much of this is chance")
         relaxed_rate = 0.8 * rate if self._goal.objective == "goodput" else self._goal.rate
@@ -119,6 +125,7 @@ class _Search:
         plan = Plan(
             self._question,
             self._goal,
+            split,
             best,
             colocated,
             list(self._known.values()),
@@ -138,6 +145,9 @@ class _Search:
 
     def _value(self, candidate: Candidate, goodput: float) -> float:
         return self._goal.value(self._question, candidate, goodput)
+
+    def _value_of(self, one: Answer) -> float:
+        return self._value(one.candidate, one.goodput)
 
     # --- the sketch ------------------------------------------------------------------------------
 
@@ -165,6 +175,25 @@ class _Search:
                     best[shape] = (goodput, one)
         return {one: goodput for goodput, one in best.values()}
 
+    def _families(self, sketches: dict[Candidate, float]) -> list[list[Candidate]]:
+        """Of each the best one is looked for, and they are in front: pure splits; splits with colocated workers beside, as rivals of the
+        former where they are not better; colocated ones."""
+        split, partly, together = (
+            _in_front((c for c in sketches if kind(c)), sketches, self._value) for kind in (_is_split, _is_partly, _is_together)
+        )
+        if split and partly and self._value(partly[0], sketches[partly[0]]) <= self._value(split[0], sketches[split[0]]):
+            split, partly = _in_front([*split, *partly], sketches, self._value), []
+        return [one for one in (split, partly, together) if one]
+
+    def _best_ones(self) -> tuple[Answer, Answer, Answer, Answer]:
+        """Of all that were simulated: the best pure split, the best that disaggregates, the best colocated, the best."""
+        split, partly, together = (
+            max((a for a in self._known.values() if kind(a.candidate)), key=self._value_of, default=_nothing())
+            for kind in (_is_split, _is_partly, _is_together)
+        )
+        best = max((split, partly), key=self._value_of)
+        return split, best, together, max((best, together), key=self._value_of)
+
     # --- the simulator ---------------------------------------------------------------------------
 
     def _answer(self, asked: list[tuple[Candidate, float, float]], fresh: bool = True) -> list[Answer]:
@@ -178,20 +207,20 @@ class _Search:
                 self._known[one.candidate] = one
         return [self._known[candidate] for candidate, _, _ in asked]
 
-    def _simulated(self, families: list[list[Candidate]], sketches: dict[Candidate, float]) -> list[Answer]:
-        """The best one of each, by simulation. For a rate that is given: the first that serves it, in the order of what it costs."""
+    def _simulate(self, families: list[list[Candidate]], sketches: dict[Candidate, float]) -> None:
+        """The first of each, and which of its rivals are better. For a rate that is given: the first that serves it, in the order of what
+        it costs."""
         if self._goal.objective != "goodput":
-            return [smallest(self._question, self._goal, one, self._crew, self._known) if one else _nothing() for one in families]
-        leads = [one[0] for one in families if one]
-        found = {a.candidate: [a] for a in self._answer([(lead, 0.0, sketches[lead]) for lead in leads])}
+            for family in families:
+                smallest(self._question, self._goal, family, self._crew, self._known)
+            return
+        leads = self._answer([(family[0], 0.0, sketches[family[0]]) for family in families])
         rivals = [
-            (lead, [c for c in one[1:] if sketches[c] >= NEARLY * sketches[lead]][:MOST_RIVALS])
-            for lead, one in zip(leads, filter(None, families), strict=True)
+            (rival, lead.goodput, sketches[rival])
+            for lead, family in zip(leads, families, strict=True)
+            for rival in [c for c in family[1:] if sketches[c] >= NEARLY * sketches[lead.candidate]][:MOST_RIVALS]
         ]
-        tried = iter(self._answer([(c, found[lead][0].goodput, sketches[c]) for lead, near in rivals for c in near]))
-        for lead, near in rivals:
-            found[lead] += [next(tried) for _ in near]
-        return [max(found[one[0]], key=lambda a: a.goodput) if one else _nothing() for one in families]
+        self._answer(rivals)
 
     def _around(self, candidate: Candidate) -> list[Candidate]:
         if self._goal.objective == "goodput":
@@ -201,27 +230,31 @@ class _Search:
         return [c for c in around if c is not None and (c.colocated > 0 or min(c.prefill, c.decode) > 0)]
 
     def _grown(self, candidate: Candidate, rate: float, unchanged: Look) -> Growth:
-        """The fewest workers more that serve so much: sketched, then simulated, with one more where that is too few."""
-        bigger = self._least_more(candidate, rate)
-        for _ in range(3):
+        """The fewest workers more that serve so much: sketched, then simulated, with more where that is too few."""
+        more = 1
+        for _ in range(MOST_GROWN):
+            bigger = self._least_more(candidate, rate, more)
             seen = look(self._question, (bigger, rate))
             if seen.tallies.attainment >= self._question.level.attainment:
                 break
-            bigger = bigger.with_more(prefill=1) if _busier_with_prompts(seen) else bigger.with_more(decode=1)
+            more = bigger.num_workers - candidate.num_workers + max(1, candidate.num_workers // 8)
         return Growth(bigger, seen.tallies.attainment, unchanged.tallies.attainment)
 
-    def _least_more(self, candidate: Candidate, rate: float) -> Candidate:
-        for more in range(1, 2 * candidate.num_workers + 1):
+    def _least_more(self, candidate: Candidate, rate: float, at_least: int) -> Candidate:
+        """With ``at_least`` so many workers more: the first that the sketch finds good enough, and that could keep up for long."""
+        most = max(at_least, 2 * candidate.num_workers)
+        for more in range(at_least, most + 1):
             tried = [candidate.with_more(more - d, d) for d in range(more + 1)] if candidate.prefill else [candidate.with_more(more)]
-            seen = [(one, glance(self._question, (one, rate))) for one in _middle_first(tried)]
+            seen = [(one, glance(self._question, (one, rate))) for one in _middle_first(tried) if self._question.bound(one) >= rate]
             enough = [(one, s) for one, s in seen if s.attainment >= self._question.level.attainment]
             if enough:
                 return max(enough, key=lambda pair: pair[1].attainment)[0]
-        return candidate.with_more(candidate.prefill, candidate.decode)
+        of_prompts = round(most * candidate.prefill / candidate.num_workers)
+        return candidate.with_more(of_prompts, most - of_prompts)
 
     def _from_means(self, sketches: dict[Candidate, float]) -> tuple[Candidate, float]:
         """What a plan from means would build, and the rate that it would expect."""
-        splits = [c for c in sketches if c.prefill and not c.colocated] or list(sketches)
+        splits = [c for c in sketches if c.is_split] or list(sketches)
         chosen = max(splits, key=lambda c: self._value(c, self._question.bound(c)))
         return chosen, self._question.bound(chosen)
 
@@ -229,18 +262,31 @@ class _Search:
 
     def _draw_from(self, plan: Plan, rate: float) -> None:
         """Attainment over the rate of the ratios around the best, and what clusters of other sizes would give at four fifths."""
-        best = plan.best.candidate
-        near = [c for c in plan.sketches if c == plan.colocated.candidate or (c.prefill and abs(c.prefill - best.prefill) <= 3)]
+        split, told = plan.split.candidate, {plan.winner.candidate, plan.split.candidate, plan.colocated.candidate}
+        near = [c for c in plan.sketches if c in told or (c.is_split and abs(c.prefill - split.prefill) <= 3)]
+        near += [c for c in told if c.num_workers and c not in plan.sketches]
         rates = [rate * share for share in (0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)]
         seen = iter(self._crew.ask(glance, [(c, r) for c in near for r in rates]))
         plan.curves = {c: [next(seen) for _ in rates] for c in near}
-        sizes = list(_other_sizes(best)) if best.prefill else []
+        sizes = [*_other_sizes(split), *_fewer_colocated(plan.colocated.candidate)]
         plan.sizes = dict(zip(sizes, self._crew.ask(glance, [(c, 0.8 * rate) for c in sizes]), strict=True))
 
 
 def _nothing() -> Answer:
     """Where there are no candidates."""
     return Answer(Candidate(0, 0, 0, 1, 1), 0.0)
+
+
+def _is_split(candidate: Candidate) -> bool:
+    return candidate.is_split
+
+
+def _is_partly(candidate: Candidate) -> bool:
+    return candidate.prefill > 0 and candidate.colocated > 0
+
+
+def _is_together(candidate: Candidate) -> bool:
+    return not candidate.prefill
 
 
 def _shape(candidate: Candidate) -> Candidate:
@@ -253,18 +299,19 @@ def _in_front(
     return sorted(candidates, key=lambda c: value(c, sketches[c]), reverse=True)
 
 
-def _busier_with_prompts(seen: Look) -> bool:
-    """Whether more requests miss the bound of the first token than wait to generate."""
-    return seen.busy.get("prefill", 0.0) >= seen.busy.get("decode", 0.0)
-
-
 def _middle_first(candidates: list[Candidate]) -> list[Candidate]:
     return candidates if len(candidates) <= 4 else [candidates[round(i * (len(candidates) - 1) / 4)] for i in range(5)]
 
 
-def _other_sizes(best: Candidate) -> Iterable[Candidate]:
+def _other_sizes(split: Candidate) -> Iterable[Candidate]:
     """Clusters of half to all of the workers, in about this ratio."""
-    for total in range(max(2, best.num_workers // 2), best.num_workers + 1):
-        middle = round(total * best.prefill / best.num_workers)
+    for total in range(max(2, split.num_workers // 2), split.num_workers + 1):
+        middle = round(total * split.prefill / split.num_workers)
         for prefill in range(max(1, middle - 1), min(total - 1, middle + 1) + 1):
-            yield replace(best, prefill=prefill, decode=total - prefill, colocated=0)
+            yield replace(split, prefill=prefill, decode=total - prefill)
+
+
+def _fewer_colocated(colocated: Candidate) -> Iterable[Candidate]:
+    """Half to all of these workers."""
+    for total in range(max(1, colocated.num_workers // 2), colocated.num_workers + 1):
+        yield replace(colocated, colocated=total)

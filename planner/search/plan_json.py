@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from ..simulator.report import slo_words
@@ -27,7 +28,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "watts": hardware.watts(winner),
         "energy_wh_a_request": plan.energy_wh,
         "best": _answer(plan.best),
-        "colocated": _answer(plan.colocated),
+        "split": {**_answer(plan.split), "compared": _compared(plan, plan.split)},
+        "colocated": {**_answer(plan.colocated), "compared": _compared(plan, plan.colocated)},
         "neighbours": [_answer(a) for a in plan.neighbours],
         "goodput_in_other_orders": [goodput for goodput, _ in plan.others],
         "at_goodput": _look(plan.at_goodput),
@@ -63,8 +65,15 @@ def _answer(one: Answer) -> dict[str, Any]:
         "goodput_per_s": None if one.pruned else one.goodput,
         "sketched_per_s": one.sketched,
         "bound_per_s": one.bound,
+        "at_bound": one.at_bound,
         "tried": sorted(one.tried),
     }
+
+
+def _compared(plan: Plan, one: Answer) -> float | None:
+    """By the objective, over the recommended cluster's: 0.9 has a tenth less goodput, or costs a tenth less. None where it failed."""
+    ours, theirs = abs(plan.value(plan.winner)), abs(plan.value(one))
+    return theirs / ours if ours and isfinite(ours) and theirs and isfinite(theirs) else None
 
 
 def _look(seen: Look) -> dict[str, Any]:

@@ -28,14 +28,18 @@ def draw_plan(path: Path, plan: Plan) -> None:
 
 def _goodput_over_ratio(axes: Axes, plan: Plan) -> None:
     words = plan.question.hardware.words
-    best = plan.best.candidate
+    best = plan.split.candidate
     splits = sorted((c for c in plan.sketches if _same_kinds(c, best)), key=lambda c: c.prefill / c.num_workers)
     axes.plot([_share(c) for c in splits], [plan.sketches[c] for c in splits], "-", color="tab:blue", label="sketched")
     axes.plot([_share(c) for c in splits], [plan.question.bound(c) for c in splits], "--", color="grey", label="bound from means")
     known = [a for a in plan.answers if _same_kinds(a.candidate, best) and not a.pruned and a.goodput > 0]
     axes.plot([_share(a.candidate) for a in known], [a.goodput for a in known], "o", color="tab:blue", label="simulated")
+    if plan.split.goodput:
+        axes.plot([_share(best)], [plan.split.goodput], "*", color="tab:blue", markersize=14, label=f"best split, {words(best)}")
     if plan.colocated.goodput:
         axes.axhline(plan.colocated.goodput, color="tab:orange", label=words(plan.colocated.candidate))
+    if plan.best is not plan.split:
+        axes.axhline(plan.best.goodput, color="tab:green", linestyle="--", label=words(plan.best.candidate))
     axes.set(xlabel="share of the workers that compute prompts", ylabel="goodput, requests/s", ylim=(0, None))
     axes.set_title("Goodput over the ratio")
     axes.legend(fontsize=8)
@@ -54,14 +58,20 @@ def _attainment_over_rate(axes: Axes, plan: Plan) -> None:
 
 
 def _cost_against_latency(axes: Axes, plan: Plan) -> None:
-    """Each cluster of half to all of the workers at four fifths of the best one's goodput; the line joins those that none beats in both."""
+    """Each cluster of half to all of the workers at four fifths of the best one's goodput; the line joins those that meet the bounds and
+    that none beats in both."""
     hardware = plan.question.hardware
     priced = all(hardware.price_per_hour(c) is not None for c in plan.sizes)
     costs = [hardware.price_per_hour(c) or 0.0 if priced else float(hardware.num_gpus(c)) for c in plan.sizes]
     points = [(cost, 1e3 * g.ttft_p90_s, c) for cost, (c, g) in zip(costs, plan.sizes.items(), strict=True)]
-    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o", color="lightgrey")
+    good = [g.attainment >= plan.question.level.attainment for g in plan.sizes.values()]
+    for kept, marker, label in ((True, "o", ""), (False, "x", "misses the bounds")):
+        some = [p for p, is_good in zip(points, good, strict=True) if is_good is kept]
+        axes.plot([x for x, _, _ in some], [y for _, y, _ in some], marker, color="darkgrey", label=label or None)
+    if not all(good):
+        axes.legend(fontsize=8)
     front, least = [], float("inf")
-    for x, y, candidate in sorted(points, key=lambda p: p[:2]):
+    for x, y, candidate in sorted((p for p, is_good in zip(points, good, strict=True) if is_good), key=lambda p: p[:2]):
         if y < least:
             front.append((x, y, candidate))
             least = y
@@ -85,8 +95,8 @@ def _utilisation(axes: Axes, plan: Plan) -> None:
 
 
 def _same_kinds(one: Candidate, best: Candidate) -> bool:
-    return one.prefill > 0 and not one.colocated and (one.prefill_kind, one.decode_kind) == (best.prefill_kind, best.decode_kind)
+    return one.is_split and (one.prefill_kind, one.decode_kind) == (best.prefill_kind, best.decode_kind)
 
 
 def _share(candidate: Candidate) -> float:
-    return candidate.prefill / candidate.num_workers
+    return candidate.prefill / max(1, candidate.num_workers)

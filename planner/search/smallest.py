@@ -73,11 +73,10 @@ def _fewest(question: Question, goal: Goal, row: list[Candidate]) -> Candidate |
     return row[low] if low < len(row) else None
 
 
-def smallest(question: Question, goal: Goal, candidates: list[Candidate], crew: Crew, known: dict[Candidate, Answer]) -> Answer:
-    """The first that serves the rate in simulation, best value first. One that does not is tried again with a worker more on either
-    side."""
+def smallest(question: Question, goal: Goal, candidates: list[Candidate], crew: Crew, known: dict[Candidate, Answer]) -> None:
+    """Adds to ``known`` the first that serves the rate in simulation, best value first, and what was tried before it. One that does not
+    is tried again with a worker more on either side."""
     waiting, seen = list(candidates), set(candidates)
-    best = Answer(candidates[0], question.bound(candidates[0]))
     for _ in range(MOST_SIMULATED):
         waiting.sort(key=lambda c: goal.value(question, c, goal.rate), reverse=True)
         if not waiting:
@@ -88,11 +87,10 @@ def smallest(question: Question, goal: Goal, candidates: list[Candidate], crew: 
             (best,) = crew.ask(answered, [(one, 0.0, max(goal.rate * 1.02, sketched_goodput(question, one)))])
             best.goodput = max(best.goodput, goal.rate)
             known[one] = best
-            return best
+            return
         at_most = 1 - failed / len(question.load.requests)
         known[one] = Answer(one, question.bound(one), pruned=True, tried=[(goal.rate, at_most)])
         for more in (one.with_more(prefill=1), one.with_more(decode=1)):
             if more not in seen and goal.limits.hold(more, question.hardware):
                 seen.add(more)
                 waiting.append(more)
-    return best

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..simulator.report import slo_words
-from .goodput import Answer
+from .goodput import LOWEST, Answer
 from .looks import Look
 from .plan import GROWTH, Plan
+from .verdict import compared, whether_to_disaggregate
 
 
 def sentences(plan: Plan) -> list[str]:
@@ -23,13 +24,14 @@ def sentences(plan: Plan) -> list[str]:
     said = [
         f"Recommended: {plan.question.hardware.words(winner.candidate)}, {_options(winner)}.",
         f"It serves {winner.goodput:.2f} requests/s ({winner.goodput / gpus:.3f} a GPU) with {asked}.{_spread(plan)}",
+        *_at_bound(plan),
         *_costs(plan),
         f"At that rate: {_latencies(plan)}; busy: {_busy(plan.at_goodput)}.",
         f"At {plan.relaxed.rate:.2f} requests/s: {_plain_latencies(plan.relaxed)}; {plan.relaxed.tallies.attainment:.1%} are good.",
     ]
-    said += [f"Neighbour {a.candidate.ratio}: {_compared(a, winner.goodput)}." for a in plan.neighbours]
+    said += [f"Neighbour {a.candidate.ratio}: {compared(plan, a)}." for a in plan.neighbours]
     said += _mixed(plan)
-    said.append(_disaggregate(plan))
+    said.append(whether_to_disaggregate(plan))
     said.append(_growth(plan))
     means = plan.means
     said.append(
@@ -58,14 +60,30 @@ def _spread(plan: Plan) -> str:
         return ""
     known = [plan.winner.goodput, *(goodput for goodput, _ in plan.others)]
     how = "Each half of the load by itself" if plan.question.load.is_tied else "The same lengths in other orders"
-    return f" {how}: {min(known):.2f} to {max(known):.2f}."
+    least = f"{min(known):.2f}" if min(known) > 0 else f"less than {plan.winner.bound / LOWEST:.2f}"
+    return f" {how}: {least} to {max(known):.2f}."
+
+
+def _at_bound(plan: Plan) -> list[str]:
+    """What the goodput means where not the cluster has ended the search for it."""
+    if not plan.winner.at_bound or plan.goal.objective != "goodput":
+        return []
+    return [
+        "That is what these workers could keep up with for long, by mean lengths. This load met the bounds up to there, so the search "
+        "ended there: read it as `at most`, and plan on more requests, or on tighter bounds, to tell more."
+    ]
+
+
+def is_short(plan: Plan) -> bool:
+    """Whether the load is over before the cluster has filled."""
+    lasts_s, life_s = len(plan.question.load.requests) / plan.at_goodput.rate, plan.at_goodput.tallies.percentiles()["e2e"]["mean"]
+    return lasts_s <= 4 * life_s
 
 
 def _short(plan: Plan) -> list[str]:
-    """A warning where the load is over before the cluster has filled."""
-    lasts_s, life_s = len(plan.question.load.requests) / plan.at_goodput.rate, plan.at_goodput.tallies.percentiles()["e2e"]["mean"]
-    if lasts_s > 4 * life_s:
+    if not is_short(plan):
         return []
+    lasts_s, life_s = len(plan.question.load.requests) / plan.at_goodput.rate, plan.at_goodput.tallies.percentiles()["e2e"]["mean"]
     return [f"At that rate these requests last {lasts_s:.0f} s, and one lives {life_s:.1f} s: too optimistic; plan on more (--requests)."]
 
 
@@ -106,65 +124,32 @@ def _busy(seen: Look) -> str:
     return ", ".join(f"{role} {share:.0%}" for role, share in seen.busy.items())
 
 
-def _compared(one: Answer, to: float) -> str:
-    return f"{one.goodput:.2f} requests/s ({one.goodput / to - 1:+.0%})"
-
-
 def _mixed(plan: Plan) -> list[str]:
     """What a share of colocated workers beside the split would do, where it was simulated and did not win."""
     mixed = [a for a in plan.answers if a.candidate.prefill and a.candidate.colocated and not a.pruned and a.goodput > 0]
     best = max(mixed, key=lambda a: a.goodput, default=None)
-    if best is None or best is plan.winner:
+    if best is None or best is plan.winner or best in plan.neighbours:
         return []
-    return [f"Partly colocated, {best.candidate.ratio}: {_compared(best, plan.winner.goodput)}."]
-
-
-def _disaggregate(plan: Plan) -> str:
-    apart, together = plan.best, plan.colocated
-    words = plan.question.hardware.words
-    if together.goodput <= 0:
-        what = words(together.candidate) if together.candidate.colocated else "nothing colocated"
-        return f"Disaggregate: {what} meets the bounds at no rate that was tried."
-    if apart.goodput <= 0:
-        return f"Do not disaggregate: no ratio meets the bounds, {words(together.candidate)} does at {together.goodput:.2f} requests/s."
-    if plan.goal.objective != "goodput":
-        return _disaggregate_for_less(plan)
-    against = (
-        f"the same GPUs colocated with chunked prefill ({words(together.candidate)}, steps of {together.candidate.max_batch_tokens} prompt "
-        f"tokens in turn with steps of sequences): {_compared(together, apart.goodput)}"
-    )
-    if not plan.disaggregates:
-        return f"Do not disaggregate: {words(apart.candidate)} serves {apart.goodput:.2f}; {against}."
-    if together.goodput > 0.95 * apart.goodput:
-        return f"Disaggregating gains little: {against}."
-    return f"Disaggregate: {against}."
-
-
-def _disaggregate_for_less(plan: Plan) -> str:
-    """For cost and energy: what the other way of building it would take."""
-    winner, other = (plan.best, plan.colocated) if plan.disaggregates else (plan.colocated, plan.best)
-    unit = "an hour" if plan.goal.objective == "cost" else "Wh a request"
-    ours, theirs = -plan.value(winner), -plan.value(other)
-    verdict = "Disaggregate" if plan.disaggregates else "Do not disaggregate"
-    instead = f"{theirs:.2f} {unit} instead of {ours:.2f} ({theirs / ours - 1:+.0%})"
-    return f"{verdict}: {plan.question.hardware.words(other.candidate)} would take {instead}."
+    return [f"Partly colocated, {best.candidate.ratio}: {compared(plan, best)}."]
 
 
 def _growth(plan: Plan) -> str:
-    growth, winner = plan.growth, plan.winner
-    base = winner.goodput if plan.goal.objective == "goodput" else plan.goal.rate
-    grown = f"When load grows by {GROWTH - 1:.0%}, to {GROWTH * base:.2f} requests/s,"
-    if growth.unchanged >= plan.question.level.attainment:
-        so = "so short a load cannot tell more, plan on more requests" if plan.goal.objective == "goodput" else "nothing has to change"
-        return f"{grown} {growth.unchanged:.1%} would be good still: {so}."
+    growth, winner, words = plan.growth, plan.winner, plan.question.hardware.words
+    rate = GROWTH * (winner.goodput if plan.goal.objective == "goodput" else plan.goal.rate)
+    grown = f"When load grows by {GROWTH - 1:.0%}, to {rate:.2f} requests/s,"
+    if growth.unchanged < plan.question.level.attainment:
+        now = f"only {growth.unchanged:.1%} would be good"
+    elif winner.bound < rate:
+        now = f"{growth.unchanged:.1%} of this load would be good still, but these workers keep up with {winner.bound:.2f} for long"
+    elif plan.goal.objective == "goodput":
+        return f"{grown} {growth.unchanged:.1%} would be good again: so short a load cannot tell more, plan on more requests."
+    else:
+        return f"{grown} {growth.unchanged:.1%} would be good still: nothing has to change."
     more = plan.question.hardware.num_gpus(growth.candidate) - plan.question.hardware.num_gpus(winner.candidate)
     holds = f"then {growth.attainment:.1%} are good" if growth.attainment >= plan.question.level.attainment else (
         f"which is still not enough ({growth.attainment:.1%}): plan again with more GPUs"
     )  # fmt: skip
-    return (
-        f"{grown} only {growth.unchanged:.1%} would be good; go to "
-        f"{plan.question.hardware.words(growth.candidate)} ({more} GPUs more): {holds}."
-    )
+    return f"{grown} {now}; go to {words(growth.candidate)} ({more} GPUs more): {holds}."
 
 
 def _closest(plan: Plan) -> str:

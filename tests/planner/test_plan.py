@@ -26,6 +26,7 @@ from splitserve.planner.search.hardware_file import read_hardware
 from splitserve.planner.search.launch import write_launch
 from splitserve.planner.search.looks import glance
 from splitserve.planner.search.plan import search
+from splitserve.planner.search.plan_json import as_json
 from splitserve.planner.search.words import sentences
 from splitserve.planner.settings import PlanSettings
 from splitserve.planner.simulator.tallies import Slo
@@ -197,6 +198,45 @@ def test_what_growth_needs_serves_what_growth_brings() -> None:
     assert any(line.startswith("When load grows by 50%") and "go to" in line for line in sentences(found))
     found.growth.unchanged = 0.9  # no more was asked for
     assert any(line.startswith("When load grows by 50%") and "good still" in line for line in sentences(found))
+
+
+def test_a_load_that_is_over_before_the_cluster_has_filled_is_told_as_a_bound() -> None:
+    """Such a burst is good at any rate: the search ends at what workers keep up with for long, and says that it did."""
+    requests = tuple(TraceRequest(0.01 * i, 40, 20) for i in range(24))
+    asked = Question.of(HARDWARE, Load(requests, None), ServiceLevel(Slo(5.0, 0.5), 0.9))
+    found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    assert found.winner.at_bound
+    assert found.winner.goodput <= found.winner.bound
+    said = sentences(found)
+    assert any(line.startswith("That is what these workers could keep up with for long") for line in said)
+    assert any(line.startswith("Whether to disaggregate this load does not tell: ") for line in said)
+    (growth,) = (line for line in said if line.startswith("When load grows by 50%"))
+    assert f"keep up with {found.winner.bound:.2f} for long; go to " in growth
+    assert asked.bound(found.growth.candidate) >= 1.5 * found.winner.goodput
+
+
+def test_the_best_pure_split_is_told_beside_a_colocated_recommendation() -> None:
+    asked = replace(question(100, 30, count=60), level=ServiceLevel(Slo(2.0, 0.2), 0.9))
+    found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1, with_curves=True)
+    assert not found.disaggregates
+    assert found.split.candidate.is_split
+    assert found.split.goodput == pytest.approx(answer(asked, found.split.candidate).goodput, rel=0.06)
+    assert found.split.goodput < found.winner.goodput
+    worse = f"{found.split.goodput / found.winner.goodput - 1:+.0%}"
+    assert any(f"purely split, {found.split.candidate.ratio}" in line and worse in line for line in sentences(found))
+    said = as_json(found)
+    assert said["split"]["compared"] == pytest.approx(found.split.goodput / found.winner.goodput)
+    assert said["colocated"]["compared"] == 1.0
+    assert found.split.candidate in found.curves
+    assert found.winner.candidate in found.curves
+    assert {c.colocated > 0 for c in found.sizes} == {True, False}
+
+
+def test_limits_within_which_nothing_can_be_built_are_an_error() -> None:
+    wide = Hardware((replace(Kind.of(profile()), gpus=8),))
+    asked = Question.of(wide, question(100, 3).load, LEVEL)
+    with pytest.raises(SimulationError, match="nothing can be built"):
+        search(asked, Goal("goodput", Limits(4), chunks=(512,)), processes=1)
 
 
 def test_a_mover_is_chosen_where_several_were_measured() -> None:
