@@ -32,6 +32,7 @@ def null_model(num_blocks: int, max_model_len: int, block_bytes: int = 64) -> Wo
         eos_token_ids=frozenset(),
         max_model_len=max_model_len,
         vocab_size=128,
+        ahead_at_layer=0,
     )
 
 

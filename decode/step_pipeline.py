@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from ..engine.errors import DeviceLostError
+from ..engine.step_forecast import StepForecast
 from ..engine.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
 from .core import DecodeCore
@@ -19,7 +20,8 @@ class StepPipeline:
 
     def __init__(self, core: DecodeCore, model: WorkerModel, wake: Callable[[], None]) -> None:
         self._core = core
-        self._thread: StepThread[DecodeStep] = StepThread(model.runner, wake, ahead_at_layer=model.ahead_at_layer, launch=model.launch)
+        forecast = StepForecast() if model.launch is not None else None
+        self._thread: StepThread[DecodeStep] = StepThread(model.runner, wake, model.ahead_at_layer, model.launch, forecast)
 
     def collect(self, now: float) -> None:
         """What has run goes to the core. Raises DeviceLostError."""

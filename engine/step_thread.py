@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from .batch import Batch, StepOutput
 from .errors import DeviceLostError
 from .lost_device import is_device_lost
 from .out_of_memory import is_out_of_memory, release_memory_of
+from .step_forecast import StepForecast
 
 OnLayer = Callable[[int], None]
 
@@ -57,6 +59,7 @@ class Finished(Generic[S]):
 class _Launched(Generic[S]):
     step: S
     follows: bool
+    at: float  # monotonic time
     output: Callable[[], StepOutput] | Exception | None  # None: not launched, because the one before could not be
 
     def wait(self) -> StepOutput:
@@ -70,18 +73,22 @@ class StepThread(Generic[S]):
     """``submit`` a step while it ``wants_next``; ``wake`` is called, from the thread, when one has run; then ``collect`` it.
 
     ``ahead_at_layer``: the next step is wanted as soon as the running one has written the keys and values of so many layers (``wake`` says
-    so, too). Late is better, for what arrives until then takes part; but early enough to be made in time. 0: as soon as it is submitted.
+    so, too). Late is better, for what arrives until then takes part; but early enough to be made in time. 0: as soon as it is submitted;
+    None: when it has ended. ``forecast``, of steps that are launched: the next one is wanted when the running one is expected to be nearly
+    over.
     """
 
     def __init__(
         self,
         runner: Runner,
         wake: Callable[[], None],
-        ahead_at_layer: int = 0,
+        ahead_at_layer: int | None = 0,
         launch: Launch | None = None,
+        forecast: StepForecast | None = None,
     ) -> None:
         """``launch``: used instead of the runner, where it is given."""
-        self._runner, self._wake = runner, wake
+        assert forecast is None or (launch is not None and ahead_at_layer == 0), "of steps that are launched"
+        self._runner, self._wake, self._forecast = runner, wake, forecast
         self._ahead_at_layer = ahead_at_layer
         self._inbox: queue.SimpleQueue[tuple[S, bool, OnLayer | None] | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Finished[S]] = queue.SimpleQueue()
@@ -102,7 +109,12 @@ class StepThread(Generic[S]):
     @property
     def wants_next(self) -> bool:
         """There is none, or but one, and that is nearly done."""
-        return not self.busy or (self._num_in_flight == 1 and (not self._ahead_at_layer or self._num_nearly_done == self._num_submitted))
+        if not self.busy:
+            return True
+        if self._num_in_flight > 1 or self._ahead_at_layer is None:
+            return False
+        waits = self._ahead_at_layer > 0 or self._forecast is not None
+        return not waits or self._num_nearly_done == self._num_submitted
 
     def submit(self, step: S, on_layer: OnLayer | None = None) -> None:
         """Starts a step, or has it start after the one that runs. ``on_layer``: called, from the thread, as ``Runner.execute`` says."""
@@ -144,12 +156,23 @@ class StepThread(Generic[S]):
                     output = self._launch(step.batch, on_layer)
                 except Exception as error:  # reported like one of the step itself
                     output, broken = error, True
-            self._launched.put(_Launched(step, follows, output))
+            self._launched.put(_Launched(step, follows, time.monotonic(), output))
         self._launched.put(None)
 
     def _finish_all(self) -> None:
         while (launched := self._launched.get()) is not None:
-            self._finish(launched.step, launched.follows, launched.wait)
+            self._num_begun += 1
+            self._finish(launched.step, launched.follows, partial(self._wait_for, launched))
+
+    def _wait_for(self, launched: _Launched[S]) -> StepOutput:
+        if self._forecast is None or not callable(launched.output):
+            return launched.wait()
+        self._forecast.begin(launched.at)
+        self._forecast.sleep_until_nearly_over()
+        self._nearly_done()
+        output = launched.wait()
+        self._forecast.end()
+        return output
 
     def _finish(self, step: S, follows: bool, output: Callable[[], StepOutput]) -> None:
         self._broken = self._broken and follows
@@ -164,8 +187,11 @@ class StepThread(Generic[S]):
 
     def _reached(self, num_layers: int) -> None:
         if num_layers == self._ahead_at_layer:
-            self._num_nearly_done = self._num_begun
-            self._wake()
+            self._nearly_done()
+
+    def _nearly_done(self) -> None:
+        self._num_nearly_done = self._num_begun
+        self._wake()
 
 
 def _failed(step: S, error: Exception) -> Finished[S]:

@@ -34,7 +34,7 @@ class WorkerModel:
     mirror: HostMirror | None = None  # set where the cache itself lies on a GPU
     device_blocks: DeviceBlocks | None = None  # likewise
     grammars: GrammarCompiler | None = None  # None: it serves no structured output
-    ahead_at_layer: int = 0  # see ``StepThread``
+    ahead_at_layer: int | None = None  # of decode steps: see ``StepThread``
     launch: Launch | None = None  # likewise: set where steps run on a GPU
 
     @property

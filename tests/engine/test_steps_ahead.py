@@ -15,6 +15,7 @@ from support.models import VOCAB_SIZE, make_checkpoint
 
 from splitserve.engine.batch import Batch, SamplingParams, SamplingState, StepOutput
 from splitserve.engine.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step_forecast import StepForecast
 from splitserve.engine.step_thread import Finished, StepThread
 
 BLOCK_SIZE = 8
@@ -49,7 +50,7 @@ class Gate:
 
 
 @contextmanager
-def thread(runner: Gate, ahead_at_layer: int) -> Iterator[tuple[StepThread[Step], threading.Semaphore]]:
+def thread(runner: Gate, ahead_at_layer: int | None) -> Iterator[tuple[StepThread[Step], threading.Semaphore]]:
     woken = threading.Semaphore(0)
     steps: StepThread[Step] = StepThread(runner, woken.release, ahead_at_layer=ahead_at_layer)
     try:
@@ -97,6 +98,17 @@ def test_the_next_step_is_wanted_when_the_running_one_is_nearly_done() -> None:
         steps.submit(step(1))
         assert gate.begun.acquire(timeout=TIMEOUT_S)
         assert not steps.wants_next
+
+
+def test_steps_that_are_not_made_ahead_are_wanted_when_the_last_has_ended() -> None:
+    gate = Gate()
+    with thread(gate, ahead_at_layer=None) as (steps, woken):
+        steps.submit(step(1))
+        assert gate.begun.acquire(timeout=TIMEOUT_S)
+        assert not steps.wants_next
+        gate.may_end.release()
+        assert collect(steps, woken).output is not None
+        assert steps.wants_next
 
 
 def test_a_step_may_be_waited_for() -> None:
@@ -164,6 +176,38 @@ def test_a_device_has_the_next_step_before_it_is_through_with_the_first() -> Non
         output = collect(steps, woken).output
         assert output is not None
         assert output.token_ids.tolist() == [token]
+    steps.stop()
+
+
+class HeldForecast(StepForecast):
+    """Says that a step is nearly over when it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nearly_over = threading.Semaphore(0)
+
+    def sleep_until_nearly_over(self) -> None:
+        assert self.nearly_over.acquire(timeout=TIMEOUT_S)
+
+
+def test_a_device_is_given_the_next_step_when_the_running_one_is_expected_to_be_nearly_over() -> None:
+    device, woken, forecast = FakeDevice(), threading.Semaphore(0), HeldForecast()
+    steps: StepThread[Step] = StepThread(device, woken.release, launch=device.launch, forecast=forecast)
+    for token in (1, 2, 3):
+        assert steps.wants_next
+        steps.submit(step(token))
+        assert device.launched.acquire(timeout=TIMEOUT_S)
+        assert not steps.wants_next
+        if token > 1:  # the step before still runs, and this one waits for it
+            device.may_end.release()
+            assert collect(steps, woken).output is not None
+            assert not steps.wants_next
+        while woken.acquire(blocking=False):
+            pass
+        forecast.nearly_over.release()
+        assert woken.acquire(timeout=TIMEOUT_S)
+    device.may_end.release()
+    assert collect(steps, woken).output is not None
     steps.stop()
 
 
