@@ -38,9 +38,9 @@ class Load:
 
     @property
     def rate(self) -> float:
-        """Requests a second as they are."""
+        """Requests a second from the first to the last arrival, as they are."""
         span = self.requests[-1].arrival_s - self.requests[0].arrival_s
-        return (len(self.requests) - 1) / max(span, 1e-9)
+        return len(self.requests) / max(span, 1e-9)
 
     @property
     def is_tied(self) -> bool:

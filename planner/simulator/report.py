@@ -4,37 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from .simulation import Simulation
 from .tallies import Slo, Tallies
 
 EXPLAINED = {
-    "ttft": "time to the first token",
-    "tpot": "per token after the first: (last - first) / (tokens - 1)",
+    "tpot": "time per token after the first: (last - first) / (tokens - 1)",
     "tpot_all": "the same over all tokens: (end - first) / tokens",
     "gap": "between two decode steps, for each sequence in both",
-    "e2e": "arrival to end",
-    "queue": "stage: waiting for a worker and on it",
-    "prefill": "stage",
-    "handoff": "stage: exposed",
-    "decode": "stage",
+    "queue": "waiting for a worker and on it; with prefill, (exposed) handoff and decode it sums to e2e",
 }
 
 
 def summary(simulation: Simulation) -> dict[str, Any]:
-    """JSON-ready; times in seconds."""
-    tallies, elapsed = simulation.tallies, simulation.elapsed_s
+    """JSON-ready; times in seconds. ``goodput_per_s``: good requests a second of the time in which requests arrived, that is attainment
+    times the offered rate (None where all came at once); throughputs are over the whole run, which ends with the last answer."""
+    tallies, elapsed, arriving = simulation.tallies, simulation.elapsed_s, simulation.arrival_span_s
     return {
         "requests": dict(sorted(tallies.outcomes.items())),
         "simulated_s": elapsed,
+        "arrivals_s": arriving,
+        "offered_per_s": simulation.num_arrived / arriving if arriving else None,
         "requests_per_s": tallies.outcomes["finished"] / elapsed if elapsed else 0.0,
         "output_tokens_per_s": tallies.num_output_tokens / elapsed if elapsed else 0.0,
         "cached_share": tallies.num_cached_tokens / max(1, tallies.num_prompt_tokens),
         "slo": slo_words(tallies.slo),
         "attainment": tallies.attainment,
-        "goodput_per_s": tallies.num_good / elapsed if elapsed else 0.0,
+        "goodput_per_s": tallies.num_good / arriving if arriving else None,
         "latency_s": tallies.percentiles(),
         "pools": pools(simulation),
         "redispatched": int(simulation.coordinator.core.counters()["redispatches"]),
@@ -93,29 +92,42 @@ def slo_words(slo: Slo) -> str:
 def print_report(simulation: Simulation, console: Console) -> None:
     tallies = simulation.tallies
     console.print(_latencies(tallies))
-    table = Table("pool", "workers", "busy", "with prompts", "decode only", "steps/s each", "link")
+    console.print(_explained(tallies), highlight=False)
+    numbers = ("workers", "busy", "with prompts", "decode only", "steps/s", "GB/s")
+    table = Table("pool", *(Column(name, justify="right") for name in numbers), box=box.SIMPLE)
     for row in pools(simulation):
         table.add_row(
-            f"{row['role']} ({row['profile']})",
+            str(row["role"]),
             str(row["count"]),
             f"{row['busy']:.0%}",
             f"{row['busy_prefill']:.0%}",
             f"{row['busy_decode']:.0%}",
             f"{row['steps_per_s']:.1f}",
-            f"{row['link_bytes_per_s'] / 1e9:.2f} GB/s",
+            f"{row['link_bytes_per_s'] / 1e9:.2f}",
         )
     console.print(table)
+    console.print("; ".join(f"{row['role']} workers: {row['profile']}" for row in pools(simulation)), highlight=False)
     said = summary(simulation)
     ended = ", ".join(f"{count:,} {outcome}" for outcome, count in said["requests"].items())
     console.print(f"{ended} in {said['simulated_s']:.1f} s; {said['cached_share']:.1%} of the prompt tokens came from a prefix cache")
     if said["slo"]:
-        console.print(f"{said['slo']}: met by {said['attainment']:.2%} of the requests, {said['goodput_per_s']:.2f} good requests/s")
+        console.print(f"{said['slo']}: met by {said['attainment']:.2%} of the requests{_rates(said)}", highlight=False)
     for what, share in said["steps_outside_the_profile"].items():
         console.print(f"[yellow]extrapolated: {what} in {share:.2%} of the steps[/yellow]")
 
 
+def _rates(said: dict[str, Any]) -> str:
+    if said["goodput_per_s"] is None:
+        return ""
+    return f": {said['goodput_per_s']:.2f} good requests/s while {said['offered_per_s']:.2f}/s arrived"
+
+
 def _latencies(tallies: Tallies) -> Table:
-    table = Table("ms", "mean", "p50", "p90", "p99", "max", "what")
+    table = Table("ms", *(Column(name, justify="right", no_wrap=True) for name in ("mean", "p50", "p90", "p99", "max")), box=box.SIMPLE)
     for name, values in tallies.percentiles().items():
-        table.add_row(name, *(f"{1e3 * v:,.1f}" for v in values.values()), EXPLAINED[name])
+        table.add_row(name, *(f"{1e3 * v:,.1f}" for v in values.values()))
     return table
+
+
+def _explained(tallies: Tallies) -> str:
+    return "\n".join(f"{name}: {EXPLAINED[name]}" for name in tallies.percentiles() if name in EXPLAINED)

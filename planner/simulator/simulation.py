@@ -96,6 +96,7 @@ class Simulation:
         self._busy_before = [0.0] * len(self.machines)
         self._arriving = True
         self.num_arrived = self.num_ended = self.num_killed = 0
+        self.arrival_span_s = 0.0  # from the first arrival to the last
         self.began_at = self.queue.now + WARM_UP_S
         self._plan_failures()
 
@@ -143,6 +144,7 @@ class Simulation:
     def _arrive(self, request: TraceRequest, rest: Iterator[TraceRequest], block_size: int, start_s: float, number: int) -> None:
         now = self.queue.now
         self.num_arrived += 1
+        self.arrival_span_s = now - self.began_at
         record = RequestRecord(number, request.arrival_s - start_s, now, request.num_prompt_tokens, request.num_output_tokens)
         made = generation_request(number, request, block_size, now, self.cluster.request_timeout_s)
         self.coordinator.open[made.request_id] = record

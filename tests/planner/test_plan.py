@@ -44,7 +44,7 @@ def question(prompt: int, output: int, count: int = 40) -> Question:
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
-    asked = question(400, 3, count=24)
+    asked = question(400, 3, count=60)
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
     alike = [replace(found.best.candidate, prefill=n, decode=3 - n, colocated=0) for n in (1, 2)]
     best = max((answer(asked, candidate) for candidate in alike), key=lambda a: a.goodput)

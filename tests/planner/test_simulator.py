@@ -11,16 +11,19 @@ import sys
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Iterable
+from io import StringIO
 from itertools import islice, pairwise, repeat
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
 from splitserve.planner.errors import SimulationError
+from splitserve.planner.search.goodput import Load
 from splitserve.planner.simulator.cluster import Cluster, Failure, Pool, read_cluster
 from splitserve.planner.simulator.records import COLUMNS, RequestRecord
-from splitserve.planner.simulator.report import summary
+from splitserve.planner.simulator.report import print_report, summary
 from splitserve.planner.simulator.simulation import Simulation
 from splitserve.planner.simulator.tallies import Distribution, Slo
 from splitserve.planner.slo import parse_slo
@@ -286,3 +289,26 @@ def test_the_timeline_stays_bounded() -> None:
     simulation, _ = run(cluster(), [TraceRequest(0.1 * i, 20, 2) for i in range(100)], sample_s=0.01)
     assert len(simulation.timeline.samples) <= 600
     assert simulation.timeline.interval_s > 0.01
+
+
+def test_goodput_is_over_the_time_in_which_requests_arrive() -> None:
+    """What the last answer takes after the last arrival is no part of it: the rate is that of a plan."""
+    requests = [TraceRequest(0.5 * i, 100, 40) for i in range(9)]
+    simulation, _ = run(cluster(), requests, slo=parse_slo("ttft=1").bounds)
+    said = summary(simulation)
+    assert said["simulated_s"] > said["arrivals_s"] == pytest.approx(4.0)
+    assert said["offered_per_s"] == said["goodput_per_s"] == pytest.approx(9 / 4) == pytest.approx(Load(tuple(requests), None).rate)
+    assert summary(run(cluster(), requests[:1])[0])["goodput_per_s"] is None
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_report_fits_a_terminal(width: int) -> None:
+    named = profile(name="llama2-70b h100-80gb tp8")
+    simulation, _ = run(cluster(4, 12, named), [TraceRequest(0.1 * i, 400, 40) for i in range(30)], slo=parse_slo("ttft=1").bounds)
+    written = StringIO()
+    print_report(simulation, Console(file=written, width=width))
+    lines = [line.rstrip() for line in written.getvalue().splitlines()]
+    (ttft,) = (line.split() for line in lines if line.split()[:1] == ["ttft"] and "<=" not in line)
+    assert len(ttft) == 6, "one row a quantity, nothing wrapped"
+    assert any(line.split()[:2] == ["decode", "12"] for line in lines)
+    assert max(map(len, lines)) <= width
