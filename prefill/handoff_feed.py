@@ -36,6 +36,12 @@ class HandoffFeed:
         strides = [self._sender.layer_stride(c.sequence.key, self._num_final(c.sequence, c.start + c.count)) for c in step.chunks]
         return min((stride for stride in strides if stride), default=0)
 
+    def next_slice(self, step: PrefillStep) -> int | None:
+        """How many layers of the running step must be done before ``layers_done`` has anything leave, as things are now; None: nothing
+        leaves before the step's end."""
+        nexts = [self._sender.next_slice(c.sequence.key, self._num_final(c.sequence, c.start + c.count)) for c in step.chunks]
+        return min((layers for layers in nexts if layers is not None), default=None)
+
     def layers_done(self, step: PrefillStep, num_layers: int) -> None:
         """The running step, the oldest that is not booked, has computed the keys and values of its first ``num_layers`` layers."""
         for chunk in step.chunks:

@@ -125,12 +125,19 @@ class HandoffSender:
         stride = 0 if out is None else out.layers_per_put(stop, self._slicing, self._contacts.rate(out.peer))
         return stride if stride < self._slicing.num_layers else 0
 
+    def next_slice(self, key: Key, stop: int) -> int | None:
+        """With how many final layers of the chunk up to block ``stop`` the next slice of it leaves, as things are now; None: with none."""
+        out = self._outgoing.get(key)
+        if out is None or not self._may_leave_in_layers(out, stop):
+            return None
+        return out.next_slice(stop, self._slicing, self._contacts.rate(out.peer))
+
     def layers_ready(self, key: Key, blocks: list[int], stop: int, num_layers: int) -> None:
         """While a chunk is computed that will make the first ``stop`` of the prompt's own ``blocks`` final: their first ``num_layers``
         layers are. (Where the first layers of other blocks have left, by a chunk that ran out of memory and is computed again with another
         size, the rest of those leaves when they are final.)"""
         out = self._outgoing.get(key)
-        if out is not None and stop > out.num_ready and (not out.layers_put or stop == out.filling):
+        if out is not None and self._may_leave_in_layers(out, stop):
             out.blocks, out.filling, out.layers_ready = blocks, stop, num_layers
             self._push(out)
             self._tell_placed(out)
@@ -273,6 +280,10 @@ class HandoffSender:
         if out.first is None:
             self._tell_placed(out)
         self._conclude(out, now)
+
+    @staticmethod
+    def _may_leave_in_layers(out: Outgoing, stop: int) -> bool:
+        return stop > out.num_ready and (not out.layers_put or stop == out.filling)
 
     def _push(self, out: Outgoing) -> None:
         self._actions += out.puts_due(self._slicing, self._contacts.rate(out.peer))

@@ -40,6 +40,12 @@ class Outgoing:
         num_blocks = stop - max(self.num_put, self.num_ready)
         return slicing.layers_per_put(num_blocks, rate or UNSEEN_RATE) if num_blocks > 0 else 0
 
+    def next_slice(self, stop: int, slicing: LayerSlicing, rate: float | None) -> int | None:
+        """How many layers of the chunk up to block ``stop`` must be final for its next slice to leave; None: none leaves."""
+        if self.grant is None or stop <= self.num_put:
+            return None
+        return self.layers_put + slicing.layers_per_put(stop - self.num_put, rate or UNSEEN_RATE)
+
     def puts_due(self, slicing: LayerSlicing, rate: float | None) -> list[Put]:
         """The rest of blocks whose first layers have left, whole blocks, then layers of the running chunk. They leave now."""
         if self.grant is None:

@@ -79,8 +79,16 @@ class CoordinatorShell:
 
     def _tick(self) -> None:
         self._queue.after(TICK_S, self._tick)
+        self._hear_of_resting()
         self._carry_out(self.core.tick(self._queue.now))
         self._simulation.look_closely(self.core.watches_tokens)
+
+    def _hear_of_resting(self) -> None:
+        """What they would say at each heartbeat is known: that they live, and hold nothing."""
+        known, now = self.core.pools.workers, self._queue.now
+        for shell in self._simulation.workers.values():
+            if shell.rests and (worker := known.get(shell.id)) is not None:
+                worker.heard = worker.progressed = worker.held_at = now
 
     def _steer(self, steering: Steering) -> None:
         """Decode workers that jump over steps tell of their tokens now, so that they are known at the next look."""

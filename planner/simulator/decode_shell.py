@@ -71,9 +71,9 @@ class DecodeShell(WorkerShell):
         if self.alive:
             self.core.complete(step, output, self.queue.now)
 
-    def before_report(self) -> None:
-        if self.queue.now - self._told_at >= TELL_TOKENS_S:
-            self._told_at = self.queue.now
+    def before_report(self, now: float) -> None:
+        if now - self._told_at >= TELL_TOKENS_S:
+            self._told_at = now
             self.core.tell_tokens()
 
     def die(self) -> None:
@@ -91,6 +91,7 @@ class DecodeShell(WorkerShell):
     def hear_peer(self, addressee: PeerId, peer: WorkerShell, peer_id: PeerId, message: Message) -> None:
         """Of a worker that hands over to this one."""
         if self.alive and addressee == self.id:
+            self.device.rouse()
             self._peers[peer_id] = peer
             if type(message) is Placed:  # asks for a check of blocks, and touches nothing that a step does
                 self.core.from_peer(peer_id, message, self.queue.now)

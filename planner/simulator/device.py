@@ -25,6 +25,7 @@ from ...decode.foretold import Foretold
 from ...decode.rows import DecodeStep
 from ...engine.batch import StepOutput
 from ...engine.latency_profile import StepClock
+from ...prefill.core import PrefillCore
 from ...prefill.scheduler import PrefillStep
 from .events import EventQueue
 from .tallies import Distribution
@@ -35,6 +36,12 @@ FIRST_JUMP, LONGEST_JUMP = 4, 256
 
 class PrefillSide(Protocol):
     """The prefill worker on a device, as the device sees it."""
+
+    core: PrefillCore
+    rests: bool
+
+    def rouse(self) -> None:
+        """It does not rest any more."""
 
     def schedule(self, now: float) -> PrefillStep | None:
         """Its next step."""
@@ -53,6 +60,10 @@ class DecodeSide(Protocol):
     """The decode worker on a device, as the device sees it."""
 
     core: DecodeCore
+    rests: bool
+
+    def rouse(self) -> None:
+        """It does not rest any more."""
 
     @property
     def closely(self) -> bool:
@@ -114,7 +125,8 @@ class Device:
     def __init__(
         self, queue: EventQueue, clock: StepClock, noise: Noise, gaps: Distribution, jumps: bool = True, one_step: bool = False
     ) -> None:
-        self._queue, self._clock, self._noise, self._gaps, self._jumps, self._one_step = queue, clock, noise, gaps, jumps, one_step
+        self._queue, self._clock, self._noise, self._gaps, self._one_step = queue, clock, noise, gaps, one_step
+        self.jumps = jumps
         self._decoded_at, self._num_decoded = 0.0, 0  # the last decode step's end, and how many sequences may be in the next one
         self._run: _Run | None = None
         self._jump = FIRST_JUMP
@@ -144,7 +156,7 @@ class Device:
         if self._run is not None:
             self._look_at_run(self._run)
         elif self.decode is not None and self._sequences is None and not self._generating:
-            if not self.busy and self._prompts is None and self._jumps:
+            if not self.busy and self._prompts is None and self.jumps:
                 foretold = self.decode.core.foretell(now, 1 if self.decode.closely else self._jump)
                 if foretold is not None:
                     self._begin_run(foretold, now)
@@ -171,6 +183,17 @@ class Device:
         run.num_passed = passed
         if passed == run.num_steps:
             self._run, self.busy, self._generating = None, False, False
+
+    @property
+    def rests(self) -> bool:
+        """Nothing is computed here, and nothing kept for anybody: until a message comes, nothing changes."""
+        return not self.busy and all(side.core.at_rest for side in (self.prefill, self.decode) if side is not None)
+
+    def rouse(self) -> None:
+        """Something comes to one of the workers here."""
+        for side in (self.prefill, self.decode):
+            if side is not None and side.rests:
+                side.rouse()
 
     def cut(self) -> None:
         """The running one of many steps is the last."""

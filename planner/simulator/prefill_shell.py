@@ -9,11 +9,13 @@ from ...engine.block_manager import BlockManager
 from ...engine.role_host import worker_name
 from ...prefill.core import PrefillCore
 from ...prefill.scheduler import PrefillScheduler, PrefillStep
+from ...transport.handoff import PeerId
 from ...transport.handoff_sender import HandoffSender
 from ...transport.layer_slicing import LayerSlicing
-from ...transport.messages import Message
+from ...transport.messages import Grant, Message
 from .cluster import Pool
 from .device import Device
+from .leaving_layers import LeavingLayers
 from .worker_shell import Surroundings, WorkerShell
 
 MOST_PROMPTS = 64
@@ -21,7 +23,8 @@ MOST_PROMPTS = 64
 
 
 class PrefillShell(WorkerShell):
-    """While a step runs, its layers become final one after the other and leave as the core wants them."""
+    """While a step runs, its layers become final one after the other and leave as the core wants them: there is an event where some leave,
+    and none for the others."""
 
     role = "prefill"
     core: PrefillCore
@@ -40,7 +43,7 @@ class PrefillShell(WorkerShell):
         slicing = LayerSlicing(memory.num_layers, memory.block_bytes)
         self.core = PrefillCore(self.meet(), scheduler, frozenset(), memory.max_model_len, slicing=slicing, is_local=self._is_local)
         device.prefill = self
-        self._running: PrefillStep | None = None
+        self._leaving: LeavingLayers | None = None  # of the running step
 
     def _is_local(self, decode_worker: str) -> bool:
         return self.mixed and decode_worker == worker_name(self.process, "decode")
@@ -66,19 +69,39 @@ class PrefillShell(WorkerShell):
 
     def begin(self, step: PrefillStep, loop_s: float, seconds: float) -> None:
         """The device runs this step from ``loop_s`` from now on, for ``seconds``."""
-        self._running = step
         if stride := self.core.feed.layer_stride(step):
-            num_layers = self.pool.profile.memory.num_layers
-            for layers in range(stride, num_layers, stride):
-                self.queue.after(loop_s + seconds * layers / num_layers, self._layers_done, step, layers)
+            self._leaving = LeavingLayers(step, self.queue.now, loop_s, seconds, stride, self.pool.profile.memory.num_layers)
+            self._await_next_slice()
 
     def complete(self, step: PrefillStep, output: StepOutput) -> None:
-        self._running = None
+        self._leaving = None
         if self.alive:
             self.core.complete(step, output, self.queue.now)
 
-    def _layers_done(self, step: PrefillStep, num_layers: int) -> None:
-        if self.alive and self._running is step:
-            self.core.feed.layers_done(step, num_layers)
+    def hear_answer(self, me: PeerId, peer: PeerId, message: Message) -> None:
+        """A grant finds the layers that are final by now."""
+        if self._leaving is None or type(message) is not Grant:
+            super().hear_answer(me, peer, message)
+        elif self.alive and me == self.id:
+            self.core.feed.layers_done(self._leaving.step, self._leaving.num_done(self.queue.now))
+            super().hear_answer(me, peer, message)
+            self._await_next_slice()
+
+    def _put_done(self, peer: PeerId, num_bytes: int, seconds: float) -> None:
+        super()._put_done(peer, num_bytes, seconds)
+        self._await_next_slice()
+
+    def _await_next_slice(self) -> None:
+        """The next look at the running step's layers is when some of them leave, as things are now."""
+        if (leaving := self._leaving) is None:
+            return
+        wanted = self.core.feed.next_slice(leaving.step) if self.device.jumps else 0
+        if wanted is not None and (num_layers := leaving.await_layers(wanted, self.queue.now)):
+            self.queue.at(leaving.time_of(num_layers), self._layers_done, leaving, num_layers)
+
+    def _layers_done(self, leaving: LeavingLayers, num_layers: int) -> None:
+        if self.alive and self._leaving is leaving and leaving.awaited == num_layers:
+            self.core.feed.layers_done(leaving.step, num_layers)
             if self.core.stirs:
                 self.carry_out_all()
+            self._await_next_slice()

@@ -93,7 +93,9 @@ class WorkerShell(ABC):
         self.alive = True
         self.out_free_at = self.in_free_at = 0.0  # until then its link is taken
         self.num_bytes_out = 0
+        self._ticked = 0.0
         self._reported = -1e9
+        self.rests = False  # it says at every heartbeat what it has said at the last one: there are no ticks
         self._welcomed = False
         self._connected: set[PeerId] = set()
         self._puts_done: dict[PeerId, float] = {}  # when the last put to this peer has arrived
@@ -107,6 +109,7 @@ class WorkerShell(ABC):
         """Of the coordinator."""
         if not self.alive or addressee != self.id:
             return
+        self.device.rouse()
         self.device.catch_up()
         if isinstance(message, Welcome):
             self._welcomed = True
@@ -135,7 +138,7 @@ class WorkerShell(ABC):
     def do(self, action: Any) -> None:
         """Carries out what only this role does."""
 
-    def before_report(self) -> None:  # noqa: B027 - a role may have nothing to do here
+    def before_report(self, now: float) -> None:  # noqa: B027 - a role may have nothing to do here
         """A heartbeat is due."""
 
     def die(self) -> None:
@@ -174,18 +177,38 @@ class WorkerShell(ABC):
     def _tick(self) -> None:
         if not self.alive:
             return
-        self.queue.after(TICK_S, self._tick)
-        now = self.queue.now
+        self._ticked = now = self.queue.now
         self.device.catch_up()
         self.core.tick(now)
-        if self._welcomed and now - self._reported > self.simulation.heartbeat_s - TICK_S / 2:
-            self._reported = now
-            self.before_report()
-            self._tell(self.core.load())
-            if (events := self.core.block_events()) is not None:
-                self._tell(events)
+        reports = self._welcomed and self._report_is_due(now)
+        if reports:
+            self._report(now)
         if self.core.stirs or self.core.may_leave or not self.device.busy:
             self.turn()
+        self.rests = reports and self.device.jumps and not self.core.drains and self.device.rests
+        if not self.rests:
+            self.queue.after(TICK_S, self._tick)
+
+    def rouse(self) -> None:
+        """It has been at rest, where one report is as the other and no tick does anything: from now on there are some again, at the times
+        at which they would have been."""
+        self.rests = False
+        while (following := self._ticked + TICK_S) <= self.queue.now:
+            self._ticked = following
+            if self._report_is_due(following):
+                self._reported = following
+                self.before_report(following)
+        self.queue.at(following, self._tick)
+
+    def _report_is_due(self, now: float) -> bool:
+        return now - self._reported > self.simulation.heartbeat_s - TICK_S / 2
+
+    def _report(self, now: float) -> None:
+        self._reported = now
+        self.before_report(now)
+        self._tell(self.core.load())
+        if (events := self.core.block_events()) is not None:
+            self._tell(events)
 
     def _tell(self, message: Message) -> None:
         self.queue.after(self.message_s, self.simulation.coordinator.hear, self.id, message)
@@ -256,6 +279,7 @@ class WorkerShell(ABC):
     def hear_answer(self, me: PeerId, peer: PeerId, message: Message) -> None:
         """Of a decode worker, to what was said to it."""
         if self.alive and me == self.id:
+            self.device.rouse()
             self.sender.receive(peer, message, self.queue.now)
             self.turn()
 

@@ -1,0 +1,38 @@
+"""The layers of a running prefill step, which become final one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...prefill.scheduler import PrefillStep
+
+
+@dataclass(slots=True)
+class LeavingLayers:
+    """Looked at every ``stride`` layers: times are in seconds of the virtual clock."""
+
+    step: PrefillStep
+    made_at: float
+    loop_s: float  # from then on, before the first layer
+    seconds: float  # that all layers take
+    stride: int
+    num_layers: int
+    awaited: int = 0  # the next look is when so many are final
+
+    def time_of(self, num_layers: int) -> float:
+        """When so many are final."""
+        return self.made_at + (self.loop_s + self.seconds * num_layers / self.num_layers)
+
+    def num_done(self, now: float) -> int:
+        """How many were final at the last look that a worker would have had by now: a multiple of the stride."""
+        share = (now - self.made_at - self.loop_s) / self.seconds if self.seconds else 1.0
+        done = max(0, int(share * self.num_layers / self.stride) + 1) * self.stride
+        while done > 0 and (done >= self.num_layers or self.time_of(done) > now):
+            done -= self.stride
+        return done
+
+    def await_layers(self, wanted: int, now: float) -> int:
+        """The first look from now on at which at least ``wanted`` are final; 0: there is none before the end, or it is awaited already."""
+        looks = max(-(-wanted // self.stride), self.num_done(now) // self.stride + 1)
+        before, self.awaited = self.awaited, looks * self.stride
+        return self.awaited if before != self.awaited < self.num_layers else 0
