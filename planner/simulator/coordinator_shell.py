@@ -75,13 +75,19 @@ class CoordinatorShell:
     def worker_ended(self, worker: PeerId) -> None:
         """Its process is seen to have ended."""
         self._carry_out(self.core.worker_ended(worker, self._queue.now))
-        self._simulation.look_closely(self.core.watches_tokens)
+        self._look_closely()
 
     def _tick(self) -> None:
         self._queue.after(TICK_S, self._tick)
         self._hear_of_resting()
         self._carry_out(self.core.tick(self._queue.now))
-        self._simulation.look_closely(self.core.watches_tokens)
+        self._look_closely()
+
+    def _look_closely(self) -> None:
+        """While the core wants to see each token, or the time of the oldest request is nearly over: what it got until then counts."""
+        oldest = next(iter(self.open.values()), None)
+        ends_at = oldest.arrived_at + self._simulation.cluster.request_timeout_s if oldest else float("inf")
+        self._simulation.look_closely(self.core.watches_tokens or ends_at < self._queue.now + 3 * TICK_S)
 
     def _hear_of_resting(self) -> None:
         """What they would say at each heartbeat is known: that they live, and hold nothing."""

@@ -69,6 +69,37 @@ def test_every_request_ends_whole_and_every_block_comes_back(seed: int, mean_sec
     assert_no_block_is_lost(simulation)
 
 
+class OneFlip(Steering):
+    """Has one decode worker change its role, and sees when the coordinator knows of it in the new one."""
+
+    def __init__(self, at_s: float) -> None:
+        super().__init__(SteeringOptions(1.0, 0.1, mode="act", every_s=0.01), None)
+        self._at_s, self.seen_s = at_s, 0.0
+        self._ordered = False
+
+    def look(self, lifecycle: Lifecycle, now: float) -> list[Decision]:
+        prefill = fleet_of(lifecycle).flexible["prefill"]
+        if len(prefill) == 3 and not self.seen_s:
+            self.seen_s = now - self._at_s
+        if now < self._at_s or self._ordered:
+            return []
+        self._ordered = True
+        return [Decision(now, "flip", fleet_of(lifecycle).flexible["decode"][0], "prefill", "once")]
+
+
+@pytest.mark.parametrize("flip_s", [None, 0.8])
+def test_a_change_of_role_takes_as_long_as_the_profile_says(flip_s: float | None) -> None:
+    worker = WORKER.model_copy(update={"flip_s": flip_s})
+    begins: tuple[PoolRole, ...] = ("prefill", "decode")
+    steering = OneFlip(3.0)
+    simulation = Simulation(
+        Cluster(pools=tuple(Pool(role=role, count=2, profile=worker, flexible=True) for role in begins)), 1, steering=steering
+    )
+    requests = [TraceRequest(0.1 * i, 50, 20) for i in range(60)]
+    simulation.run(Trace("test", lambda: iter(requests), None))
+    assert steering.seen_s == pytest.approx(flip_s or 0.0, abs=0.03)
+
+
 @pytest.mark.parametrize("num_mixed", [0, 2])
 def test_the_pool_controller_flips_nobody_beside_mixed_workers(num_mixed: int) -> None:
     """Long prompts come, which two workers of four cannot compute: without mixed workers one more takes that role."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from pathlib import Path
@@ -15,6 +16,7 @@ from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.fit import StepPoint, fit_steps
 from splitserve.planner.profile.published import import_published, splitwise_curves, vidur_handoff
 
+ROOT = Path(__file__).parents[2]
 MEMORY = Memory(block_size=16, num_blocks=100, block_bytes=4096, num_layers=4, max_model_len=512)
 PROFILE = Profile(
     name="test",
@@ -108,6 +110,14 @@ def test_shipped_profiles_are_found_by_their_names(name: str, tmp_path: Path) ->
     assert found.decode.seconds(32, 32 * 1024, 32) >= found.decode.seconds(1, 1024, 1) > 0
     with pytest.raises(ProfileError, match=f"shipped: .*{name}"):
         Profile.read(tmp_path / "none")
+
+
+def test_a_change_of_role_takes_what_was_recorded_and_is_left_open_where_nothing_was() -> None:
+    seconds = json.loads((ROOT / "bench/results/flip.json").read_text())["seconds"]
+    slower_way = max(seconds[f"to {role}, began"]["median"] for role in ("prefill", "decode"))
+    known = {name: Profile.read(Path(name)).flip_s for name in shipped_names()}
+    assert known.pop("llama-125m-cpu") == slower_way
+    assert set(known.values()) == {None}
 
 
 # --- published data, in their formats --------------------------------------------------------------

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.test_flips_simulated import AtRandom
 from planner.test_simulator import assert_no_block_is_lost, cluster, colocated, profile, trace
 
 from splitserve.engine.latency_profile import HandoffModel, Memory
-from splitserve.planner.simulator.cluster import Cluster, Failure
+from splitserve.planner.simulator.cluster import Cluster, Failure, Pool
 from splitserve.planner.simulator.records import RequestRecord
 from splitserve.planner.simulator.report import summary
 from splitserve.planner.simulator.simulation import Simulation
@@ -37,7 +40,8 @@ def cached_talk() -> list[TraceRequest]:
 
 def outcome(of: Cluster, requests: Iterable[TraceRequest], jumps: bool, **options: object) -> tuple[Simulation, list[object]]:
     records: list[RequestRecord] = []
-    simulation = Simulation(of, seed=4, on_record=records.append, jumps=jumps, **options)  # type: ignore[arg-type]
+    seed = options.pop("seed", 4)
+    simulation = Simulation(of, seed, on_record=records.append, jumps=jumps, **options)  # type: ignore[arg-type]
     simulation.run(trace(requests, 16))
     assert_no_block_is_lost(simulation)
     return simulation, [summary(simulation), *(r.row() for r in records)]
@@ -61,6 +65,7 @@ CASES = {
     "layers": (cluster(2, 3, LAYERED), talk()),
     "layers, deaths at any time": (cluster(3, 3, LAYERED, mean_seconds_between_failures=2.0), talk(150)),
     "layers, no room for all": (cluster(2, 1, LAYERED.model_copy(update={"memory": SMALL_LAYERED})), talk(every_s=0.002)),
+    "out of time": (cluster(1, 2, UNEVEN, request_timeout_s=1.7), [TraceRequest(0.3 * i, 30, 400) for i in range(6)]),
     "long answers": (cluster(1, 2), [TraceRequest(0.3 * i, 30, 400) for i in range(6)]),
 }
 FEWER_EVENTS = {"long answers": 0.6, "layers": 0.85, "pauses": 0.5}
@@ -82,3 +87,64 @@ def test_jumps_land_where_steps_do(case: str) -> None:
 def test_what_is_sampled_on_the_way_is_the_same_too() -> None:
     timelines = [outcome(cluster(1, 2), talk(), jumps, sample_s=0.1)[0].timeline.samples for jumps in (True, False)]
     assert timelines[0] == timelines[1]
+
+
+# --- whatever the cluster and the load ---------------------------------------------------------------
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[Cluster, bool]:
+    """And whether its workers change their roles. Some noise there always is: see ``UNEVEN``."""
+    worker = profile(
+        memory=draw(st.sampled_from([SMALL, profile().memory, LAYERED.memory])),
+        handoff=draw(st.sampled_from([profile().handoff, LAYERED.handoff])),
+        noise_cv=draw(st.sampled_from([0.01, 0.1, 0.4])),
+        prefill_loop_s=draw(st.sampled_from([0.0, 3e-4])),
+        decode_loop_s=draw(st.sampled_from([0.0, 5e-4])),
+        start_s=0.2,
+        flip_s=0.05,
+    )
+    options = {"profile": worker, "max_batch_tokens": draw(st.sampled_from([64, 512])), "max_num_seqs": draw(st.sampled_from([2, 8, 64]))}
+    kind = draw(st.sampled_from(["split", "flexible", "colocated", "beside prefill", "beside both"]))
+    count = st.integers(1, 3)
+    pools = []
+    if kind != "colocated":
+        pools.append(Pool(role="prefill", count=draw(count), flexible=kind == "flexible", **options))
+    if kind in ("split", "flexible", "beside both"):
+        pools.append(Pool(role="decode", count=draw(count), flexible=kind == "flexible", **options))
+    if kind not in ("split", "flexible"):
+        pools.append(Pool(role="colocated", count=draw(count), one_step=draw(st.booleans()), **options))
+    names = [f"{pool.role}-{i}-{n}" for i, pool in enumerate(pools) for n in range(pool.count)]
+    deaths = st.builds(Failure, worker=st.sampled_from(names), at_s=st.floats(0.013, 2.0))
+    made = Cluster(
+        pools=tuple(pools),
+        coordinator_s=draw(st.sampled_from([0.0, 1e-3])),
+        max_queue=draw(st.sampled_from([4, 1024])),
+        request_timeout_s=draw(st.sampled_from([1.7, 60.0])),
+        failures=tuple(draw(st.lists(deaths, max_size=2))),
+    )
+    return made, kind == "flexible"
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> list[TraceRequest]:
+    """One after another, or all at once; some begin with the same blocks, some are turns of one session."""
+    gaps = st.sampled_from([0.0, 0.0031, 0.0477, 0.301])
+    found, now = list[TraceRequest](), 0.0
+    for _ in range(draw(st.integers(1, 24))):
+        now += draw(gaps)
+        shared = tuple(range(1, 1 + draw(st.integers(0, 4))))
+        prompt = 16 * len(shared) + draw(st.integers(1, 200))
+        session = draw(st.sampled_from(["", "a", "b"]))
+        found.append(TraceRequest(now, prompt, draw(st.sampled_from([1, 2, 17, 60, 180])), shared, session=session))
+    return found
+
+
+@settings(max_examples=60)
+@given(of=clusters(), load=loads(), seed=st.integers(0, 99))
+def test_jumps_land_where_steps_do_whatever_the_cluster_and_the_load(of: tuple[Cluster, bool], load: list[TraceRequest], seed: int) -> None:
+    built, flips = of
+    (_, there), (_, step_by_step) = (
+        outcome(built, load, jumps, seed=seed, steering=AtRandom(seed) if flips else None) for jumps in (True, False)
+    )
+    assert there == step_by_step
