@@ -13,7 +13,7 @@ from ..engine.constraint import CompileGrammar, TokenMatcher
 from ..engine.draining import Draining
 from ..engine.step_failures import StepFailures
 from ..transport.actions import Join, ReceiverAction, SenderAction, Supersede, TellTokens, ToCoordinator
-from ..transport.block_hash import chain, root_hash
+from ..transport.block_hash import root_hash
 from ..transport.handoff import Key, PeerId, Wait
 from ..transport.handoff_receiver import HandoffReceiver
 from ..transport.messages import (
@@ -71,8 +71,7 @@ class DecodeCore:
     @property
     def stirs(self) -> bool:
         """Whether there may be anything to ``take``."""
-        moving = self.moving is not None and self.moving.stirs
-        return bool(self._actions) or self.receiver.has_actions or moving
+        return bool(self._actions) or self.receiver.has_actions or (self.moving is not None and self.moving.stirs)
 
     def take(self, now: float) -> list[DecodeAction]:
         """What is to be done since the last call, in order."""
@@ -286,9 +285,7 @@ class DecodeCore:
             tokens[: spec.num_prompt_tokens],
             [*tokens[spec.num_prompt_tokens :], join.token],
         )
-        last_hash = root_hash(self._fingerprint, spec.salt)
-        if self.scheduler.prefix_cache and (hashes := chain(last_hash, spec.token_ids, self.scheduler.block_size)):
-            last_hash = hashes[-1]
+        last_hash = join.last_hash or root_hash(self._fingerprint, spec.salt)
         self._actions.append(ToCoordinator(join.message(len(state.output_token_ids) - 1)))
         self.scheduler.join(join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s)
         self._next_deadline = min(self._next_deadline, now + spec.deadline_s)

@@ -163,6 +163,7 @@ class Join(NamedTuple):
     num_cached_blocks: int
     num_cached_tokens: int  # of the prompt, found in the prefill worker's prefix cache
     transfer_s: float
+    last_hash: bytes | None  # of the last full block; None: there is none
 
     def message(self, index: int) -> Joined:
         """``index``: of the token in the request's output."""

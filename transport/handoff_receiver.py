@@ -323,6 +323,7 @@ class HandoffReceiver:
                 incoming.num_cached,
                 handoff.num_cached_tokens,
                 now - incoming.handoff_at,
+                parent,
             )
         )
 

@@ -53,23 +53,21 @@ class Incoming:
         """Books what the sender says of the positions from ``first`` on. False: those are not positions that travel."""
         if first < self.num_cached or first + len(checksums) > len(self.blocks):
             return False
-        for position, checksum in enumerate(checksums, start=first):
-            if self.checksums.get(position, checksum) != checksum:
-                self.right.discard(position)  # put again with other content since it was checked
-            self.checksums[position] = checksum
-            self._is_due(position)
+        positions, known = range(first, first + len(checksums)), self.checksums
+        if self.right:  # some may have been put again with other content since they were checked
+            self.right.difference_update(p for p, checksum in zip(positions, checksums, strict=True) if known.get(p, checksum) != checksum)
+        known.update(zip(positions, checksums, strict=True))
+        self._are_due(positions)
         return True
 
     def arrive(self, positions: Iterable[int]) -> None:
         """These blocks have been written."""
-        for position in positions:
-            self.arrived.add(position)
-            self._is_due(position)
+        self.arrived.update(positions)
+        self._are_due(positions)
 
-    def _is_due(self, position: int) -> None:
-        known = position in self.arrived and position in self.checksums
-        if known and not (position in self.right or position in self.checking or position in self.wrong):
-            self.due.add(position)
+    def _are_due(self, positions: Iterable[int]) -> None:
+        due = self.arrived.intersection(positions).intersection(self.checksums)
+        self.due |= due - self.right - self.checking - self.wrong
 
     def checks(self) -> Verify | None:
         """What is due, from now on under way."""

@@ -50,7 +50,7 @@ class Retirement:
 
     def to_tell(self, every_s: float, now: float) -> Iterator[PeerId]:
         """Whom to say Retire to now."""
-        for peer, owed in self._owed.items():
+        for peer, owed in self._owed.items() if self.ended else ():
             if owed.incarnation <= self.ended and now - owed.said >= every_s:
                 owed.said = now
                 yield peer

@@ -13,7 +13,7 @@ from ...transport import actions as act
 from ...transport.handoff import PeerId
 from ...transport.handoff_receiver import HandoffReceiver, MoverEndpoints
 from ...transport.handoff_sender import HandoffSender
-from ...transport.messages import SECRET_BYTES, Message, Placed
+from ...transport.messages import SECRET_BYTES, Handoff, Message, Placed, Renew
 from .cluster import Pool
 from .device import Device
 from .worker_shell import HOST, LEASE, MOVERS, Surroundings, WorkerShell
@@ -93,13 +93,13 @@ class DecodeShell(WorkerShell):
         if self.alive and addressee == self.id:
             self.device.rouse()
             self._peers[peer_id] = peer
-            if type(message) is Placed:  # asks for a check of blocks, and touches nothing that a step does
+            if type(message) in (Placed, Renew, Handoff):  # ask for a check of blocks at most, unless somebody can join now
                 self.core.from_peer(peer_id, message, self.queue.now)
-                self.carry_out_all()
-                return
-            self.device.catch_up()
-            self.core.from_peer(peer_id, message, self.queue.now)
-            self.turn()
+                self._turn_if_somebody_joins()
+            else:
+                self.device.catch_up()
+                self.core.from_peer(peer_id, message, self.queue.now)
+                self.turn()
 
     def peer_died(self, peer: PeerId) -> None:
         """Its process has ended, and that is known here."""
@@ -132,6 +132,12 @@ class DecodeShell(WorkerShell):
     def _verified(self, lease: int) -> None:
         positions = self._checks.pop(lease)
         if self.alive:
-            self.device.catch_up()
             self.core.receiver.verified(lease, positions, [], self.queue.now)
+            self._turn_if_somebody_joins()
+
+    def _turn_if_somebody_joins(self) -> None:
+        """All else that the receiver may want done is nothing to a step."""
+        if self.core.receiver.num_joining:
             self.turn()
+        else:
+            self.carry_out_all()

@@ -31,8 +31,9 @@ class LeavingLayers:
             done -= self.stride
         return done
 
-    def await_layers(self, wanted: int, now: float) -> int:
-        """The first look from now on at which at least ``wanted`` are final; 0: there is none before the end, or it is awaited already."""
-        looks = max(-(-wanted // self.stride), self.num_done(now) // self.stride + 1)
+    def await_layers(self, wanted: int, num_seen: int) -> int:
+        """The first look after the one at ``num_seen`` layers at which ``wanted`` are final; 0: there is none before the end, or it is
+        awaited already."""
+        looks = max(-(-wanted // self.stride), num_seen // self.stride + 1)
         before, self.awaited = self.awaited, looks * self.stride
         return self.awaited if before != self.awaited < self.num_layers else 0

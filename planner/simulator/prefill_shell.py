@@ -71,7 +71,7 @@ class PrefillShell(WorkerShell):
         """The device runs this step from ``loop_s`` from now on, for ``seconds``."""
         if stride := self.core.feed.layer_stride(step):
             self._leaving = LeavingLayers(step, self.queue.now, loop_s, seconds, stride, self.pool.profile.memory.num_layers)
-            self._await_next_slice()
+            self._await_next_slice(self._leaving, 0)
 
     def complete(self, step: PrefillStep, output: StepOutput) -> None:
         self._leaving = None
@@ -83,25 +83,19 @@ class PrefillShell(WorkerShell):
         if self._leaving is None or type(message) is not Grant:
             super().hear_answer(me, peer, message)
         elif self.alive and me == self.id:
-            self.core.feed.layers_done(self._leaving.step, self._leaving.num_done(self.queue.now))
+            leaving, num_layers = self._leaving, self._leaving.num_done(self.queue.now)
+            self.core.feed.layers_done(leaving.step, num_layers)
             super().hear_answer(me, peer, message)
-            self._await_next_slice()
+            self._await_next_slice(leaving, num_layers)
 
-    def _put_done(self, peer: PeerId, num_bytes: int, seconds: float) -> None:
-        super()._put_done(peer, num_bytes, seconds)
-        self._await_next_slice()
-
-    def _await_next_slice(self) -> None:
-        """The next look at the running step's layers is when some of them leave, as things are now."""
-        if (leaving := self._leaving) is None:
-            return
+    def _await_next_slice(self, leaving: LeavingLayers, num_seen: int) -> None:
+        """The next look at the running step's layers, after the one at ``num_seen``, is when some of them leave, as things are now."""
         wanted = self.core.feed.next_slice(leaving.step) if self.device.jumps else 0
-        if wanted is not None and (num_layers := leaving.await_layers(wanted, self.queue.now)):
+        if wanted is not None and (num_layers := leaving.await_layers(wanted, num_seen)):
             self.queue.at(leaving.time_of(num_layers), self._layers_done, leaving, num_layers)
 
     def _layers_done(self, leaving: LeavingLayers, num_layers: int) -> None:
         if self.alive and self._leaving is leaving and leaving.awaited == num_layers:
             self.core.feed.layers_done(leaving.step, num_layers)
-            if self.core.stirs:
-                self.carry_out_all()
-            self._await_next_slice()
+            self.carry_out_all()
+            self._await_next_slice(leaving, num_layers)

@@ -16,6 +16,7 @@ from ...coordinator.steering.steering import Steering
 from ...engine.block_manager import BlockManager
 from ...engine.latency_profile import StepClock
 from ...engine.role_host import worker_name
+from ...transport.collector import seldom_collected
 from ...transport.messages import Role
 from ..errors import SimulationError
 from ..trace.request import Trace, TraceRequest
@@ -123,7 +124,8 @@ class Simulation:
                 return False
             return (stop_at is None or self.queue.now <= stop_at) and (give_up is None or not give_up(self.tallies))
 
-        self.queue.run_while(going_on)
+        with seldom_collected():
+            self.queue.run_while(going_on)
         return self.tallies
 
     @property

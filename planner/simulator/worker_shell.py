@@ -165,7 +165,7 @@ class WorkerShell(ABC):
     def carry_out_all(self) -> bool:
         """Whatever the core wants done now. False: nothing."""
         busy = False
-        while actions := self.take():
+        while self.core.stirs and (actions := self.take()):
             busy = True
             for action in actions:
                 if type(action) is act.ToCoordinator:
@@ -253,7 +253,8 @@ class WorkerShell(ABC):
         self._say(peer, message, self._puts_done.get(peer, 0.0))
 
     def _put(self, put: act.Put) -> None:
-        """Through the link of both ends, one put after the other; within one device at once."""
+        """Through the link of both ends, one put after the other; within one device at once. How long it takes is known now: nobody hears
+        of its end but by what is said after it."""
         target = self.simulation.decode_workers.get(put.peer[0])
         if target is None or target.id != put.peer:
             return
@@ -263,7 +264,7 @@ class WorkerShell(ABC):
         now = self.queue.now
         done = now if target.device is self.device else self._over_the_link(target, num_bytes)
         self._puts_done[put.peer] = done
-        self.queue.at(done, self._put_done, put.peer, num_bytes, done - now)
+        self.sender.moved(put.peer, num_bytes, done - now)
 
     def _over_the_link(self, target: Receiver, num_bytes: int) -> float:
         begin = max(self.queue.now, self.out_free_at, target.in_free_at)
@@ -271,10 +272,6 @@ class WorkerShell(ABC):
         self.out_free_at = target.in_free_at = done
         self.num_bytes_out += num_bytes
         return done
-
-    def _put_done(self, peer: PeerId, num_bytes: int, seconds: float) -> None:
-        if self.alive:
-            self.sender.moved(peer, num_bytes, seconds)
 
     def hear_answer(self, me: PeerId, peer: PeerId, message: Message) -> None:
         """Of a decode worker, to what was said to it."""
