@@ -67,7 +67,7 @@ class LoadSettings(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.shared_prefix_len >= self.max_len:
-            raise ValueError("shared_prefix_len must be below max_len")
+            raise ValueError("--shared-prefix-len must be below --max-len")
         given = sorted(self.model_fields_set & SAID_BY_TRACE)
         if self.trace is not None and given:
             raise ValueError(f"--{given[0].replace('_', '-')} cannot be given with --trace, which says it")

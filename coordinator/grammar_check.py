@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from threading import Lock
 
@@ -38,7 +39,7 @@ class GrammarCheck:
             matcher.compute_bitmask()
             reason = matcher.get_error() and "no text satisfies it"
         if reason:
-            raise InvalidRequest(f"{param}: {reason[:MAX_REASON_CHARS].strip()}", param=param)
+            raise InvalidRequest(f"{param}: {_for_people(reason)}", param=param)
         with self._lock:
             self._good[grammar] = None
             if len(self._good) > MAX_REMEMBERED:
@@ -48,3 +49,12 @@ class GrammarCheck:
         """Which token ends an answer is the workers' business: any will do here."""
         self._loaded = LLTokenizer(self._tokenizer.fast.to_str(), n_vocab=self._vocab_size, eos_token=[0])
         return self._loaded
+
+
+def _for_people(reason: str) -> str:
+    """Of a regular expression only what is wrong with it: the rest shows the grammar that is made of it, which nobody has written."""
+    if found := re.search(r"^error: (.+)$", reason, re.MULTILINE) if "regex parse error" in reason else None:
+        return f"the regular expression cannot be read: {found[1]}"
+    if found := re.match(r'at \d+\(\d+\): invalid regex ".*?" \(in regex\): ([^\n;]+)', reason):
+        return f"the regular expression cannot be followed: {found[1]}"
+    return reason[:MAX_REASON_CHARS].strip()

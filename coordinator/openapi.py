@@ -78,6 +78,11 @@ def _gets() -> dict[str, Any]:
         "/v1/models": {"get": _operation("The model that is served.", _json("Models"), "401")},
         "/v1/models/{model}": {**_in_path("model"), "get": _operation("The same, by its name.", _json("Model"), "401", "404")},
         "/health": {"get": _operation("200 while the process lives.", {JSON: {}})},
+        "/ping": {
+            "get": _operation("The same, without content.", {}),
+            "post": _operation("The same, for those who ask so.", {}),
+        },
+        "/version": {"get": _operation("The version of splitserve.", {JSON: {}})},
         "/ready": {"get": _operation(ready, {JSON: {}}, "503")},
         "/metrics": {"get": _operation("Prometheus metrics.", {TEXT: {}}, *OF_OPERATORS)},
         "/debug/state": {"get": _operation("Every worker with its role, blocks and requests.", {JSON: {}}, *OF_OPERATORS)},

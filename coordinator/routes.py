@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from .. import __version__
 from .bodies import fields
 from .bodies.tokens import DetokenizeRequest, TokenizeRequest
 from .body import ClientGone, read_body
@@ -47,10 +48,13 @@ class OrdinaryRoutes:
         """As an ASGI application whose every error has OpenAI's shape."""
         routes = [
             Route("/v1/models", self._models),
+            Route("/v1/models/", self._models),
             Route("/v1/models/{name:path}", self._one_model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/health", self._health),
+            Route("/ping", self._ping, methods=["GET", "POST"]),
+            Route("/version", self._version),
             Route("/ready", self._ready),
             Route("/metrics", self._render_metrics),
             Route("/debug/state", self._debug_state),
@@ -94,6 +98,12 @@ class OrdinaryRoutes:
 
     async def _health(self, request: Request) -> Response:
         return _json({"status": "ok"})
+
+    async def _ping(self, request: Request) -> Response:
+        return Response(status_code=200)
+
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": __version__})
 
     async def _ready(self, request: Request) -> Response:
         if not self._dispatcher.ready():

@@ -271,13 +271,13 @@ class CoordinatorSettings(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.key_file is None) == (not self.insecure):
-            raise ValueError("give either key_file (make one with `splitserve keygen FILE`) or insecure, which uses no key")
+            raise ValueError("give either --key-file (make one with `splitserve keygen FILE`) or --insecure, which uses no key")
         if self.dead_after_s < 3 * self.heartbeat_s:
-            raise ValueError(f"dead_after_s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more")
+            raise ValueError(f"--dead-after-s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more")
         if self.steer != "off" and not (self.steer_slo and self.steer_profile):
-            raise ValueError("steer needs to know what is good enough and how fast workers are: give steer_slo and steer_profile")
+            raise ValueError("--steer needs to know what is good enough and how fast workers are: give --steer-slo and --steer-profile")
         if self.steer_scale_down_below >= self.steer_scale_up_above:
-            raise ValueError("steer_scale_down_below must be less than steer_scale_up_above: else one worker would come and go")
+            raise ValueError("--steer-scale-down-below must be less than --steer-scale-up-above: else one worker would come and go")
         if self.steer == "act" and self.processes > 1:
-            raise ValueError("one of several coordinator processes sees a part of the load only: steer act needs processes 1")
+            raise ValueError("one of several coordinator processes sees a part of the load only: --steer act needs --processes 1")
         return self

@@ -212,7 +212,7 @@ def trace_group() -> click.Group:
         "Look at traces of requests, change them, and make synthetic ones.\n\nReads the Azure LLM inference traces, Mooncake's, "
         "splitwise-sim's, ServeGen's and splitserve's own format, told apart by their first line; any of them may be gzip'ed."
     )
-    group = click.Group("trace", help=text)
+    group = Commands("trace", help=text)
     group.add_command(files_command("trace_stats", "Tell what traces are like: arrivals, bursts, lengths, prefix reuse.", run_trace_stats))
     group.add_command(
         files_command("trace_convert", "Write traces in splitserve's own format: cut, thinned, mixed, scaled.", run_trace_convert)
@@ -228,7 +228,7 @@ def keys_group() -> click.Group:
         "API keys, tenants and tiers, in the file that the coordinator's --tenants-file names.\n\n"
         "Running coordinators go by every change within a second; none has to be restarted."
     )
-    group = click.Group("keys", help=text)
+    group = Commands("keys", help=text)
     for name, what in (
         ("create", "Make a key; print it this once."),
         ("list", "List tiers, tenants and keys."),
@@ -312,7 +312,18 @@ def version() -> None:
             click.echo(f"{package} is not installed")
 
 
-@click.group(context_settings={"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """A misspelt command is answered with the near ones, and with all there are."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            said = f"{error.format_message().rstrip('.')}. Commands are: {', '.join(self.commands)}."
+            raise click.UsageError(said, ctx) from None
+
+
+@click.group(cls=Commands, context_settings={"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="splitserve")
 def cli() -> None:
     """Serves large language models with prefill and decode on separate worker pools.

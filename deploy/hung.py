@@ -13,10 +13,14 @@ class HungWatch:
         self._last_known: dict[tuple[str, int], float] = {}
 
     def hung(self, known: Collection[str], running: Mapping[str, int], now: float) -> list[str]:
-        """``known``: workers that the coordinator counts as alive; ``running``: process ids by worker. Returns whom to kill."""
+        """``known``: workers that the coordinator counts as alive; ``running``: process ids by worker. Returns whom to kill, each process
+        once."""
         processes = {(name, pid) for name, pid in running.items()}
         self._last_known = {process: at for process, at in self._last_known.items() if process in processes}
         for process in processes:
             if process[0] in known:
                 self._last_known[process] = now
-        return sorted(name for (name, _), at in self._last_known.items() if now - at >= self._patience_s)
+        given_up = [process for process, at in self._last_known.items() if now - at >= self._patience_s]
+        for process in given_up:
+            del self._last_known[process]
+        return sorted(name for name, _ in given_up)

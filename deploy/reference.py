@@ -43,6 +43,15 @@ new key, without a `control_address` it takes a free port, without a `model` it 
 """
 
 
+KEYGEN = """\
+## splitserve keygen
+
+`splitserve keygen FILE` makes a new cluster key and writes it to FILE, readable by you alone; a file that is there already it leaves
+alone. Every process of the cluster gets it as `key_file`. `--rotate add`, `switch` and `finish` change a key that is in use, one step each
+([operations](operations.md)). It has no settings in files or variables.
+"""
+
+
 def main() -> None:
     """Writes the page."""
     PAGE.parent.mkdir(exist_ok=True)
@@ -51,7 +60,7 @@ def main() -> None:
 
 def page() -> str:
     """The whole page as Markdown."""
-    return "\n".join([INTRODUCTION, *(_section(name, model) for name, model in SECTIONS.items())])
+    return "\n".join([INTRODUCTION, KEYGEN, *(_section(name, model) for name, model in SECTIONS.items())])
 
 
 def _section(name: str, model: type[BaseModel]) -> str:

@@ -109,8 +109,9 @@ class Supervisor:
                 watch = HungWatch(self._hung_after_s)  # nobody can tell who lives
                 continue
             running = {child.command.name: child.pid for child in self.children if child.running and child.pid is not None}
+            hung = watch.hung(known, running, time.monotonic())
             for child in self.children:
-                if child.command.name in watch.hung(known, running, time.monotonic()):
+                if child.command.name in hung:
                     self._say(child, "hangs: the coordinator has given it up, killing it")
                     child.signal(signal.SIGKILL)
 

@@ -91,18 +91,22 @@ def main(settings: TopSettings) -> int:
 
 def _look(feed: Feed, console: Console) -> Any:
     try:
-        return render(feed.picture(), console.width, console.height)
+        return render(feed.picture(), console.width, console.height, _is_coloured(console))
     except TopError as error:
         return trouble(str(error))
 
 
 def _once(feed: Feed, console: Console) -> int:
     try:
-        console.print(render(feed.picture(), console.width, 60))
+        console.print(render(feed.picture(), console.width, 60, _is_coloured(console)))
     except TopError as error:
         print(f"splitserve: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _is_coloured(console: Console) -> bool:
+    return console.color_system is not None and not console.no_color
 
 
 @contextlib.contextmanager

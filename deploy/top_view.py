@@ -14,6 +14,9 @@ from rich.text import Text
 from .chat import duration
 
 STAGES = {"parse": "bright_black", "queue": "yellow", "prefill": "blue", "handoff": "magenta", "decode": "green", "stream": "cyan"}
+USED, LEASED, CACHED = "█", ("magenta", "▓"), ("bright_black", "▒")
+WITHOUT_COLOUR = {"parse": "a", "queue": "q", "prefill": "p", "handoff": "h", "decode": "d", "stream": "s"}
+"""What a stage's cells are drawn with where a terminal, a file or NO_COLOR shows none."""
 RECENT_POINTS = 15
 SPARKS = " ▁▂▃▄▅▆▇█"
 NUM_FIXED = 18  # lines that are there whatever there is to show
@@ -28,8 +31,8 @@ class Picture(NamedTuple):
     requests: Sequence[dict[str, Any]]
 
 
-def render(picture: Picture, width: int, height: int) -> RenderableType:
-    """All of it, on ``width`` columns and ``height`` lines."""
+def render(picture: Picture, width: int, height: int, coloured: bool = True) -> RenderableType:
+    """All of it, on ``width`` columns and ``height`` lines. Not ``coloured``: what colours tell, letters do."""
     workers = picture.state["workers"]
     room = max(3, height - NUM_FIXED - len(workers) - len(picture.state["tenants"][:5]) - 3 * bool(picture.state["steering"]))
     parts = [_head(picture), _numbers(picture), _workers(workers, width)]
@@ -38,7 +41,7 @@ def render(picture: Picture, width: int, height: int) -> RenderableType:
     parts.append(_latencies(picture.points, width))
     if picture.state["tenants"]:
         parts.append(_tenants(picture.state["tenants"][:5]))
-    parts += [_requests(picture.requests[-room:][::-1], width), Text("q quits", style="dim")]
+    parts += [_requests(picture.requests[-room:][::-1], width, coloured), Text("q quits", style="dim")]
     return Group(*parts)
 
 
@@ -82,7 +85,7 @@ def _workers(workers: Sequence[dict[str, Any]], width: int) -> RenderableType:
         table.add_row(
             Text(worker["id"]),
             Text(worker["role"], style=colour),
-            _bar([(colour, used), ("magenta", leased), ("bright_black", cached)], max(1, total), bar),
+            _bar([((colour, USED), used), (LEASED, leased), (CACHED, cached)], max(1, total), bar),
             f"{used / max(1, total):.0%}",
             f"{cached / max(1, total):.0%}",
             f"{worker['running']:,}",
@@ -128,15 +131,17 @@ def _tenants(rows: Sequence[dict[str, Any]]) -> RenderableType:
     return Group(table, Text())
 
 
-def _requests(requests: Sequence[dict[str, Any]], width: int) -> RenderableType:
+def _requests(requests: Sequence[dict[str, Any]], width: int, coloured: bool) -> RenderableType:
     if not requests:
         return Text("No request has ended yet.", style="dim")
-    legend = Text.from_markup("  ".join(f"[{colour}]■[/] [dim]{stage}[/]" for stage, colour in STAGES.items()))
+    cells = {stage: "█" if coloured else letter for stage, letter in WITHOUT_COLOUR.items()}
+    signs = {stage: "■" if coloured else letter for stage, letter in WITHOUT_COLOUR.items()}
+    legend = Text.from_markup("  ".join(f"[{colour}]{signs[stage]}[/] [dim]{stage}[/]" for stage, colour in STAGES.items()))
     table = _table("request", "status", "by stage", "total", "in", "out")
     table.columns[1].justify = table.columns[2].justify = "left"
     longest, room = max(request["total_s"] for request in requests), max(20, width - 60)
     for request in requests:
-        parts = [(STAGES[stage], end - begin) for stage, begin, end in request["spans"]]
+        parts = [((STAGES[stage], cells[stage]), end - begin) for stage, begin, end in request["spans"]]
         table.add_row(
             Text(request["id"].rpartition("-")[2][-8:], style="dim"),
             Text(request["status"], style="green" if request["status"] == "200" else "red"),
@@ -157,13 +162,13 @@ def _table(*headers: str) -> Table:
     return table
 
 
-def _bar(parts: Sequence[tuple[str, float]], whole: float, width: int, rest: str = "─") -> Text:
-    """Parts of a whole as coloured cells; rounded so that their ends lie where they belong."""
+def _bar(parts: Sequence[tuple[tuple[str, str], float]], whole: float, width: int, rest: str = "─") -> Text:
+    """Parts of a whole, each with its colour and cell; rounded so that their ends lie where they belong."""
     text, done, drawn = Text(), 0.0, 0
-    for colour, amount in parts:
+    for (colour, cell), amount in parts:
         done += amount
         upto = min(width, round(width * done / whole))
-        text.append("█" * (upto - drawn), style=colour)
+        text.append(cell * (upto - drawn), style=colour)
         drawn = upto
     return text.append(rest * (width - drawn), style="bright_black")
 

@@ -15,7 +15,7 @@ from ..coordinator.settings import CoordinatorSettings
 from ..decode.settings import DecodeSettings
 from ..engine.settings import WorkerSettings
 from ..prefill.settings import PrefillSettings
-from .checks import port_problem, read_key, require_model, require_port, require_runner
+from .checks import port_problem, read_key, require_device, require_model, require_port, require_runner
 from .config import ConfigError, Layer, Sources, Value, build
 from .flexible_settings import FlexibleSettings
 from .options import options
@@ -89,8 +89,12 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     if coordinator.control_address.endswith(":0"):
         control = f"tcp://127.0.0.1:{free_ports('127.0.0.1', coordinator.processes)}"
         coordinator = coordinator.model_copy(update={"control_address": control})
-    computes = any(_worker(role, "", coordinator, flags, sources).runner == "model" for role in (PrefillSettings, DecodeSettings))
+    roles = [_worker(role, "", coordinator, flags, sources) for role in (PrefillSettings, DecodeSettings)]
+    computes = any(of_role.runner == "model" for of_role in roles)
     require_model(coordinator.model, weights=computes)
+    for of_role in roles:
+        if of_role.runner == "model":
+            require_device(of_role.device)
     require_port(coordinator.listen_host, coordinator.port)
     run_dir = _run_dir(up.run_dir)
     if "key_file" in derived:
@@ -131,7 +135,9 @@ def _of_both_roles(
         prefix, _, name = flag.partition("_")
         if prefix in ("prefill", "decode") and name:
             if name in WorkerSettings.model_fields or flag == "prefill_max_num_seqs":
-                raise ConfigError(f"--{flag.replace('_', '-')}: workers that are of both roles, or can be, have one {name} for both")
+                raise ConfigError(
+                    f"--{flag.replace('_', '-')}: workers that are of both roles, or can be, have one --{name.replace('_', '-')} for both"
+                )
             told[name] = value
     workers = [_worker(FlexibleSettings, f"{called}-{first + index}", coordinator, told, sources) for index in range(count)]
     return [worker.model_copy(update={"start_as": start_as}) for worker in workers]

@@ -40,7 +40,7 @@ class UsageSettings(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.usage_url is None and self.tenants_file is None:
-            raise ValueError("give usage_url or tenants_file")
+            raise ValueError("give --usage-url or --tenants-file")
         return self
 
 

@@ -125,11 +125,11 @@ class WorkerSettings(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.key_file is None) == (not self.insecure):
-            raise ValueError("give either key_file (make one with `splitserve keygen FILE`) or insecure, which uses no key")
+            raise ValueError("give either --key-file (make one with `splitserve keygen FILE`) or --insecure, which uses no key")
         if self.mover in ("nccl", "nixl") and not (self.plaintext_kv or self.insecure):
             raise ValueError(
-                f"the mover {self.mover} sends KV blocks in the clear: set plaintext_kv in a network that you trust, or choose zmq"
+                f"the mover {self.mover} sends KV blocks in the clear: set --plaintext-kv in a network that you trust, or choose zmq"
             )
         if self.num_blocks is not None and self.kv_cache_gib is not None:
-            raise ValueError("num_blocks and kv_cache_gib both size the KV cache: give one")
+            raise ValueError("--num-blocks and --kv-cache-gib both size the KV cache: give one")
         return self

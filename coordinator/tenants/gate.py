@@ -1,7 +1,7 @@
 """Who may reach which page: stands before everything that comes as ASGI. (Requests for tokens are let in by ``generate.py``.)
 
 /v1/..., /tokenize, /detokenize      whoever has an API key, where keys are configured; the account is in ``scope["account"]``
-/health, /ready, /openapi.json       everyone
+/health, /ping, /version, /ready, /openapi.json       everyone
 /, /dashboard/...                    everyone: files that say nothing of anybody; not the feed
 all other pages                      operators': where keys are configured, this host, or whoever has the admin key
 """
@@ -19,7 +19,7 @@ from ..errors import ApiError
 from .directory import Directory, Everyone
 from .limits import ANONYMOUS
 
-OPEN = {"/health", "/ready", "/openapi.json"}
+OPEN = {"/health", "/ping", "/version", "/ready", "/openapi.json"}
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 CLIENTS = {"/tokenize", "/detokenize"}
 

@@ -12,6 +12,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from support.http_fakes import FakeDispatcher
 
+from splitserve import __version__
 from splitserve.coordinator import metrics
 from splitserve.coordinator.histogram import BATCH, BatchedHistogram
 from splitserve.coordinator.served_model import ServedModel
@@ -43,6 +44,14 @@ async def test_health_and_readiness(http: httpx.AsyncClient, dispatcher: FakeDis
     assert response.status_code == 503
     assert "prefill, handoff and decode" in response.json()["error"]["message"]
     assert (await http.get("/health")).status_code == 200
+
+
+async def test_what_clients_of_vllm_ask_for(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/v1/models/")).json() == (await http.get("/v1/models")).json()
+    assert (await http.get("/version")).json() == {"version": __version__}
+    for method in ("GET", "POST"):
+        answer = await http.request(method, "/ping")
+        assert (answer.status_code, answer.content) == (200, b"")
 
 
 async def test_debug_state(http: httpx.AsyncClient) -> None:

@@ -64,7 +64,9 @@ async def test_no_grammar_where_none_is_asked_for(http: httpx.AsyncClient, dispa
         ({"guided_json": {"$ref": "#"}}, "no text satisfies it"),
         ({"guided_json": "{"}, "not valid JSON"),
         ({"guided_json": False}, "allows nothing"),
-        ({"guided_regex": "(a"}, "unclosed group"),
+        ({"guided_regex": "(a"}, "guided_regex: the regular expression cannot be read: unclosed group"),
+        ({"guided_regex": "\\bx"}, "guided_regex: the regular expression cannot be followed: lookarounds not supported yet"),
+        ({"guided_json": {"type": "string", "pattern": "(a["}}, "guided_json: the regular expression cannot be read: unclosed char"),
         ({"guided_grammar": "start: nothing"}, "nothing"),
         ({"guided_json": {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(10)]} for i in range(12)]}}, "too large"),
         ({"guided_regex": "a" * 100_001}, "longer than"),
@@ -79,4 +81,5 @@ async def test_what_is_no_grammar_is_a_400_with_the_reason(
         error = response.json()["error"]
         assert error["param"] == next(iter(fields))
         assert reason in error["message"]
+        assert "start:" not in error["message"] or "guided_grammar" in fields, "the grammar that was made of it is nobody's"
     assert not dispatcher.requests

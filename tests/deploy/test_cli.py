@@ -64,6 +64,8 @@ def test_every_command_has_help(command: str) -> None:
         (["prefill", "--max-batch-token", "1"], "--max-batch-tokens"),
         (["up", "--decode-max-num-seq", "1"], "--decode-max-num-seqs"),
         (["coordinater"], "coordinator"),
+        (["nothing-like-it"], "Commands are: up, coordinator, prefill,"),
+        (["keys", "nothing-like-it"], "Commands are: create, list, rotate,"),
     ],
 )
 def test_a_misspelt_option_or_command_names_the_nearest(arguments: list[str], near: str) -> None:

@@ -94,7 +94,7 @@ def test_the_picture(width: int) -> None:
     console.file.close()
     text = console.export_text()
     assert "splitserve tiny  ready  up 0 min 8 s" in text
-    assert re.search(r"decode-\[b\]0 +decode +█+─+ +30% +20% +2 +0", text)
+    assert re.search(r"decode-\[b\]0 +decode +█+▓*▒+─+ +30% +20% +2 +0", text)
     assert width < 100 or "GPU 83% 512 W" in text
     assert "pool controller (advise)  load 125% prefill, 50% decode  7P:1D is" in text
     assert "1 min 4 s ago: worker-3 to prefill: prompts wait" in text
@@ -102,6 +102,16 @@ def test_the_picture(width: int) -> None:
     assert re.search(r"acme +1 +1,234 +1,000 +56", text)
     assert re.search(r"abc1 +200 +█+ +6.00 s +1,234 +56", text)
     assert max(len(line) for line in text.splitlines()) <= width
+
+
+def test_without_colours_each_part_is_told_by_its_letter() -> None:
+    console = Console(width=160, height=40, file=open(os.devnull, "w"), record=True, no_color=True)  # noqa: SIM115
+    console.print(render(picture(), 160, 40, coloured=False))
+    console.file.close()
+    text = console.export_text()
+    assert "a parse  q queue  p prefill  h handoff  d decode  s stream" in text
+    assert re.search(r"abc1 +200 +a+q+p+h+d+s+ +6.00 s", text)
+    assert re.search(r"decode-\[b\]0 +decode +█+▓*▒+─+ ", text), "used, promised and cached blocks are told apart too"
 
 
 def test_q_leaves_the_terminal_as_it_was(coordinator: str, tmp_path: object) -> None:

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.decode.settings import DecodeSettings
+from splitserve.deploy import up
 from splitserve.deploy.cli import cli
 from splitserve.deploy.config import ConfigError, Sources, Value
 from splitserve.deploy.flexible_settings import FlexibleSettings
@@ -45,7 +47,8 @@ def test_all_processes_share_model_key_and_address(model: Path, tmp_path: Path) 
     assert (made.run_dir / "cluster.key").stat().st_mode & 0o777 == 0o600
 
 
-def test_an_option_of_one_role_beats_that_of_all_workers(model: Path, tmp_path: Path) -> None:
+def test_an_option_of_one_role_beats_that_of_all_workers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "require_device", lambda _: None)
     env = {"SPLITSERVE_PREFILL_MAX_NUM_SEQS": "7", "SPLITSERVE_THREADS": "3"}
     made = planned(model, tmp_path, env, device="cpu", decode_device="cuda:1", num_blocks="50", decode_num_blocks="60")
     prefill, decode = made.workers
@@ -95,6 +98,15 @@ def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_pat
     with pytest.raises(ConfigError, match=r"no model\.safetensors"):
         planned(model, tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(model: Path, tmp_path: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--device {device}: torch finds no GPU on this machine"):
+        planned(model, tmp_path, prefill_device=device)
+    assert not (tmp_path / "run").exists()
+    assert planned(model, tmp_path, prefill_device=device, runner="paced:llama-125m-cpu").workers
 
 
 def test_a_run_directory_that_cannot_be_made_is_said_so(model: Path, tmp_path: Path) -> None:
