@@ -21,10 +21,10 @@ from .flight import Action, End, Push, PushPromptLogprobs, Send
 from .flips import FlipRecord
 from .lifecycle import Lifecycle
 from .membership import DRAINED
-from .pools import Worker, WorkerId
 from .process_watch import ProcessWatch
 from .request import Ended, GenerationRequest, Sink
 from .system_snapshot import SystemSnapshot, WorkerSnapshot
+from .worker import Worker, WorkerId
 
 TICK_S = 0.05
 TICK_LIMIT = 10_000  # messages

@@ -9,8 +9,9 @@ from __future__ import annotations
 from ..transport.messages import Cancel, Move, u32
 from .flight import Action, Flight, Send
 from .flight_table import FlightTable
-from .pools import Pools, Worker
-from .routing import Need, Policy, choose_decode
+from .pools import Pools
+from .routing import Policy, choose_decode
+from .worker import Worker
 
 AT_ONCE = 4
 """Sequences on their way from one worker."""
@@ -92,7 +93,7 @@ class Evacuation:
 
     def _choose(self, flight: Flight, worker: Worker) -> Worker | None:
         others = [w for w in self._pools.open_of_role("decode") if w.kind == worker.kind]
-        able = [w for w in others if w.has_room_for(flight.num_tokens)]
+        able = [w for w in others if w.room >= flight.num_tokens]
         if not able:
             return None
-        return choose_decode(self._policy, able, Need(flight.num_tokens, flight.hashes(worker), flight.request.session, flight.dispatch))
+        return choose_decode(self._policy, able, flight.need(worker, flight.dispatch))

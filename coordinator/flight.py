@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple
 
 from ..transport.block_hash import chain, root_hash
 from ..transport.messages import FinishReason, Message, ModelIdentity, RequestSpec, TokenLogprobs, u32
-from .pools import Worker, WorkerId
 from .recovery import Recovery
 from .request import Ended, GenerationRequest
+from .routing import Need
 from .time_ledger import TimeLedger
+from .worker import Worker, WorkerId
 
 Stage = Literal["queue", "prefill", "handoff", "decode"]
 
@@ -118,6 +119,12 @@ class Flight:
             hashes = chain(root_hash(model.fingerprint, self.request.salt), self.column(), model.block_size)
             self.named = (model.fingerprint, self.num_tokens, hashes)
         return self.named[2]
+
+    def need(self, worker: Worker, turn: int) -> Need:
+        """What is to be placed, among workers of this one's kind."""
+        model = worker.hello.model
+        first = chain(root_hash(model.fingerprint, self.request.salt), self.column()[: 4 * model.block_size], model.block_size)
+        return Need(self.num_tokens, first[0] if first else None, lambda: self.hashes(worker), self.request.session, turn)
 
     def column(self) -> bytes:
         """Prompt and the tokens the client has, as uint32."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from .flight import Flight, Move
-from .pools import Worker
+from .worker import Worker
 
 
 class FlightTable:
@@ -19,7 +19,6 @@ class FlightTable:
         self.flights: dict[str, Flight] = {}
         self.by_dispatch: dict[int, Flight] = {}
         self.next_dispatch = 1
-        self.eased: set[Worker] = set()  # prefill workers that have less ahead of them than when the waiting line was last served
 
     def request_ids(self, dispatches: Iterable[int]) -> list[str]:
         """The requests behind these dispatches, for people."""
@@ -39,10 +38,8 @@ class FlightTable:
         flight.num_tokens_before = len(flight.tokens)
         num_tokens = flight.num_tokens
         flight.pending_blocks = decode.blocks_for(num_tokens)
-        prefill.promise(flight.dispatch, num_tokens)
-        decode.pending_blocks += flight.pending_blocks
-        prefill.dispatches.add(flight.dispatch)
-        decode.dispatches.add(flight.dispatch)
+        prefill.promise_prompt(flight.dispatch, num_tokens)
+        decode.promise_sequence(flight.dispatch, flight.pending_blocks)
 
     def unassign(self, flight: Flight) -> None:
         """The attempt is over."""
@@ -51,7 +48,7 @@ class FlightTable:
         self.unpromise_blocks(flight)
         for worker in (flight.prefill, flight.decode):
             if worker is not None:
-                worker.dispatches.discard(flight.dispatch)
+                worker.let_go(flight.dispatch)
         self.by_dispatch.pop(flight.dispatch, None)
         flight.prefill = flight.decode = None
         flight.dispatch = -1
@@ -59,29 +56,27 @@ class FlightTable:
     def unpromise_tokens(self, flight: Flight) -> None:
         """The prompt is computed."""
         if flight.prefill is not None:
-            flight.prefill.unpromise(flight.dispatch)
-            self.eased.add(flight.prefill)
+            flight.prefill.unpromise_prompt(flight.dispatch)
 
     def unpromise_blocks(self, flight: Flight) -> None:
         """The decode worker's own report counts the sequence's blocks from now on."""
         if flight.decode is not None:
-            flight.decode.pending_blocks -= flight.pending_blocks
+            flight.decode.unpromise_blocks(flight.pending_blocks)
         flight.pending_blocks = 0
 
     def begin_move(self, flight: Flight, target: Worker, now: float) -> Move:
         """The running sequence is to go on at ``target``; until it does, both dispatches count."""
         flight.epoch += 1
         move = flight.move = Move(self._number(flight), target, target.blocks_for(flight.num_tokens), now)
-        target.pending_blocks += move.pending_blocks
-        target.dispatches.add(move.dispatch)
+        target.promise_sequence(move.dispatch, move.pending_blocks)
         return move
 
     def end_move(self, flight: Flight) -> Move | None:
         """It stays where it is, or the whole attempt is over. Returns the move that was under way."""
         move, flight.move = flight.move, None
         if move is not None:
-            move.target.pending_blocks -= move.pending_blocks
-            move.target.dispatches.discard(move.dispatch)
+            move.target.unpromise_blocks(move.pending_blocks)
+            move.target.let_go(move.dispatch)
             del self.by_dispatch[move.dispatch]
         return move
 
@@ -93,7 +88,7 @@ class FlightTable:
         flight.dispatch, flight.decode = move.dispatch, move.target
         flight.route = (flight.route[0], move.target.hello.worker_id)
         self.by_dispatch[move.dispatch] = flight
-        move.target.dispatches.add(move.dispatch)
+        move.target.promise_sequence(move.dispatch, 0)
 
     def _number(self, flight: Flight) -> int:
         dispatch, self.next_dispatch = self.next_dispatch, self.next_dispatch + 1

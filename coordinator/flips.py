@@ -11,7 +11,7 @@ from typing import Any
 
 from ..transport.messages import Flip, Role
 from .lifecycle_state import LifecycleState
-from .pools import Worker
+from .worker import Worker
 
 
 @dataclass(slots=True)
@@ -52,8 +52,9 @@ class Flips:
         if reason := self._obstacle(worker, role):
             return reason
         process = worker.hello.process
-        worker.draining, worker.drain = True, Flip(coordinator=self._state.incarnation, role=role, timeout_s=timeout_s)
-        self._state.send(worker, worker.drain)
+        told = Flip(coordinator=self._state.incarnation, role=role, timeout_s=timeout_s)
+        self._state.pools.close(worker, told)
+        self._state.send(worker, told)
         record = self.under_way[process] = FlipRecord(process, role, now)
         self.latest.append(record)
         self.count += 1

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from ..transport.messages import Load
-from .pools import Worker, WorkerId
+from .open_workers import OpenWorkers
+from .worker import Worker, WorkerId
 
 MIN_REPORTS, MAX_REPORTS = 3, 15  # with full steps in them
 HALF_LIFE_TOKENS = 50_000.0  # of what is known of the prefix cache
@@ -34,30 +35,41 @@ class Forecast:
 
     def __init__(self) -> None:
         self._measured: dict[WorkerId, _Measured] = {}
+        self._num_known = 0  # of these, whose speed is
+        self._num_changes = 0
+        self._answer: tuple[tuple[int, int], float | None, float] | None = None  # after which changes: tokens_per_s, and share_to_compute
 
     def hear(self, worker: Worker, load: Load) -> None:
         """A prefill worker's report."""
-        names = ("full_step_tokens", "full_step_seconds", "prompt_tokens", "cached_tokens")
-        now = (*(load.counters.get(name, 0.0) for name in names),)
+        said = load.counters.get
+        now = (said("full_step_tokens", 0.0), said("full_step_seconds", 0.0), said("prompt_tokens", 0.0), said("cached_tokens", 0.0))
         known = self._measured.setdefault(worker.id, _Measured())
+        if now == known.counters:
+            return
         tokens, seconds, prompt, cached = (max(0.0, new - old) for new, old in zip(now, known.counters, strict=True))
         known.counters = now
+        self._num_changes += 1
         if tokens and seconds:
             known.rates.append(tokens / seconds)
-            known.rate = median(known.rates) if len(known.rates) >= MIN_REPORTS else None
+            if len(known.rates) >= MIN_REPORTS:
+                self._num_known += known.rate is None
+                known.rate = median(known.rates)
         keep = 0.5 ** (prompt / HALF_LIFE_TOKENS)
         known.prompt_tokens, known.cached_tokens = known.prompt_tokens * keep + prompt, known.cached_tokens * keep + cached
 
     def forget(self, worker: Worker) -> None:
         """It is gone."""
-        self._measured.pop(worker.id, None)
+        gone = self._measured.pop(worker.id, None)
+        if gone is not None:
+            self._num_changes += 1
+            self._num_known -= gone.rate is not None
 
     @property
     def known(self) -> bool:
         """Whether any worker's speed is."""
-        return any(measured.rate is not None for measured in self._measured.values())
+        return self._num_known > 0
 
-    def tokens_per_s(self, workers: list[Worker]) -> float | None:
+    def tokens_per_s(self, workers: OpenWorkers[Worker]) -> float | None:
         """Of all these prefill workers; one that was not measured counts as the mean of the others. None: none was."""
         measured = [m.rate for w in workers if (m := self._measured.get(w.id)) is not None]
         rates = [rate for rate in measured if rate is not None]
@@ -69,7 +81,10 @@ class Forecast:
         cached = sum(measured.cached_tokens for measured in self._measured.values())
         return 1.0 - cached / prompt if prompt else 1.0
 
-    def seconds(self, workers: list[Worker], tokens_ahead: float, num_tokens: int) -> float | None:
+    def seconds(self, workers: OpenWorkers[Worker], tokens_ahead: float, num_tokens: int) -> float | None:
         """Until the first token of a prompt of ``num_tokens`` that has so many tokens ahead of it; None: not known."""
-        rate = self.tokens_per_s(workers)
-        return None if rate is None else (tokens_ahead + num_tokens) * self.share_to_compute() / rate
+        changes = (self._num_changes, workers.num_changes)
+        if self._answer is None or self._answer[0] != changes:
+            self._answer = changes, self.tokens_per_s(workers), self.share_to_compute()
+        _, rate, share = self._answer
+        return None if rate is None else (tokens_ahead + num_tokens) * share / rate

@@ -31,11 +31,12 @@ from .lifecycle_limits import shortest_timeout
 from .lifecycle_state import LifecycleState
 from .membership import Membership
 from .placement import Placement
-from .pools import Pools, Worker, WorkerId
+from .pools import Pools
 from .progress import Progress
 from .recovery import Recovery
 from .request import Ended, GenerationRequest
 from .routing import Policy
+from .worker import Worker, WorkerId
 
 CHARGE_EVERY_S = 0.25
 
@@ -167,8 +168,7 @@ class Lifecycle:
         flight = Flight(request, now, owes_prompt_logprobs=request.prompt_logprobs is not None)
         self._state.table.flights[request.request_id] = flight
         self._look_at = min(self._look_at, self._worth_a_look(flight))
-        if not self._placement.serve_at_once(flight, now):
-            self._placement.join_line(flight, now)
+        self._placement.take_in(flight, now)
         return self._state.take()
 
     def _refused(self, request: GenerationRequest, now: float) -> Ended | None:
@@ -187,7 +187,7 @@ class Lifecycle:
         if not self._state.forecast.known:
             return None
         prefills = self.pools.open_of_role("prefill")
-        ahead: float = sum(worker.pending_tokens for worker in prefills)
+        ahead = prefills.sum_of_ranks  # tokens on the workers
         if not (self.num_queued or ahead):
             return None
         ahead += self._state.line.tokens_ahead(request.priority_class, request.tenant)

@@ -10,9 +10,10 @@ from .flight import Action, Send
 from .flight_table import FlightTable
 from .forecast import Forecast
 from .lifecycle_limits import LifecycleLimits
-from .pools import Pools, Worker
+from .pools import Pools
 from .suspicion import Suspicion
 from .waiting_line import WaitingLine
+from .worker import Worker
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class LifecycleState:
 
     def __post_init__(self) -> None:
         limits = self.limits
-        self.pools = Pools(limits.dead_after_s, limits.progress_timeout_s, limits.unreachable_s)
+        self.pools = Pools(limits.dead_after_s, limits.progress_timeout_s, limits.unreachable_s, limits.queued_batches)
         self.line = WaitingLine(limits.starving_s)
         self.suspicion = Suspicion(self.table, limits)
 

@@ -8,8 +8,8 @@ from .evacuation import Evacuation
 from .flight import Send
 from .flips import Flips
 from .lifecycle_state import LifecycleState
-from .pools import Worker, WorkerId
 from .routing import Policy
+from .worker import Worker, WorkerId
 
 DRAINED = "drained"
 """Why a worker that left in good order is gone."""
@@ -69,8 +69,9 @@ class Membership:
         """This worker is to leave: it gets no new work from now on. None: no such worker is here."""
         worker = next((w for w in self._state.pools.workers.values() if w.hello.worker_id == worker_id), None)
         if worker is not None:
-            worker.draining, worker.drain = True, Drain(coordinator=self._state.incarnation, timeout_s=timeout_s)
-            self._state.send(worker, worker.drain)
+            order = Drain(coordinator=self._state.incarnation, timeout_s=timeout_s)
+            self._state.pools.close(worker, order)
+            self._state.send(worker, order)
         return worker
 
     def ended(self, worker: Worker, now: float) -> None:

@@ -5,11 +5,17 @@ A request waits until a prefill worker and a decode worker that fit together hav
 
 from __future__ import annotations
 
+from math import inf
+
 from ..transport.messages import Prefill
 from .flight import Flight, Send
 from .lifecycle_state import LifecycleState
-from .pools import Worker
-from .routing import Need, Policy, choose_decode, choose_pair, choose_prefill, fits
+from .open_workers import OpenWorkers
+from .routing import Policy, choose_decode, choose_pair, choose_prefill, that_fit
+from .worker import Worker
+
+Pair = tuple[Worker, Worker]
+"""Where a prompt is computed, and where its sequence runs."""
 
 
 class Placement:
@@ -17,100 +23,125 @@ class Placement:
 
     def __init__(self, state: LifecycleState, policy: Policy) -> None:
         self._state, self._policy = state, policy
-        self._failed: tuple[int, int] | None = None  # when the last pass over the line found nothing: who waited, and who was here
-        self._shortest = 0  # of the prompts that found no prefill worker in it
+        self._failed: tuple[int, int] | None = None
+        """Who waited and who was here after the last pass over the line, if one more just like it would place nobody. Until there is room
+        for one as short as those that found none:"""
+        self._shortest_prompt = self._shortest_sequence = inf  # ... at a prefill worker, or else at a decode worker
         self._unsure = False  # whether anything but that kept a request waiting
+
+    def take_in(self, flight: Flight, now: float) -> None:
+        """A new request is dispatched, or else waits."""
+        line = self._state.line
+        if len(line):
+            hopeless = flight.num_tokens >= min(self._shortest_prompt, self._shortest_sequence) and self._is_hopeless()
+            line.join(flight)
+            if hopeless:
+                self._remember_failure()
+            else:
+                self.serve_line(now)
+            return
+        self._begin_pass()
+        if self._place(flight, now):
+            line.pass_by(flight)
+        else:
+            line.join(flight)
+            if not self._unsure:
+                self._remember_failure()
 
     def serve_line(self, now: float) -> None:
         """Dispatches what finds room."""
-        state = self._state
-        if not len(state.line) or self._is_hopeless():
+        line = self._state.line
+        if not len(line) or self._is_hopeless() or not self._state.pools.open_of_role("decode").has_room(1):
             return
-        if any(not w.draining and w.has_room_for(1) for w in state.pools.of_role("decode")):
-            self._shortest, self._unsure = 1 << 62, state.line.anybody_returns or len(state.suspicion) > 0
-            before = state.line.num_changes
-            state.table.eased.clear()
-            state.line.serve(lambda flight: self._place(flight, now), now)
-            nothing = before == state.line.num_changes and not self._unsure
-            self._failed = (before, state.pools.num_changes) if nothing else None
+        self._begin_pass()
+        num_changes = line.num_changes
+        tried_all = line.serve(lambda flight: self._place(flight, now), now)
+        if not self._unsure and (tried_all or (num_changes == line.num_changes and self._lacks_only_prefills())):
+            self._remember_failure()
+
+    def _begin_pass(self) -> None:
+        self._failed = None
+        self._shortest_prompt = self._shortest_sequence = inf
+        self._unsure = self._state.line.anybody_returns or len(self._state.suspicion) > 0
+
+    def _remember_failure(self) -> None:
+        self._failed = (self._state.line.num_changes, self._state.pools.num_changes)
 
     def _is_hopeless(self) -> bool:
-        """Nothing has changed since the last pass that could help: it was for the lack of a prefill worker with room for the shortest."""
-        state = self._state
-        if self._failed != (state.line.num_changes, state.pools.num_changes):
-            return False
-        return not any(self._has_room_for_new(worker, self._shortest) for worker in state.table.eased)
+        """Nothing has changed since the last pass that could help."""
+        line, pools = self._state.line, self._state.pools
+        return (
+            self._failed == (line.num_changes, pools.num_changes)
+            and pools.open_of_role("prefill").most_room < self._shortest_prompt
+            and pools.open_of_role("decode").most_room < self._shortest_sequence
+        )
 
-    def join_line(self, flight: Flight, now: float) -> None:
-        """A new request waits, if it has to."""
-        state = self._state
-        hopeless = self._is_hopeless() and flight.num_tokens >= self._shortest
-        state.line.join(flight)
-        if hopeless:
-            self._failed = (state.line.num_changes, state.pools.num_changes)
-        else:
-            self.serve_line(now)
-
-    def serve_at_once(self, flight: Flight, now: float) -> bool:
-        """Dispatches a new request, if nobody waits before it and it finds room; otherwise it has to join the line."""
-        if len(self._state.line) or not self._place(flight, now):
-            return False
-        self._state.line.pass_by(flight)
-        return True
+    def _lacks_only_prefills(self) -> bool:
+        """No other coordinator and no worker that takes nothing had a part in it."""
+        strange = any(w.num_others or (not w.accepting and w.dispatches) for w in self._state.pools.open_of_role("prefill"))
+        return self._shortest_sequence == inf and not strange
 
     def _place(self, flight: Flight, now: float) -> bool:
-        num_tokens, pools = flight.num_tokens, self._state.pools
-        prefills = [w for w in pools.of_role("prefill") if not w.draining and self._prefill_has_room(w, flight, num_tokens)]
-        if not prefills:
-            self._shortest = min(self._shortest, num_tokens)
+        ordinary = self._state.pools.all_fit and not flight.num_attempts and not len(self._state.suspicion)
+        pair = self._best_pair(flight) if ordinary else self._fitting_pair(flight)
+        if pair is None:
             return False
-        self._unsure = True
-        decodes = [w for w in pools.of_role("decode") if not w.draining and w.has_room_for(num_tokens)]
-        if not decodes:
-            return False
-        if flight.avoid is not None:
-            decodes = [w for w in decodes if w is not flight.avoid and w.kind == flight.avoid.kind] or decodes
-        if len(self._state.suspicion):
-            prefills, decodes = self._state.suspicion.allowed(flight, prefills), self._state.suspicion.allowed(flight, decodes)
-        if prefills:
-            kinds = {w.kind for w in decodes}
-            prefills = [w for w in prefills if w.kind in kinds]
-        if pools.has_mixed:
-            prefills, decodes = _that_may_pair(prefills, decodes)
-        if not prefills or not decodes:
-            return False
-        prefill, decode = self._choose(flight, num_tokens, prefills, decodes)
-        if prefill is None or decode is None:
-            return False
-        self._dispatch(flight, prefill, decode, now)
+        self._dispatch(flight, *pair, now)
         return True
 
-    def _choose(
-        self, flight: Flight, num_tokens: int, prefills: list[Worker], decodes: list[Worker]
-    ) -> tuple[Worker | None, Worker | None]:
-        if len(prefills) == len(decodes) == 1:  # no choice: what is cached where does not matter
-            return prefills[0], decodes[0]
-        need = Need(num_tokens, flight.hashes(prefills[0]), flight.request.session, self._state.table.next_dispatch)
+    def _best_pair(self, flight: Flight) -> Pair | None:
+        """Where every prefill worker may go with every decode worker, for a request that has not been dispatched before."""
+        num_tokens, pools = flight.num_tokens, self._state.pools
+        prefills = self._candidates(pools.open_of_role("prefill"), num_tokens)
+        if not prefills:
+            self._shortest_prompt = min(self._shortest_prompt, num_tokens)
+            return None
+        decodes = self._candidates(pools.open_of_role("decode"), num_tokens)
+        if not decodes:
+            self._shortest_sequence = min(self._shortest_sequence, num_tokens)
+            return None
+        need = flight.need(prefills[0], self._state.table.next_dispatch)
+        if self._policy == "hybrid" and need.first is not None:
+            prefills = _with(prefills, pools.open_of_role("prefill").caching(need.first, num_tokens))
+            decodes = _with(decodes, pools.open_of_role("decode").caching(need.first, num_tokens))
+        return choose_prefill(self._policy, prefills, need), choose_decode(self._policy, decodes, need)
+
+    def _candidates(self, workers: OpenWorkers[Worker], num_tokens: int) -> list[Worker]:
+        """Of those with room: for the hybrid, whoever may be the best, if nobody caches anything."""
+        return workers.best(num_tokens) if self._policy == "hybrid" else workers.with_room(num_tokens)
+
+    def _fitting_pair(self, flight: Flight) -> Pair | None:
+        """In all other cases."""
+        num_tokens, state = flight.num_tokens, self._state
+        prefills = [w for w in state.pools.open_of_role("prefill") if self._prefill_has_room(w, flight, num_tokens)]
+        if not prefills:
+            self._shortest_prompt = min(self._shortest_prompt, num_tokens)
+            return None
+        decodes = state.pools.open_of_role("decode").with_room(num_tokens)
+        if flight.avoid is not None:
+            decodes = [w for w in decodes if w is not flight.avoid and w.kind == flight.avoid.kind] or decodes
+        if len(state.suspicion):
+            prefills, decodes = state.suspicion.allowed(flight, prefills), state.suspicion.allowed(flight, decodes)
+        prefills, decodes = that_fit(prefills, decodes)
+        if not prefills or not decodes:
+            self._unsure = True
+            return None
+        return self._choose(flight, prefills, decodes)
+
+    def _choose(self, flight: Flight, prefills: list[Worker], decodes: list[Worker]) -> Pair:
+        need = flight.need(prefills[0], self._state.table.next_dispatch)
         if self._state.pools.has_mixed:
             return choose_pair(self._policy, prefills, decodes, need)
         prefill = choose_prefill(self._policy, prefills, need)
-        return prefill, choose_decode(self._policy, [w for w in decodes if prefill and w.kind == prefill.kind], need)
+        return prefill, choose_decode(self._policy, [w for w in decodes if w.kind == prefill.kind], need)
 
     def _prefill_has_room(self, worker: Worker, flight: Flight, num_tokens: int) -> bool:
-        if worker.num_others:
-            self._unsure = True
+        if not flight.num_attempts:
+            return worker.room >= num_tokens
         if not worker.accepting and worker.dispatches:
-            self._unsure = True
             return False
-        if flight.num_attempts:  # it goes before those that are computed for the first time
-            ahead = self._state.limits.queued_batches * worker.max_batch_tokens
-            waiting = self._returning_tokens(worker)
-            return waiting == 0 or waiting + num_tokens <= ahead
-        return self._has_room_for_new(worker, num_tokens)
-
-    def _has_room_for_new(self, worker: Worker, num_tokens: int) -> bool:
-        ahead = self._state.limits.queued_batches * worker.max_batch_tokens
-        return worker.pending_tokens + num_tokens <= ahead or not worker.is_ahead_of(num_tokens, ahead)
+        waiting = self._returning_tokens(worker)  # it goes before those that are computed for the first time
+        return waiting == 0 or waiting + num_tokens <= worker.most_ahead
 
     def _returning_tokens(self, worker: Worker) -> int:
         """Of prompts dispatched to this prefill worker and not yet computed, those of requests that have come back."""
@@ -127,7 +158,5 @@ class Placement:
         self._state.actions.append(Send(prefill.id, Prefill(spec=flight.spec(self._state.incarnation, now), decode=decode.peer)))
 
 
-def _that_may_pair(prefills: list[Worker], decodes: list[Worker]) -> tuple[list[Worker], list[Worker]]:
-    """Those of either role that fit one of the other."""
-    paired = [p for p in prefills if any(fits(p, d) for d in decodes)]
-    return paired, [d for d in decodes if any(fits(p, d) for p in paired)]
+def _with(workers: list[Worker], more: list[Worker]) -> list[Worker]:
+    return list(dict.fromkeys([*workers, *more])) if more else workers

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..transport.host import host_identity
 from ..transport.messages import Hello
-from .pools import WorkerId
+from .worker import WorkerId
 
 
 class ProcessWatch:

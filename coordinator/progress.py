@@ -9,7 +9,7 @@ from .flight import Flight, Push, PushPromptLogprobs
 from .lifecycle_limits import own_deadline
 from .lifecycle_state import LifecycleState
 from .membership import Membership
-from .pools import Worker
+from .worker import Worker
 
 
 class Progress:

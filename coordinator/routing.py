@@ -21,28 +21,29 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
-from .pools import Worker
+from .worker import Worker
 
 Policy = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What is routed: how long it is, the hashes of its full blocks, its session (may be empty), how often anything was routed."""
+    """What is routed: how long it is; the hash of its first full block, without which nobody has any of it, and on demand of all of them;
+    its session (may be empty); how often anything was routed."""
 
     num_tokens: int
-    hashes: list[bytes]
+    first: bytes | None
+    hashes: Callable[[], list[bytes]]
     session: str
     turn: int
 
 
-def choose_prefill(policy: Policy, workers: Sequence[Worker], need: Need) -> Worker | None:
-    """The prefill worker for this prompt; None where there is none to choose from."""
-    if len(workers) < 2:
-        return next(iter(workers), None)
+def choose_prefill(policy: Policy, workers: Sequence[Worker], need: Need) -> Worker:
+    """The prefill worker for this prompt, of one or more."""
+    if len(workers) == 1:
+        return workers[0]
     if policy == "hybrid":
-        hashes, first = need.hashes, _first(need)
-        cached = [w.match_prefix(hashes) * w.block_size if first in w.cached else 0 for w in workers]
+        cached = [_num_cached(w, need) * w.block_size for w in workers]
         costs = [need.num_tokens - tokens + w.pending_tokens for tokens, w in zip(cached, workers, strict=True)]
         best = min(costs)
         near = [(cost, w) for cost, w in zip(costs, workers, strict=True) if cost - best < w.block_size]
@@ -52,31 +53,37 @@ def choose_prefill(policy: Policy, workers: Sequence[Worker], need: Need) -> Wor
     return _by_policy(policy, workers, need, lambda w: w.pending_tokens)
 
 
-def choose_decode(policy: Policy, workers: Sequence[Worker], need: Need) -> Worker | None:
-    """The decode worker for this sequence; None where there is none to choose from."""
-    if len(workers) < 2:
-        return next(iter(workers), None)
+def choose_decode(policy: Policy, workers: Sequence[Worker], need: Need) -> Worker:
+    """The decode worker for this sequence, of one or more."""
+    if len(workers) == 1:
+        return workers[0]
     if policy == "hybrid":
-        shares = _shares_left(workers, need)
+        shares = [_share_left(w, need) for w in workers]
         most = max(shares)
         return _in_turn([w for share, w in zip(shares, workers, strict=True) if share == most], need)
     return _by_policy(policy, workers, need, lambda w: len(w.dispatches) + w.num_others)
 
 
-def fits(prefill: Worker, decode: Worker) -> bool:
-    """Whether what this prefill worker computes may go to this decode worker: from a mixed one to itself alone."""
-    return prefill.kind == decode.kind and (not prefill.hello.mixed or _are_one(prefill, decode))
+def that_fit(prefills: list[Worker], decodes: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+    """Those of either role that fit one of the other: what a prefill worker computes may go to any decode worker of its kind, but from a
+    mixed one to itself alone."""
+    kinds, processes = {d.kind for d in decodes}, {(d.kind, d.hello.process) for d in decodes}
+    prefills = [p for p in prefills if ((p.kind, p.hello.process) in processes if p.hello.mixed else p.kind in kinds)]
+    kinds = {p.kind for p in prefills if not p.hello.mixed}
+    processes = {(p.kind, p.hello.process) for p in prefills if p.hello.mixed}
+    return prefills, [d for d in decodes if d.kind in kinds or (d.kind, d.hello.process) in processes]
 
 
-def choose_pair(policy: Policy, prefills: Sequence[Worker], decodes: Sequence[Worker], need: Need) -> tuple[Worker | None, Worker | None]:
+def choose_pair(policy: Policy, prefills: Sequence[Worker], decodes: Sequence[Worker], need: Need) -> tuple[Worker, Worker]:
     """Where some are mixed. Each of ``decodes`` fits one of ``prefills`` at least."""
     decode = choose_decode(policy, decodes, need)
-    if decode is None:
-        return None, None
     local = next((w for w in prefills if _are_one(w, decode)), None)
-    remote = choose_prefill(policy, [w for w in prefills if not w.hello.mixed and w.kind == decode.kind], need)
-    if local is None or remote is None:
-        return local or remote, decode
+    others = [w for w in prefills if not w.hello.mixed and w.kind == decode.kind]
+    if local is None:
+        return choose_prefill(policy, others, need), decode
+    if not others:
+        return local, decode
+    remote = choose_prefill(policy, others, need)
     return (local if _cost_there(local, decode, need) <= _cost(remote, need) else remote), decode
 
 
@@ -86,7 +93,7 @@ def _are_one(prefill: Worker, decode: Worker) -> bool:
 
 def _cost(prefill: Worker, need: Need) -> int:
     """Tokens that are computed until this prompt is."""
-    return prefill.pending_tokens + need.num_tokens - prefill.match_prefix(need.hashes) * prefill.block_size
+    return prefill.pending_tokens + need.num_tokens - _num_cached(prefill, need) * prefill.block_size
 
 
 def _cost_there(prefill: Worker, decode: Worker, need: Need) -> int:
@@ -100,37 +107,40 @@ def _by_policy(policy: Policy, workers: Sequence[Worker], need: Need, load: Call
         return sorted(workers, key=lambda w: w.id)[need.turn % len(workers)]
     if policy == "sticky" and need.session:
         return _sticky(workers, need)
+    turn = _turns(need)
     if policy == "prefix":
-        return min(workers, key=lambda w: (-w.match_prefix(need.hashes), load(w), _turn(w, need)))
-    return min(workers, key=lambda w: (load(w), _turn(w, need)))
+        return min(workers, key=lambda w: (-_num_cached(w, need), load(w), turn(w)))
+    return min(workers, key=lambda w: (load(w), turn(w)))
 
 
-def _first(need: Need) -> bytes | None:
-    """Who has not even this one has none of the prompt's blocks."""
-    return need.hashes[0] if need.hashes else None
+def _num_cached(worker: Worker, need: Need) -> int:
+    """How many of its leading blocks this worker has."""
+    return worker.match_prefix(need.hashes()) if need.first in worker.cached else 0
 
 
-def _shares_left(workers: Sequence[Worker], need: Need) -> list[float]:
-    """Room left on each, as the smaller share of rows and of blocks, once this sequence is there; and something for what it has cached."""
-    shares, hashes, first, num_tokens = [], need.hashes, _first(need), need.num_tokens
-    for worker in workers:
-        needed, cached = -(-num_tokens // worker.block_size), worker.match_prefix(hashes) if first in worker.cached else 0
-        rows = 1 - (len(worker.dispatches) + worker.num_others + 1) / worker.max_num_seqs
-        blocks = (worker.blocks_reported - worker.pending_blocks + cached - needed) / worker.num_blocks
-        share = rows if rows < blocks else blocks
-        shares.append(share + cached / max(1, needed) * 0.25 if cached else share)
-    return shares
+def _share_left(worker: Worker, need: Need) -> float:
+    """Room left there, as the smaller share of rows and of blocks, once this sequence is there; and something for what it has cached."""
+    needed, cached = worker.blocks_for(need.num_tokens), _num_cached(worker, need)
+    share = worker.share_left(needed - cached)
+    return share + cached / max(1, needed) * 0.25 if cached else share
 
 
 def _in_turn(workers: Sequence[Worker], need: Need) -> Worker:
     """Of equals, the one whose turn it is."""
-    return workers[0] if len(workers) == 1 else min(workers, key=lambda w: _turn(w, need))
+    return workers[0] if len(workers) == 1 else min(workers, key=_turns(need))
 
 
 def _sticky(workers: Sequence[Worker], need: Need) -> Worker:
     return max(workers, key=lambda w: blake2b(f"{need.session}\0{w.hello.worker_id}".encode(), digest_size=8).digest())
 
 
-def _turn(worker: Worker, need: Need) -> int:
+def _turns(need: Need) -> Callable[[Worker], bytes]:
     """A tie-break that rotates: the same worker is not always first."""
-    return int.from_bytes(blake2b(f"{need.turn}\0{worker.hello.worker_id}".encode(), digest_size=4).digest(), "little")
+    begun = blake2b(f"{need.turn}\0".encode(), digest_size=4)
+
+    def turn(worker: Worker) -> bytes:
+        digest = begun.copy()
+        digest.update(worker.name)
+        return digest.digest()[::-1]
+
+    return turn

@@ -10,7 +10,7 @@ from __future__ import annotations
 from .flight import Flight
 from .flight_table import FlightTable
 from .lifecycle_limits import LifecycleLimits
-from .pools import Worker
+from .worker import Worker
 
 PROGRESS_TOKENS = 16
 """An attempt that brought so many was worth it: what failed before counts no more."""

@@ -155,10 +155,10 @@ class WaitingLine:
                 ahead += min(float(other_class.num_tokens()), turns * other_class.weight)
         return ahead
 
-    def serve(self, place: Callable[[Flight], bool], now: float) -> None:
-        """Places from the head of the line whatever finds room."""
-        if self._serve_returning(place, now):
-            self._serve_new(place, now)
+    def serve(self, place: Callable[[Flight], bool], now: float) -> bool:
+        """Places from the head of the line whatever finds room. Whether any that is left and could have come next has been tried, or
+        another that is no longer than it."""
+        return self._serve_returning(place, now) and self._serve_new(place, now)
 
     def _serve_returning(self, place: Callable[[Flight], bool], now: float) -> bool:
         """Whether others may be served too."""
@@ -173,28 +173,29 @@ class WaitingLine:
                 return False
         return True
 
-    def _serve_new(self, place: Callable[[Flight], bool], now: float) -> None:
+    def _serve_new(self, place: Callable[[Flight], bool], now: float) -> bool:
         if len(self._entries) == 1 and not self._returning:  # mostly
             (flight,) = self._entries
             if place(flight):
                 self.charge(flight)
                 self.leave(flight)
-            return
+            return True
         turns = self._turns()
         too_long = inf  # where a prompt finds no room, no longer one does
-        for _ in range(4 * LOOK_AHEAD + len(self._entries)):
-            if turns.num_passed_over == 4 * LOOK_AHEAD or (entry := turns.next()) is None:
-                return
+        while turns.num_passed_over < 4 * LOOK_AHEAD:
+            if (entry := turns.next()) is None:
+                return True
             flight, num_tokens = entry[3:]
             if num_tokens < too_long and place(flight):
                 self.charge(flight)
                 self.leave(flight)
                 turns.served()
             elif now - flight.request.arrival > self._starving_s:
-                return
+                return turns.in_fixed_order
             else:
                 too_long = min(too_long, num_tokens)
                 turns.pass_over()
+        return False
 
     def _turns(self) -> _Turns | _OnlyTenant:
         waiting = [tenants for line in self._classes.values() if (tenants := line.tenants)]
@@ -214,6 +215,8 @@ def _service(flight: Flight) -> float:
 class _OnlyTenant:
     """``_Turns`` where but one tenant's requests wait: in their order."""
 
+    in_fixed_order = True
+
     def __init__(self, tenant: _Tenant) -> None:
         self._entries = tenant.entries
         self.num_passed_over = 0
@@ -230,7 +233,9 @@ class _OnlyTenant:
 
 
 class _Turns:
-    """Whose turn it is, while the line is served; who was passed over waits for another time."""
+    """Whose turn it is, while the line is served; who was passed over waits for another time. Shares change the order."""
+
+    in_fixed_order = False
 
     def __init__(self, classes: dict[PriorityClass, _Class], shares: Shares) -> None:
         self._classes, self._shares = classes, shares

@@ -10,8 +10,8 @@ from ...engine.latency_profile import Profile
 from ...transport.messages import Role
 from ..flips import FlipRecord
 from ..lifecycle import Lifecycle
-from ..pools import Worker
 from ..request import Ended, GenerationRequest
+from ..worker import Worker
 from .controller import Decision, Fleet, PoolController
 from .load_watch import LoadWatch
 from .options import SteeringOptions

@@ -157,17 +157,12 @@ def test_an_admin_call_is_repeated_until_the_worker_has_heard() -> None:
 
 
 def test_at_most_a_few_stand_still_at_once() -> None:
-    bench = Bench(dead_after_s=99.0)
-    bench.hello("d2", "decode")
-    d, d2 = (bench.core.pools.workers[(name, 1)] for name in ("d", "d2"))
-    for worker in (d, d2):
-        worker.max_num_seqs = 20
-    d2.draining = True
+    bench = Bench(dead_after_s=99.0, max_num_seqs=20)
     for i in range(1, 10):
         bench.submit(f"r{i}")
         bench.first(i)
         bench.joined(i)
-    d2.draining = False
+    bench.hello("d2", "decode")
     everything = list(range(1, 10))
     assert len(sent(bench.load("d", everything, draining=True), Move)) == 4
     assert len(sent(bench.load("d", everything, draining=True), Move)) == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from splitserve.coordinator.pools import Worker
-from splitserve.coordinator.routing import Need, choose_decode, choose_pair, choose_prefill, fits
+from splitserve.coordinator.routing import Need, choose_decode, choose_pair, choose_prefill, that_fit
+from splitserve.coordinator.worker import Worker
 from splitserve.transport.messages import Hello, ModelIdentity
 
 MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=16, layout="l", block_bytes=8)
@@ -32,25 +32,18 @@ def worker(name: str, role: Any = "prefill", mixed: bool = False, **state: Any) 
     )
     made = Worker(hello, 0.0)
     for dispatch, num_tokens in state.pop("pending", {}).items():
-        made.promise(dispatch, num_tokens)
+        made.promise_prompt(dispatch, num_tokens)
     for key, value in state.items():
         setattr(made, key, value)
     return made
 
 
 def need(turn: int = 0, session: str = "", num_tokens: int = 160) -> Need:
-    return Need(num_tokens, HASHES, session, turn)
+    return Need(num_tokens, HASHES[0], lambda: HASHES, session, turn)
 
 
 def chosen(policy: Any, workers: list[Worker], wanted: Need) -> str:
-    found = choose_prefill(policy, workers, wanted)
-    assert found is not None
-    return found.hello.worker_id
-
-
-def test_nobody_to_choose_from() -> None:
-    assert choose_prefill("hybrid", [], need()) is None
-    assert choose_decode("hybrid", [], need()) is None
+    return choose_prefill(policy, workers, wanted).hello.worker_id
 
 
 def test_round_robin_takes_turns() -> None:
@@ -83,7 +76,7 @@ def test_sticky_keeps_a_session_and_moves_only_those_of_a_lost_worker() -> None:
 def test_hybrid_weighs_waiting_work_against_cached_work() -> None:
     cached, idle = worker("a", cached=set(HASHES[:8])), worker("b")
     assert chosen("hybrid", [cached, idle], need()) == "a"
-    cached.promise(1, 500)
+    cached.promise_prompt(1, 500)
     assert chosen("hybrid", [cached, idle], need()) == "b"
 
 
@@ -109,10 +102,9 @@ def pair_of(name: str, **state: Any) -> tuple[Worker, Worker]:
 def test_a_mixed_worker_generates_for_what_it_computes() -> None:
     (prefill, decode), (other_prefill, other_decode) = pair_of("a"), pair_of("b")
     plain_prefill, plain_decode = worker("p"), worker("d", "decode")
-    assert fits(prefill, decode)
-    assert not fits(prefill, other_decode)
-    assert not fits(prefill, plain_decode)
-    assert fits(plain_prefill, decode)
+    assert that_fit([prefill], [other_decode, plain_decode]) == ([], [])
+    assert that_fit([prefill, other_prefill], [decode, plain_decode]) == ([prefill], [decode])
+    assert that_fit([plain_prefill], [decode]) == ([plain_prefill], [decode])
     busy = pair_of("c", dispatches={1, 2, 3})
     chosen_pair = choose_pair("hybrid", [prefill, other_prefill, busy[0]], [decode, busy[1]], need())
     assert chosen_pair == (prefill, decode), "where most room is, and both halves"
@@ -128,6 +120,6 @@ def test_a_prompt_is_computed_locally_where_that_costs_less() -> None:
     local.cached = set(HASHES[:9])  # of ten blocks: a follow-up turn
     assert choose_pair("hybrid", [remote, local], [decode], need()) == (local, decode)
     local.cached = set()
-    remote.promise(7, 2000)
+    remote.promise_prompt(7, 2000)
     assert choose_pair("hybrid", [remote, local], [decode], need(num_tokens=160)) == (local, decode), "a short one need not wait"
     assert choose_pair("hybrid", [remote, local], [decode], need(num_tokens=1600)) == (remote, decode)

@@ -22,8 +22,8 @@ class Sink:
 class Bench:
     """A lifecycle with one prefill and one decode worker, and a clock."""
 
-    def __init__(self, **limits: Any) -> None:
-        self.now = 0.0
+    def __init__(self, max_num_seqs: int = 4, **limits: Any) -> None:
+        self.now, self.max_num_seqs = 0.0, max_num_seqs
         self.core = Lifecycle(7, "hybrid", LifecycleLimits(**limits))
         self.hello("p", "prefill")
         self.hello("d", "decode")
@@ -39,7 +39,7 @@ class Bench:
             max_model_len=100,
             vocab_size=10,
             num_blocks=50,
-            max_num_seqs=4,
+            max_num_seqs=self.max_num_seqs,
             max_batch_tokens=16,
             peer_address="tcp://x:1",
             process=process,

@@ -205,7 +205,8 @@ def test_nobody_is_refused_by_a_forecast_that_nobody_can_make() -> None:
 
 def test_the_forecast_follows_the_workers_and_their_caches() -> None:
     bench, forecast = Bench(), Forecast()
-    (worker,) = bench.core.pools.of_role("prefill")
+    here = bench.core.pools.open_of_role("prefill")
+    (worker,) = here
 
     def hear(**counters: float) -> None:
         bench.load("p", [], counters=counters)
@@ -214,12 +215,16 @@ def test_the_forecast_follows_the_workers_and_their_caches() -> None:
 
     for n in (1, 2):
         hear(full_step_tokens=1000.0 * n, full_step_seconds=10.0 * n, prompt_tokens=100.0, cached_tokens=75.0)
-        assert forecast.tokens_per_s([worker]) is None, "too little is known"
+        assert forecast.tokens_per_s(here) is None, "too little is known"
     hear(full_step_tokens=2010.0, full_step_seconds=50.0, prompt_tokens=100.0, cached_tokens=75.0)  # a step hung
-    assert forecast.tokens_per_s([worker, worker]) == 200
-    assert forecast.seconds([worker], 300, 100) == pytest.approx(1.0)  # a quarter of 400 at 100 a second
+    assert forecast.seconds(here, 300, 100) == pytest.approx(1.0)  # a quarter of 400 at 100 a second
+    bench.hello("p2", "prefill")
+    assert forecast.tokens_per_s(here) == 200
+    assert forecast.seconds(here, 300, 100) == pytest.approx(0.5)
     for n in range(1, 16):
         hear(full_step_tokens=2010.0 + 20_000 * n, full_step_seconds=50.0 + 100 * n, prompt_tokens=100.0, cached_tokens=75.0)
-    assert forecast.tokens_per_s([worker]) == pytest.approx(200, rel=0.01)
+    assert forecast.tokens_per_s(here) == pytest.approx(400, rel=0.01)
+    assert forecast.known
     forecast.forget(worker)
-    assert forecast.tokens_per_s([worker]) is None
+    assert forecast.tokens_per_s(here) is None
+    assert not forecast.known
