@@ -30,7 +30,7 @@ class Foretold:
         """That the first step attends to; each one after it ``num_seqs`` more."""
         self.num_passed = 0
         self.num_steps = min(most, rows.steps_to_first_end())
-        self._blocks_to_come = len(rows.blocks_lacking(self.num_steps))
+        self._blocks_to_come = rows.num_blocks_lacking(self.num_steps)
         if self._blocks_to_come > blocks.num_available:
             self.num_steps, self._blocks_to_come = 1, 0
 
@@ -63,7 +63,7 @@ class Foretold:
 
     def _grow(self) -> None:
         """Blocks for what was written, and for what the running step writes."""
-        rows = self._rows.blocks_lacking(0 if self.is_over else 1).tolist()
+        rows = self._rows.rows_lacking_blocks(0 if self.is_over else 1)
         if rows:
             fresh = self._blocks.allocate(len(rows))
             assert fresh is not None, "there was room when the steps were foretold"

@@ -163,11 +163,20 @@ class DecodeRows:
         n = len(self.sequences)
         self._full_at[:n] = (self._positions[:n] // self._block_size + 1) * self._block_size
 
-    def blocks_lacking(self, num_steps: int) -> NDArray[np.intp]:
+    def rows_lacking_blocks(self, num_steps: int) -> list[int]:
         """The rows that need more blocks than they have in the next so many steps, once for each block."""
+        lacking = self._lacking(num_steps)
+        rows = (lacking > 0).nonzero()[0]  # mostly none
+        result: list[int] = rows.repeat(lacking[rows]).tolist() if len(rows) else []
+        return result
+
+    def num_blocks_lacking(self, num_steps: int) -> int:
+        """How many blocks all rows need in the next so many steps beside those that they have."""
+        return int(np.add.reduce(np.maximum(self._lacking(num_steps), 0)))
+
+    def _lacking(self, num_steps: int) -> NDArray[np.int32]:
         n = len(self.sequences)
-        lacking = (self._positions[:n] + (num_steps - 1)) // self._block_size + 1 - self._num_blocks[:n]
-        return np.arange(n).repeat(np.maximum(lacking, 0))
+        return (self._positions[:n] + (num_steps - 1)) // self._block_size + 1 - self._num_blocks[:n]
 
     def pass_by(self, num_steps: int) -> list[tuple[int, int, int]]:
         """So many steps have run. Returns (row, first, end) where blocks became full: [first, end) of the row's."""

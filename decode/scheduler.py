@@ -200,7 +200,7 @@ class DecodeScheduler:
         rows = self._rows
         if self._joining or rows.num_unforeseen or not rows.sequences:
             return None
-        lacking = rows.blocks_lacking(1).tolist()
+        lacking = rows.rows_lacking_blocks(1)
         if lacking:
             if (fresh := self.blocks.allocate(len(lacking))) is None:
                 return None

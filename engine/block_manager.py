@@ -11,7 +11,7 @@ Eviction takes the least recently used cached block that no other cached block c
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 
@@ -54,7 +54,7 @@ class BlockManager:
         self._hash: list[bytes | None] = [None] * num_blocks
         self._parent: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._num_children: dict[bytes, int] = {}
+        self._num_children: defaultdict[bytes, int] = defaultdict(int)  # those that have any
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
@@ -117,8 +117,8 @@ class BlockManager:
         self._hash[block], self._parent[block] = block_hash, parent
         self._block_of[block_hash] = block
         if parent is not None:
-            self._num_children[parent] = self._num_children.get(parent, 0) + 1
-        if self._removed.pop(block_hash, 0) == 0:
+            self._num_children[parent] += 1
+        if not self._removed or self._removed.pop(block_hash, 0) == 0:
             self._stored[block_hash] = None
 
     def release(self, blocks: Sequence[int]) -> None:

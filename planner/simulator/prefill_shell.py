@@ -79,14 +79,19 @@ class PrefillShell(WorkerShell):
             self.core.complete(step, output, self.queue.now)
 
     def hear_answer(self, me: PeerId, peer: PeerId, message: Message) -> None:
-        """A grant finds the layers that are final by now."""
-        if self._leaving is None or type(message) is not Grant:
+        """A grant finds the layers that are final by now, and changes nothing for the steps."""
+        if type(message) is not Grant:
             super().hear_answer(me, peer, message)
         elif self.alive and me == self.id:
-            leaving, num_layers = self._leaving, self._leaving.num_done(self.queue.now)
-            self.core.feed.layers_done(leaving.step, num_layers)
-            super().hear_answer(me, peer, message)
-            self._await_next_slice(leaving, num_layers)
+            self.device.rouse()
+            leaving, num_layers = self._leaving, 0
+            if leaving is not None:
+                num_layers = leaving.num_done(self.queue.now)
+                self.core.feed.layers_done(leaving.step, num_layers)
+            self.core.from_peer(peer, message, self.queue.now)
+            self.carry_out_all()
+            if leaving is not None:
+                self._await_next_slice(leaving, num_layers)
 
     def _await_next_slice(self, leaving: LeavingLayers, num_seen: int) -> None:
         """The next look at the running step's layers, after the one at ``num_seen``, is when some of them leave, as things are now."""
