@@ -58,7 +58,8 @@ def plan(settings: PlanSettings) -> int:
 
 def launch(path: Path, found: Plan, console: Console) -> None:
     """The recommended cluster's configuration: colocated workers are started as mixed ones."""
-    write_launch(path, found.winner.candidate)
+    words, bounds = found.question.hardware.words(found.winner.candidate), slo_words(found.question.level.bounds)
+    write_launch(path, found.winner.candidate, f"splitserve plan: {words}, for {found.winner.goodput:.2f} requests/s with {bounds}")
     console.print(f"wrote the configuration to {path}: splitserve up --config {path} --model ...", highlight=False)
 
 

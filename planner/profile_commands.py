@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..engine.latency_profile import Memory, Power, Profile, Residuals, StepModel
 from ..engine.settings import WorkerSettings
@@ -43,7 +44,11 @@ def profile(settings: ProfileSettings) -> int:
 
 def show(profile: Profile, console: Console) -> None:
     """What the profile says, in numbers that one can judge."""
-    table = Table("step", "time", "fit: mean error", "95%", "worst", "points", title=profile.name)
+    right = ("ms", "error", "95%", "worst", "points")
+    columns = [Column("step", no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in right)]
+    table = Table(
+        *columns, title=profile.name, box=box.SIMPLE, caption="* extrapolated; error: of the fit, on average", caption_justify="left"
+    )
     for label, model, sizes in (
         ("prefill, {} tokens", profile.prefill, (1, 128, 512, 2048)),
         ("decode, {} x 256 tokens", profile.decode, (1, 8, 32, 64)),
@@ -51,8 +56,9 @@ def show(profile: Profile, console: Console) -> None:
         for i, size in enumerate(sizes):
             reads = size * (size + 1) / 2 if model is profile.prefill else 256 * size
             seconds = model.seconds(size, reads, 1 if model is profile.prefill else size)
-            outside = " (extrapolated)" if model.outside(size, reads, 1) else ""
-            table.add_row(label.format(size), f"{1e3 * seconds:.2f} ms{outside}", *(_errors(model.residuals) if i == 0 else ()))
+            outside = " *" if model.outside(size, reads, 1) else ""
+            errors = _errors(model.residuals) if i == 0 else ("",) * 4
+            table.add_row(label.format(size) + outside, f"{1e3 * seconds:,.2f}", *errors)
     console.print(table)
     for name, handoff in (profile.movers or {"": profile.handoff}).items():
         rate, put, message = handoff.bytes_per_s / 1e9, 1e3 * handoff.put_s, 1e3 * handoff.message_s
@@ -64,7 +70,7 @@ def show(profile: Profile, console: Console) -> None:
 
 def _errors(residuals: Residuals | None) -> tuple[str, ...]:
     if residuals is None:
-        return ()
+        return ("",) * 4
     return f"{residuals.mean:.1%}", f"{residuals.p95:.1%}", f"{residuals.worst:.1%}", str(residuals.num_points)
 
 

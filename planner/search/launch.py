@@ -10,8 +10,9 @@ from ..errors import SimulationError
 from .candidates import Candidate
 
 
-def write_launch(path: Path, candidate: Candidate) -> None:
-    """Colocated workers are what ``splitserve up --mixed`` starts. Raises SimulationError."""
+def write_launch(path: Path, candidate: Candidate, said: str = "") -> None:
+    """Colocated workers are what ``splitserve up --mixed`` starts. ``said``: one line for whoever reads the file, such as which hardware
+    the workers are for. Raises SimulationError."""
     mover = {"mover": candidate.mover} if candidate.mover else {}
     of_role: dict[str, dict[str, str | int]] = {
         "prefill": {"max_batch_tokens": candidate.max_batch_tokens, **mover},
@@ -24,6 +25,6 @@ def write_launch(path: Path, candidate: Candidate) -> None:
         content["up"]["mixed"] = candidate.colocated
         content["worker"] = {**of_role["prefill"], **of_role["decode"]}
     try:
-        path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        path.write_text((f"# {said}\n" if said else "") + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise SimulationError(f"cannot write {path}: {error.strerror or error}") from None

@@ -263,12 +263,13 @@ class _Search:
     def _draw_from(self, plan: Plan, rate: float) -> None:
         """Attainment over the rate of the ratios around the best, and what clusters of other sizes would give at four fifths."""
         split, told = plan.split.candidate, {plan.winner.candidate, plan.split.candidate, plan.colocated.candidate}
-        near = [c for c in plan.sketches if c in told or (c.is_split and abs(c.prefill - split.prefill) <= 3)]
-        near += [c for c in told if c.num_workers and c not in plan.sketches]
+        near = {_shape(c): c for c in plan.sketches if c.is_split and abs(c.prefill - split.prefill) <= 3}
+        near |= {_shape(c): c for c in told if c.num_workers}
         rates = [rate * share for share in (0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)]
-        seen = iter(self._crew.ask(glance, [(c, r) for c in near for r in rates]))
-        plan.curves = {c: [next(seen) for _ in rates] for c in near}
-        sizes = [*_other_sizes(split), *_fewer_colocated(plan.colocated.candidate)]
+        seen = iter(self._crew.ask(glance, [(c, r) for c in near.values() for r in rates]))
+        plan.curves = {c: [next(seen) for _ in rates] for c in near.values()}
+        most = 1.0 if self._goal.objective == "goodput" else 2.0
+        sizes = [*_other_sizes(split, most), *_other_colocated(plan.colocated.candidate, most)]
         plan.sizes = dict(zip(sizes, self._crew.ask(glance, [(c, 0.8 * rate) for c in sizes]), strict=True))
 
 
@@ -303,15 +304,15 @@ def _middle_first(candidates: list[Candidate]) -> list[Candidate]:
     return candidates if len(candidates) <= 4 else [candidates[round(i * (len(candidates) - 1) / 4)] for i in range(5)]
 
 
-def _other_sizes(split: Candidate) -> Iterable[Candidate]:
-    """Clusters of half to all of the workers, in about this ratio."""
-    for total in range(max(2, split.num_workers // 2), split.num_workers + 1):
+def _other_sizes(split: Candidate, most: float) -> Iterable[Candidate]:
+    """Clusters of half to ``most`` times the workers, in about this ratio."""
+    for total in range(max(2, split.num_workers // 2), int(most * split.num_workers) + 1):
         middle = round(total * split.prefill / split.num_workers)
         for prefill in range(max(1, middle - 1), min(total - 1, middle + 1) + 1):
             yield replace(split, prefill=prefill, decode=total - prefill)
 
 
-def _fewer_colocated(colocated: Candidate) -> Iterable[Candidate]:
-    """Half to all of these workers."""
-    for total in range(max(1, colocated.num_workers // 2), colocated.num_workers + 1):
+def _other_colocated(colocated: Candidate, most: float) -> Iterable[Candidate]:
+    """Half to ``most`` times these workers."""
+    for total in range(max(1, colocated.num_workers // 2), int(most * colocated.num_workers) + 1):
         yield replace(colocated, colocated=total)

@@ -17,7 +17,10 @@ from .plan import Plan
 def draw_plan(path: Path, plan: Plan) -> None:
     """Lines are sketched, points are simulated. A PNG."""
     figure, ((ratios, attainment), (front, busy)) = plt.subplots(2, 2, figsize=(13, 9.5))
-    _goodput_over_ratio(ratios, plan)
+    if plan.goal.objective == "goodput":
+        _goodput_over_ratio(ratios, plan)
+    else:
+        _value_over_ratio(ratios, plan)
     _attainment_over_rate(attainment, plan)
     _cost_against_latency(front, plan)
     _utilisation(busy, plan)
@@ -45,6 +48,20 @@ def _goodput_over_ratio(axes: Axes, plan: Plan) -> None:
     axes.legend(fontsize=8)
 
 
+def _value_over_ratio(axes: Axes, plan: Plan) -> None:
+    """Of each cluster that serves the rate and could not be smaller, by the sketch: what it costs, or the energy of a request."""
+    split = plan.split.candidate
+    known = [c for c in plan.sketches if _same_kinds(c, split)]
+    axes.plot([_share(c) for c in known], [-plan.goal.value(plan.question, c, plan.goal.rate) for c in known], "o", label="sketched")
+    for one, colour in ((plan.split, "tab:blue"), (plan.colocated, "tab:orange")):
+        if one.goodput >= plan.goal.rate:
+            axes.axhline(-plan.value(one), color=colour, label=plan.question.hardware.words(one.candidate))
+    unit = "price an hour" if plan.goal.objective == "cost" else "Wh a request"
+    axes.set(xlabel="share of the workers that compute prompts", ylabel=unit, ylim=(0, None))
+    axes.set_title(f"{plan.goal.objective.capitalize()} over the ratio, at {plan.goal.rate:.2f} requests/s")
+    axes.legend(fontsize=8)
+
+
 def _attainment_over_rate(axes: Axes, plan: Plan) -> None:
     for candidate, seen in plan.curves.items():
         line = axes.plot([g.rate for g in seen], [g.attainment for g in seen], "-", label=plan.question.hardware.words(candidate))[0]
@@ -58,8 +75,8 @@ def _attainment_over_rate(axes: Axes, plan: Plan) -> None:
 
 
 def _cost_against_latency(axes: Axes, plan: Plan) -> None:
-    """Each cluster of half to all of the workers at four fifths of the best one's goodput; the line joins those that meet the bounds and
-    that none beats in both."""
+    """Each cluster of half to all of the workers (twice as many, for cost and energy) at four fifths of the best one's goodput; the line
+    joins those that meet the bounds and that none beats in both."""
     hardware = plan.question.hardware
     priced = all(hardware.price_per_hour(c) is not None for c in plan.sizes)
     costs = [hardware.price_per_hour(c) or 0.0 if priced else float(hardware.num_gpus(c)) for c in plan.sizes]

@@ -38,9 +38,11 @@ def _described(plan: Plan, one: Answer, turns: str) -> str:
 
 def compared(plan: Plan, one: Answer) -> str:
     """What another cluster would do, in the goal's units, and by how much that is more or less than the recommended one."""
-    if plan.value(one) in (0.0, float("-inf")):
+    if one.goodput <= 0:
         lowest = min((rate for rate, _ in one.tried), default=0.0)
         return f"not good enough at {lowest:.2f} requests/s, the lowest rate tried" if one.tried else "not tried"
+    if plan.goal.objective != "goodput" and one.goodput < plan.goal.rate:
+        return f"serves {one.goodput:.2f} requests/s only"
     ours, theirs = abs(plan.value(plan.winner)), abs(plan.value(one))
     at_most = "at most " if one.at_bound and plan.goal.objective == "goodput" else ""
     unit = {"goodput": "requests/s", "cost": "an hour", "energy": "Wh a request"}[plan.goal.objective]

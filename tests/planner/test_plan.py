@@ -91,6 +91,10 @@ def test_the_cheapest_cluster_for_a_rate_takes_each_kind_for_what_it_is_good_at(
     assert all(simulate(asked, c, 4.0, give_up=False).tallies.attainment < 0.9 for c in cheaper)
     assert found.energy_wh is not None
     assert found.energy_wh > 0
+    for neighbour in found.neighbours:
+        (line,) = (line for line in sentences(found) if line.startswith(f"Neighbour {neighbour.candidate.ratio}: "))
+        assert neighbour.goodput >= 4.0 or f"serves {neighbour.goodput:.2f} requests/s only" in line or "lowest rate tried" in line
+        assert "lowest rate tried" not in line or neighbour.goodput == 0
 
 
 def test_limits_of_price_and_power_hold(tmp_path: Path) -> None:
@@ -272,6 +276,7 @@ def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys
     assert said["tpot"] == "(last token - first token) / (tokens - 1)"
     assert (tmp_path / "p.png").stat().st_size > 10_000
     best = said["best"]
+    assert (tmp_path / "up.yaml").read_text().startswith(f"# splitserve plan: {said['recommended']}, for ")
     launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(tmp_path / "up.yaml", env={}))
     workers = [(w.worker_id.split("-")[0], w) for w in launched.workers]
     prefills, decodes = ([w for role, w in workers if role == wanted] for wanted in ("prefill", "decode"))

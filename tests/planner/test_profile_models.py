@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import random
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from splitserve.engine.batch import Batch, SamplingParams, SamplingState
 from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, ProfileError, StepClock, StepModel, shipped_names
 from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.fit import StepPoint, fit_steps
 from splitserve.planner.profile.published import import_published, splitwise_curves, vidur_handoff
+from splitserve.planner.profile_commands import show
 
 ROOT = Path(__file__).parents[2]
 MEMORY = Memory(block_size=16, num_blocks=100, block_bytes=4096, num_layers=4, max_model_len=512)
@@ -118,6 +121,15 @@ def test_a_change_of_role_takes_what_was_recorded_and_is_left_open_where_nothing
     known = {name: Profile.read(Path(name)).flip_s for name in shipped_names()}
     assert known.pop("llama-125m-cpu") == slower_way
     assert set(known.values()) == {None}
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_profile_is_shown_on_80_columns(name: str) -> None:
+    written = StringIO()
+    show(Profile.read(Path(name)), Console(file=written, width=80))
+    lines = written.getvalue().splitlines()
+    assert "…" not in written.getvalue()
+    assert sum(line.split()[:1] in (["prefill,"], ["decode,"]) for line in lines) == 8, "one row a step"
 
 
 # --- published data, in their formats --------------------------------------------------------------
