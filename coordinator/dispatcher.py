@@ -28,6 +28,8 @@ from .worker import Worker, WorkerId
 
 TICK_S = 0.05
 TICK_LIMIT = 10_000  # messages
+LAST_WORDS_S = 0.05
+"""A process that has ended is heard for so long: what it said last is read and decrypted by another thread than the one that notices."""
 _log = logging.getLogger(__name__)
 
 
@@ -43,6 +45,7 @@ class SocketDispatcher:
         self._attachment: Attachment | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._processes = ProcessWatch(self._process_ended)
+        self._partings: dict[WorkerId, asyncio.TimerHandle] = {}
         self._known: dict[tuple[str, int], str] = {}
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
         self.listeners: list[Callable[[GenerationRequest, Ended], None]] = []
@@ -64,6 +67,8 @@ class SocketDispatcher:
             self._attachment.close()
         self._empty_outbox()
         self._processes.close()
+        for parting in self._partings.values():
+            parting.cancel()
         self._channel.close()
 
     def change_key(self, key: ClusterKey) -> None:
@@ -154,6 +159,10 @@ class SocketDispatcher:
 
     def _process_ended(self, worker: WorkerId) -> None:
         """Whatever it said before is on its way, or here: that comes first."""
+        self._partings[worker] = asyncio.get_running_loop().call_later(LAST_WORDS_S, self._has_ended, worker)
+
+    def _has_ended(self, worker: WorkerId) -> None:
+        del self._partings[worker]
         self._receive(self._channel.receive(TICK_LIMIT))
         self._carry_out(self._core.worker_ended(worker, time.monotonic()))
         self._tell_changes()

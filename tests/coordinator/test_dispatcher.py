@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from splitserve.coordinator.dispatcher import SocketDispatcher
 from splitserve.coordinator.flight import Action
 from splitserve.coordinator.lifecycle import Lifecycle, LifecycleLimits
+from splitserve.coordinator.membership import DRAINED
 from splitserve.transport.channels import DealerChannel
 from splitserve.transport.coordinator_link import identity_of
-from splitserve.transport.messages import FROM_COORDINATOR, Hello, ModelIdentity
+from splitserve.transport.host import host_identity
+from splitserve.transport.messages import FROM_COORDINATOR, Goodbye, Hello, ModelIdentity
 
 DEADLINE_S = 60.0
 
@@ -39,17 +42,62 @@ async def test_one_tick_that_raises_does_not_end_all_deadlines(monkeypatch: pyte
 
 async def test_a_lost_connection_is_followed_up_at_once() -> None:
     """Nothing else would tell of this worker's end: its silence is borne for hours, and it is of another host."""
-    core = Lifecycle(7, "hybrid", LifecycleLimits(heartbeat_s=9000.0, dead_after_s=9000.0))
-    dispatcher = SocketDispatcher(core, "tcp://127.0.0.1:*", None)
-    dispatcher.start()
-    model = ModelIdentity(fingerprint="m", dtype="f", block_size=4, layout="l", block_bytes=8)
-    sizes = {"max_model_len": 100, "vocab_size": 10, "num_blocks": 50, "max_num_seqs": 4, "max_batch_tokens": 16}
+    core, dispatcher = _patient()
     with DealerChannel.connect(dispatcher.address, identity_of("p", 1), None, FROM_COORDINATOR) as worker:
-        worker.send(Hello(worker_id="p", incarnation=1, role="prefill", host="elsewhere", pid=1, model=model, **sizes))
+        worker.send(_hello("elsewhere", 1))
         await _until(core, 1)
     await _until(core, 0)
     dispatcher.stop()
     assert "its connection is gone" in core.reasons_lost[("p", 1)]
+
+
+async def test_a_process_that_has_ended_is_given_up() -> None:
+    core, dispatcher = _patient()
+    with DealerChannel.connect(dispatcher.address, identity_of("p", 1), None, FROM_COORDINATOR) as worker:
+        process = subprocess.Popen(["sleep", "600"])
+        worker.send(_hello(host_identity(), process.pid))
+        await _until(core, 1)
+        process.kill()
+        await _until(core, 0)
+    process.wait()
+    dispatcher.stop()
+    assert core.counters()["workers_lost"] == 1
+    assert core.reasons_lost[("p", 1)] == "its process has ended"
+
+
+async def test_the_last_words_of_a_process_count_that_arrive_after_its_end_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read by another thread than the one that notices its end, and may be late."""
+    core, dispatcher = _patient()
+    known_to_have_ended = asyncio.Event()
+    watched = dispatcher._processes._on_end
+    monkeypatch.setattr(dispatcher._processes, "_on_end", lambda worker: (watched(worker), known_to_have_ended.set()))
+    monkeypatch.setattr("splitserve.coordinator.dispatcher.LAST_WORDS_S", DEADLINE_S / 2)  # not until its Goodbye has been heard
+    with DealerChannel.connect(dispatcher.address, identity_of("p", 1), None, FROM_COORDINATOR) as worker:
+        process = subprocess.Popen(["sleep", "600"])
+        worker.send(_hello(host_identity(), process.pid))
+        await _until(core, 1)
+        process.kill()
+        await asyncio.wait_for(known_to_have_ended.wait(), DEADLINE_S)
+        worker.send(Goodbye(worker_id="p", incarnation=1))
+        await _until(core, 0)
+    process.wait()
+    dispatcher.stop()
+    assert core.counters()["workers_lost"] == 0
+    assert core.reasons_lost[("p", 1)] == DRAINED
+
+
+def _patient() -> tuple[Lifecycle, SocketDispatcher]:
+    """Started, and without a worker; nobody's silence tells it anything."""
+    core = Lifecycle(7, "hybrid", LifecycleLimits(heartbeat_s=9000.0, dead_after_s=9000.0))
+    dispatcher = SocketDispatcher(core, "tcp://127.0.0.1:*", None)
+    dispatcher.start()
+    return core, dispatcher
+
+
+def _hello(host: str, pid: int) -> Hello:
+    model = ModelIdentity(fingerprint="m", dtype="f", block_size=4, layout="l", block_bytes=8)
+    sizes = {"max_model_len": 100, "vocab_size": 10, "num_blocks": 50, "max_num_seqs": 4, "max_batch_tokens": 16}
+    return Hello(worker_id="p", incarnation=1, role="prefill", host=host, pid=pid, model=model, **sizes)
 
 
 async def _until(core: Lifecycle, num_workers: int) -> None:

@@ -117,5 +117,5 @@ def test_rolling_restart_of_every_worker_under_load(cluster: Cluster, expected: 
         finally:
             stop[0] = True
         assert all(stream.result(timeout=200) > 0 for stream in streams)
-    assert counters(cluster)["workers_lost"] == before["workers_lost"]
+    assert counters(cluster)["workers_lost"] == before["workers_lost"], cluster.log.read_text()
     cluster.wait_at_rest()
