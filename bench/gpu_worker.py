@@ -22,6 +22,7 @@ from ..decode.rows import DecodeStep
 from ..engine.load_model import load_model
 from ..engine.model_runner import EngineConfig, ModelRunner
 from ..engine.settings import WorkerSettings
+from ..engine.step_forecast import StepForecast
 from ..engine.step_thread import StepThread
 from .decode_loop import MAX_LEN, decode_scheduler, run_steps
 from .engine import CONTEXT, make_batch
@@ -45,7 +46,7 @@ def worker_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
         runner = ModelRunner(config)
         runner.warm_up()
         yield first_requests(runner, PROMPT if big else 20)
-        yield idle_between_steps(runner, batch, steps)
+        yield from (idle_between_steps(runner, batch, steps, late) for late in (True, False))
         yield against_transformers(runner, path, device, batch, (PROMPT, OUTPUT) if big else (20, 4))
         del runner
     gc.collect()
@@ -86,19 +87,23 @@ def first_requests(runner: ModelRunner, prompt: int) -> Figure:
     return Figure(f"0.5B: first request after the start, {prompt} tokens and 2 steps, beside the tenth", times[0], later, 1e6 / later, "")
 
 
-def idle_between_steps(runner: ModelRunner, batch: int, steps: int) -> Figure:
-    """A step's time by the worker's own loop; its floor is the device's part of it. 1 - the ratio is idle."""
+def idle_between_steps(runner: ModelRunner, batch: int, steps: int, late: bool) -> Figure:
+    """A step's time by the worker's own loop; its floor is the device's part of it. 1 - the ratio is idle. ``late``: as workers make steps,
+    when the running one is expected to be nearly over; else as soon as that one is launched."""
     made = make_batch(batch, CONTEXT - 1, 1)
     made.token_ids[:] %= runner.config.vocab_size
     device = device_us(lambda: runner.launch(made), 20)
-    us = loop(runner, batch, steps) / steps
-    return Figure(f"0.5B: decode step by the worker's loop, batch {batch}, context {CONTEXT}: the device's part", us, device, 1e6 / us, "")
+    us = loop(runner, batch, steps, late) / steps
+    made_when = "late" if late else "at once"
+    what = f"0.5B: decode step by the worker's loop, the next made {made_when}, batch {batch}, context {CONTEXT}: the device's part"
+    return Figure(what, us, device, 1e6 / us, "")
 
 
-def loop(runner: ModelRunner, batch: int, steps: int) -> float:
+def loop(runner: ModelRunner, batch: int, steps: int, late: bool = True) -> float:
     """Microseconds of so many decode steps, each made while the one before runs."""
     scheduler, woken = decode_scheduler(batch), threading.Event()
-    thread: StepThread[DecodeStep] = StepThread(runner, woken.set, launch=runner.launch)
+    forecast = StepForecast() if late else None
+    thread: StepThread[DecodeStep] = StepThread(runner, woken.set, launch=runner.launch, forecast=forecast)
     started = time.perf_counter()
     run_steps(thread, woken, scheduler, lambda done: done >= steps)
     return (time.perf_counter() - started) * 1e6
