@@ -82,6 +82,7 @@ class Flight:
     pending_blocks: int = 0  # promised to the decode worker
     model: ModelIdentity | None = None  # of the workers of the last attempt
     charged: float = 0.0  # of its tenant's share
+    num_charged_tokens: int = -1  # output tokens in that; -1: it is to be booked anew
     owes_prompt_logprobs: bool = False
     early: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)  # tokens that overtook the prompt's logprobs
     early_finish: FinishReason | None = None

@@ -206,9 +206,7 @@ class Lifecycle:
         """Tenants pay for what their running requests generate, while they do."""
         if now - self._charged >= CHARGE_EVERY_S:
             self._charged = now
-            for flight in self._state.table.flights.values():
-                if flight.dispatch >= 0:
-                    self._state.line.charge(flight)
+            self._state.line.charge_running(self._state.table.flights.values())
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has gone, or has enough."""

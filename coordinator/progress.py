@@ -162,3 +162,4 @@ def _hear_cached(flight: Flight, message: FirstToken | Joined) -> None:
     """Whichever comes first. What a later attempt finds in a cache was put there by this very request: nobody saved that."""
     if flight.num_cached_tokens is None:
         flight.num_cached_tokens = min(message.num_cached_tokens, len(flight.request.prompt_token_ids))
+        flight.num_charged_tokens = -1  # its prompt costs less than was thought

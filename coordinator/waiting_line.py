@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -125,6 +125,12 @@ class WaitingLine:
             line.shares.charge(flight.request.tenant, service)
             self._shares.charge(flight.request.priority_class, service / line.weight)
 
+    def charge_running(self, flights: Iterable[Flight]) -> None:
+        """Books what those of these have been given that are dispatched and have more tokens than when they were last booked."""
+        for flight in flights:
+            if flight.dispatch >= 0 and len(flight.tokens) != flight.num_charged_tokens:
+                self.charge(flight)
+
     def pass_by(self, flight: Flight) -> None:
         """Books a request that was placed without joining, since nobody waits: as if it had joined, been served and left."""
         assert not self._entries, "others wait: it must join"
@@ -208,7 +214,7 @@ def _service(flight: Flight) -> float:
     """What it has been given since it was last asked."""
     prompt = len(flight.request.prompt_token_ids) - (flight.num_cached_tokens or 0) if flight.num_attempts else 0
     cost = PROMPT_WEIGHT * max(0, prompt) + OUTPUT_WEIGHT * len(flight.tokens)
-    service, flight.charged = cost - flight.charged, cost
+    service, flight.charged, flight.num_charged_tokens = cost - flight.charged, cost, len(flight.tokens)
     return service
 
 

@@ -74,10 +74,12 @@ class Worker:
 
     def report(self, load: Load) -> None:
         """Its newest load report."""
+        before = self.accepting, self.num_others, self.pending_tokens, self.blocks_reported
         self.pending_tokens += load.num_others_tokens - (self.load.num_others_tokens if self.load else 0)
         self.load, self.accepting, self.num_others = load, load.accepting, load.num_others
         self.blocks_reported = load.blocks_free + load.blocks_cached
-        self._weigh()
+        if before != (self.accepting, self.num_others, self.pending_tokens, self.blocks_reported):
+            self._weigh()
 
     def promise_prompt(self, dispatch: int, num_tokens: int) -> None:
         """This prefill worker is to compute a prompt."""
@@ -107,7 +109,8 @@ class Worker:
     def let_go(self, dispatch: int) -> None:
         """It is assigned to it no more."""
         self.dispatches.discard(dispatch)
-        self._weigh()
+        if self.role == "decode" or not self.accepting:
+            self._weigh()
 
     def _weigh(self) -> None:
         before = self.rank
