@@ -110,6 +110,8 @@ def print_report(simulation: Simulation, console: Console) -> None:
     said = summary(simulation)
     ended = ", ".join(f"{count:,} {outcome}" for outcome, count in said["requests"].items())
     console.print(f"{ended} in {said['simulated_s']:.1f} s; {said['cached_share']:.1%} of the prompt tokens came from a prefix cache")
+    if said["killed"]:
+        console.print(f"{said['killed']:,} times a worker died and started again; {said['redispatched']:,} dispatches were made anew")
     if said["slo"]:
         console.print(f"{said['slo']}: met by {said['attainment']:.2%} of the requests{_rates(said)}", highlight=False)
     for what, share in said["steps_outside_the_profile"].items():

@@ -312,3 +312,13 @@ def test_the_report_fits_a_terminal(width: int) -> None:
     assert len(ttft) == 6, "one row a quantity, nothing wrapped"
     assert any(line.split()[:2] == ["decode", "12"] for line in lines)
     assert max(map(len, lines)) <= width
+
+
+def test_the_report_tells_of_deaths() -> None:
+    dying = cluster(2, 2, failures=(Failure(worker="decode-1-0", at_s=0.5),))
+    simulation, _ = run(dying, [TraceRequest(0.05 * i, 100, 60) for i in range(20)])
+    written = StringIO()
+    print_report(simulation, Console(file=written, width=120))
+    again = summary(simulation)["redispatched"]
+    assert again > 0
+    assert f"1 times a worker died and started again; {again} dispatches were made anew" in written.getvalue()
