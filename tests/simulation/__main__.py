@@ -14,7 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from simulation.campaign import run, simulate_named
+from simulation.campaign import REQUESTS, run, simulate_named
 from simulation.record import Piece, Record
 from simulation.scenario import NAMED
 
@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--scenario", choices=["drawn", *NAMED], default="drawn", help="drawn: each seed draws its own")
     parser.add_argument("--seed", type=int, help="with --requests the first seed (default: random), else the one that is run")
     parser.add_argument("--requests", type=int, help="run seed after seed until so many requests have been simulated")
+    parser.add_argument("--a-world", type=int, default=REQUESTS, help="requests of the one world that is run again (default: %(default)s)")
     parser.add_argument("--add", type=Path, nargs="+", default=[], help="put these records of earlier runs into that of --json")
     parser.add_argument("--json", type=Path, help=f"add here what was done; again after every {SLICE} requests")
     options = parser.parse_args()
@@ -38,11 +39,11 @@ def main() -> int:
         return _campaign(options)
     if options.seed is None:
         parser.error("say --seed to run one world again, or --requests to run many")
-    return _replay(options.scenario, options.seed)
+    return _replay(options.scenario, options.seed, options.a_world)
 
 
-def _replay(scenario: str, seed: int) -> int:
-    world = simulate_named(scenario, seed)
+def _replay(scenario: str, seed: int, requests: int) -> int:
+    world = simulate_named(scenario, seed, requests)
     print(f"seed {seed}: {world.scenario}\n{dict(sorted(world.counts.items()))}")
     print("\n".join(world.violations) or "nothing found")
     print(world.traceback, end="")

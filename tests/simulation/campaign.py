@@ -105,13 +105,13 @@ class Report:
         }
 
 
-def run(first_seed: int, num_requests: int, name: str = "drawn", stop_at_failures: int = 1) -> Report:
-    """Worlds of seeds ``first_seed`` and following, until so many requests have been simulated."""
-    report = Report()
+def run(first_seed: int, num_requests: int, name: str = "drawn", stop_at_failures: int = 1, a_world: int = REQUESTS) -> Report:
+    """Worlds of seeds ``first_seed`` and following, of ``a_world`` requests each, until so many requests have been simulated."""
+    report, size = Report(), "" if a_world == REQUESTS else f" --a-world {a_world}"
     began, seed = time.process_time(), first_seed
     with rare_garbage_collection():
         while report.num_requests < num_requests and len(report.failures) < stop_at_failures:
-            report.add(simulate_named(name, seed), f"cd tests && python -m simulation --scenario {name} --seed {seed}")
+            report.add(simulate_named(name, seed, a_world), f"cd tests && python -m simulation --scenario {name} --seed {seed}{size}")
             seed += 1
     report.processor_s = time.process_time() - began
     return report
@@ -128,6 +128,6 @@ def rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def simulate_named(name: str, seed: int) -> World:
+def simulate_named(name: str, seed: int, requests: int = REQUESTS) -> World:
     """``name``: one of ``NAMED``, or ``drawn``: the seed draws its own scenario."""
-    return simulate(seed, draw_scenario(seed) if name == "drawn" else NAMED[name])
+    return simulate(seed, draw_scenario(seed) if name == "drawn" else NAMED[name], requests)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 TOKENS = range(1, VOCABULARY)
+SHARED, OWN = (0, 0, 8, 16, 32), (2, 5, 9, 24)
+"""Tokens of a prompt that others begin with too, and those of its own."""
+MAX_TOKENS = (1, 2, 2, 4, 6, 24)
 FAIR_ENDS = ("deadline", "unavailable", "overloaded")
 """Errors that a client may meet; whether each was due is checked."""
 
@@ -57,14 +60,14 @@ class Clients:
         self.faults = world.scenario.faults
         self.all: dict[str, Client] = {}
         self.pending: dict[str, Client] = {}
+        self._system_prompts = [self.random.choices(TOKENS, k=max(SHARED)) for _ in range(3)]
+        self._recent_prompts = self._system_prompts.copy()
 
     # --- what they ask ---------------------------------------------------------------------------
 
     def arrive(self, number: int) -> int:
         """One client's request: one sequence, or a few of the same prompt (n > 1). Returns how many."""
-        draw = self.random
-        prefix = [1 + (draw.randrange(4) * 31 + i) % (VOCABULARY - 1) for i in range(draw.choice((0, 0, 8, 30)))]
-        prompt = prefix + draw.choices(TOKENS, k=draw.choice((2, 7, 16, 40)))
+        draw, prompt = self.random, self._prompt()
         priority, salt = draw.choice((0, 0, 0, 1, -1)), draw.choice((b"", b"", b"", b"tenant"))
         num_choices = draw.choice((1,) * 9 + (3,))
         sampling, prompt_logprobs = self._sampling()
@@ -76,9 +79,17 @@ class Clients:
             coordinator.run(self._submit, request, coordinator)
         return num_choices
 
+    def _prompt(self) -> list[int]:
+        """The beginning of a system prompt or of what was asked just now, as it is; then its own tokens."""
+        draw = self.random
+        known = draw.choice(self._system_prompts if draw.random() < 0.5 else self._recent_prompts)
+        prompt = known[: draw.choice(SHARED)] + draw.choices(TOKENS, k=draw.choice(OWN))
+        self._recent_prompts[draw.randrange(len(self._recent_prompts))] = prompt
+        return prompt
+
     def _sampling(self) -> tuple[Sampling, int | None]:
         draw = self.random
-        max_tokens = draw.choice((1, 2, 4, 8, 16, 30))
+        max_tokens = draw.choice(MAX_TOKENS)
         prompt_logprobs = 0 if draw.random() < 0.03 else None
         if prompt_logprobs is not None and draw.random() < 0.3:
             max_tokens = 0

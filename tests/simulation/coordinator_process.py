@@ -18,7 +18,7 @@ from splitserve.transport.messages import Message, Role
 if TYPE_CHECKING:
     from simulation.world import World
 
-TICK_S = 0.08
+TICK_S = 0.1
 LIMITS = LifecycleLimits(
     max_queue=10**6,
     max_attempts=40,

@@ -139,6 +139,8 @@ NAMED = {
     "drains": Scenario(Faults(drain_every=0.3), Cluster(num_prefill=3, num_decode=3)),
     "memory": Scenario(Faults(cancel=0.1, spill_every=0.5, step_no_memory=0.01), FEW_BLOCKS),
     "echoes": Scenario(Faults(drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1)),
+    "nacks": Scenario(Faults(drop=0.2, double=0.5, late=0.2, corrupt_put=0.2), Cluster(one_sided=1.0)),
+    "parcels": Scenario(Faults(late_put=0.1, double_put=0.1, late=0.05, cancel=0.2), Cluster(one_sided=0.0, decode_blocks=80)),
     "meetings": Scenario(Faults(mover_error=0.03, double=0.2, late=0.1, kill_every=0.3), Cluster(one_sided=1.0)),
     "ahead": Scenario(Faults(late=0.1, drop=0.05, cancel=0.2, step_error=0.01, step_no_memory=0.01), Cluster(prefill_ahead=1.0)),
     "coordinators": Scenario(Faults(coordinator_restart_every=2.5, cancel=0.1), Cluster(num_coordinators=3)),
@@ -179,10 +181,10 @@ def draw_scenario(seed: int) -> Scenario:
         one_sided=random.choice([0.0, 0.5, 1.0]),
         prefill_blocks=random.choice([40, 80, 160]),
         decode_blocks=random.choice([28, 80, 200]),
-        max_num_seqs=random.choice([2, 8, 16]),
+        max_num_seqs=random.choice([3, 8, 16]),
         max_batch_tokens=random.choice([16, 48, 96]),
         policy=random.choice(["hybrid", "hybrid", "round_robin", "least_loaded", "prefix", "sticky"]),
         num_coordinators=random.choice([1, 1, 2, 3]),
         prefill_ahead=random.choice([0.0, 0.5, 1.0]),
     )
-    return Scenario(Faults(**chosen), cluster, rate=random.choice([60.0, 120.0, 240.0]))
+    return Scenario(Faults(**chosen), cluster, rate=random.choice([120.0, 240.0, 480.0]))

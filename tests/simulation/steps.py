@@ -6,7 +6,6 @@ ends; a decode worker's takes its tokens from it.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,25 +19,20 @@ class Steps:
 
     def __init__(self, process: WorkerProcess, ahead: bool) -> None:
         self._process, self._world, self._ahead = process, process.world, ahead
-        self._steps: deque[Any] = deque()  # submitted and not collected
-        self._outcomes: deque[Any] = deque()  # of the first of these: an output, FAILED, NO_MEMORY or SKIPPED
-        self._nearly_done = False  # of the one that runs
+        self.running: Any = None  # the step that runs now, if one does
+        self._next: Any = None  # made ahead: it begins when that one ends
+        self._nearly_done = False  # the one that runs
+        self._ended: list[tuple[Any, Any]] = []  # (step, outcome): an output, FAILED, NO_MEMORY or SKIPPED; not collected
         self._sampled_last: list[int] = []
 
     @property
-    def running(self) -> Any:
-        """The step that runs now, if one does."""
-        steps, num_ended = self._steps, len(self._outcomes)
-        return steps[num_ended] if num_ended < len(steps) else None
-
-    @property
     def wants_next(self) -> bool:
-        return not self._steps or (self._nearly_done and not self._outcomes and len(self._steps) == 1)
+        return not self._ended and (self.running is None or (self._nearly_done and self._next is None))
 
     @property
     def any_ended(self) -> bool:
         """Whether there is something to ``collect``."""
-        return bool(self._outcomes)
+        return bool(self._ended)
 
     def submit(self, step: Any) -> None:
         batch, size = step.batch, self._process.memory.block_size
@@ -46,20 +40,21 @@ class Steps:
         for table, length in zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True):
             blocks.update(table[: -(-length // size)])
         self._process.blocks.begin_step(step, blocks, {slot // size for slot in batch.slot_mapping.tolist()})
-        self._steps.append(step)
-        if self.running is step:
-            self._begin()
+        if self.running is None:
+            self._begin(step)
+        else:
+            self._next = step
 
     def collect(self) -> list[tuple[Any, Any]]:
         """(step, outcome)."""
-        ended = [(self._steps.popleft(), self._outcomes.popleft()) for _ in range(len(self._outcomes))]
-        if self._steps:
+        ended, self._ended = self._ended, []
+        if self.running is not None:
             self._world.counts["prefill steps made ahead" if self._process.role == "prefill" else "steps made ahead"] += 1
         return ended
 
-    def _begin(self) -> None:
-        process, world, step = self._process, self._world, self.running
-        self._nearly_done = False
+    def _begin(self, step: Any) -> None:
+        process, world = self._process, self._world
+        self.running, self._nearly_done = step, False
         duration = process.base_step_s + 0.00005 * step.batch.num_tokens
         if world.queue.now < process.slow_until:
             duration *= 20
@@ -84,20 +79,21 @@ class Steps:
         if output is None:
             output = process.finish(step)
         process.blocks.end_step(step)
+        self.running, behind, self._next = None, self._next, None
         failed = FAILED if world.strikes(world.scenario.faults.step_error, "steps failed") else None
         if failed or world.strikes(world.scenario.faults.step_no_memory, "steps out of memory"):
-            self._outcomes.append(failed or NO_MEMORY)
-            while (behind := self.running) is not None:
+            self._ended.append((step, failed or NO_MEMORY))
+            if behind is not None:
                 world.counts["steps skipped"] += 1
                 process.blocks.end_step(behind)
-                self._outcomes.append(SKIPPED)
+                self._ended.append((behind, SKIPPED))
         else:
             self._sampled_last = output.token_ids.tolist()
-            self._outcomes.append(output)
-        if self.running is not None:
-            self._begin()
-            if world.random.random() < 0.2:
-                return  # the loop has other things to do, and hears of it later
+            self._ended.append((step, output))
+            if behind is not None:
+                self._begin(behind)
+                if world.random.random() < 0.2:
+                    return  # the loop has other things to do, and hears of it later
         process.turn()
 
     def token_ids(self, batch: Any) -> list[int]:

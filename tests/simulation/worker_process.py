@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 160
 MODEL = ModelIdentity(fingerprint="simulated", dtype="int", block_size=BLOCK_SIZE, layout="simulated", block_bytes=8 * BLOCK_SIZE)
-TICK_S, HEARTBEAT_S = 0.08, 0.15
+TICK_S, HEARTBEAT_S = 0.1, 0.2
 TIMES = HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0)
 DRAIN_S = 1.5
 LINGER_S = 0.45  # of a role that is over, in a process that goes on: its peers ask again every TIMES.resend

@@ -1,0 +1,210 @@
+"""Bugs for test_teeth.py, put into the handoff and into a mover that needs a rendezvous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from simulation.model import NUM_LAYERS
+
+from splitserve.prefill.core import PrefillCore
+from splitserve.transport.contacts import Contacts
+from splitserve.transport.handoff_receiver import HandoffReceiver
+from splitserve.transport.handoff_sender import HandoffSender
+from splitserve.transport.lease_table import LeaseTable
+from splitserve.transport.movers.lease_book import Claim, LeaseBook
+from splitserve.transport.movers.sending_session import SendingSession
+from splitserve.transport.outgoing import Outgoing
+
+Patch = pytest.MonkeyPatch
+
+
+# --- the handoff -----------------------------------------------------------------------------------
+
+
+def reuse_blocks_that_a_stalled_writer_may_still_write(patch: Patch) -> None:
+    end = HandoffReceiver._end
+
+    def broken(self: Any, incoming: Any, *args: Any) -> None:
+        how = self._writers.one_sided
+        one_sided, how[incoming.peer] = how[incoming.peer], False
+        end(self, incoming, *args)
+        how[incoming.peer] = one_sided
+
+    patch.setattr(HandoffReceiver, "_end", broken)
+
+
+def let_the_quarantine_end_with_time(patch: Patch) -> None:
+    tick = HandoffReceiver.tick
+
+    def broken(self: Any, now: float) -> None:
+        for lease, ended in list(self._leases.quarantine.leases.items()):
+            if ended.asked > 0 and now - ended.asked > 0.1:
+                self._leases.free(lease)
+        tick(self, now)
+
+    patch.setattr(HandoffReceiver, "tick", broken)
+
+
+def never_let_the_quarantine_end(patch: Patch) -> None:
+    patch.setattr(LeaseTable, "free", lambda self, lease: None)
+
+
+def believe_corrupt_blocks(patch: Patch) -> None:
+    verified = HandoffReceiver.verified
+    patch.setattr(HandoffReceiver, "verified", lambda self, lease, positions, wrong, now: verified(self, lease, positions, [], now))
+
+
+def cache_blocks_before_they_are_verified(patch: Patch) -> None:
+    check = HandoffReceiver._check
+
+    def broken(self: Any, incoming: Any) -> None:
+        check(self, incoming)
+        for i, block_hash in enumerate(incoming.hashes):
+            if i in incoming.checking:
+                self._pool.commit(incoming.blocks[i], block_hash, incoming.hashes[i - 1] if i else None)
+
+    patch.setattr(HandoffReceiver, "_check", broken)
+
+
+def forget_the_blocks_of_a_released_lease(patch: Patch) -> None:
+    def broken(self: Any, peer: Any, message: Any) -> None:
+        if (incoming := self._leases.by_lease.get(message.lease)) is not None:
+            self._leases.take_back(incoming)
+
+    patch.setattr(HandoffReceiver, "_on_release", broken)
+
+
+def let_leases_run_on(patch: Patch) -> None:
+    patch.setattr(HandoffReceiver, "tick", lambda self, now: self.grant_waiting(now))
+
+
+def put_again_at_the_echo_of_a_nack(patch: Patch) -> None:
+    on_nack = HandoffSender._on_nack
+
+    def broken(self: Any, out: Any, nack: Any, now: float) -> None:
+        out.sent_again = False
+        on_nack(self, out, nack, now)
+
+    patch.setattr(HandoffSender, "_on_nack", broken)
+
+
+def take_an_echo_of_the_handoff_for_the_second(patch: Patch) -> None:
+    on_handoff = HandoffReceiver._on_handoff
+
+    def broken(self: Any, peer: Any, message: Any, now: float) -> None:
+        incoming = self._leases.by_lease.get(message.lease)
+        on_handoff(self, peer, message.model_copy(update={"again": incoming is not None and incoming.retried}), now)
+
+    patch.setattr(HandoffReceiver, "_on_handoff", broken)
+
+
+def say_release_and_put_on(patch: Patch) -> None:
+    release = HandoffSender._release
+
+    def broken(self: Any, out: Any) -> None:
+        release(self, out)
+        self._outgoing[out.key] = out
+
+    patch.setattr(HandoffSender, "_release", broken)
+
+
+def never_repeat_what_was_not_answered(patch: Patch) -> None:
+    patch.setattr(HandoffSender, "tick", lambda self, now: None)
+
+
+def free_the_prompt_before_the_ack(patch: Patch) -> None:
+    first_token = PrefillCore._first_token
+
+    def broken(self: Any, sequence: Any, *args: Any) -> None:
+        first_token(self, sequence, *args)
+        self.scheduler.unpin(sequence.key)
+
+    patch.setattr(PrefillCore, "_first_token", broken)
+
+
+def send_blocks_before_they_are_full(patch: Patch) -> None:
+    blocks_ready = HandoffSender.blocks_ready
+    patch.setattr(
+        HandoffSender, "blocks_ready", lambda self, key, blocks, n, *more: blocks_ready(self, key, blocks, min(n + 1, len(blocks)), *more)
+    )
+
+
+def write_parcels_of_leases_that_have_ended(patch: Patch) -> None:
+    patch.setattr(LeaseBook, "close", lambda self, lease: None)
+
+
+def send_layers_before_they_are_computed(patch: Patch) -> None:
+    layers_ready = HandoffSender.layers_ready
+    patch.setattr(
+        HandoffSender, "layers_ready", lambda self, key, blocks, stop, n: layers_ready(self, key, blocks, stop, min(n + 1, NUM_LAYERS))
+    )
+
+
+def forget_which_layers_have_left(patch: Patch) -> None:
+    put_layers = Outgoing._put_layers
+
+    def broken(self: Any, end: int, slicing: Any) -> Any:
+        put = put_layers(self, end, slicing)
+        self.layers_put = 0
+        return put
+
+    patch.setattr(Outgoing, "_put_layers", broken)
+
+
+# --- a mover that needs a rendezvous ---------------------------------------------------------------
+
+
+def write_what_comes_when_its_lease_has_ended(patch: Patch) -> None:
+    """Those blocks may be others' before the communicator is known to be dead."""
+    patch.setattr(Claim, "valid", True)
+
+
+def leave_the_other_end_of_a_closed_communicator_alone(patch: Patch) -> None:
+    close = SendingSession.close
+
+    def broken(self: Any) -> None:
+        close(self)
+        self.words()
+
+    patch.setattr(SendingSession, "close", broken)
+
+
+def make_a_mover_that_breaks_anew_again_and_again(patch: Patch) -> None:
+    mover_failed = Contacts.mover_failed
+
+    def broken(self: Any, peer: Any) -> bool:
+        self._made_anew.clear()
+        return mover_failed(self, peer)
+
+    patch.setattr(Contacts, "mover_failed", broken)
+
+
+def wait_for_ever_for_a_rendezvous(patch: Patch) -> None:
+    patch.setattr(SendingSession, "hangs_at", None)
+
+
+BUGS: list[tuple[Callable[[Patch], None], str]] = [
+    (reuse_blocks_that_a_stalled_writer_may_still_write, "movers"),
+    (let_the_quarantine_end_with_time, "movers"),
+    (never_let_the_quarantine_end, "movers"),
+    (believe_corrupt_blocks, "movers"),
+    (cache_blocks_before_they_are_verified, "movers"),
+    (forget_the_blocks_of_a_released_lease, "network"),
+    (let_leases_run_on, "network"),
+    (put_again_at_the_echo_of_a_nack, "nacks"),
+    (take_an_echo_of_the_handoff_for_the_second, "writers"),
+    (say_release_and_put_on, "network"),
+    (never_repeat_what_was_not_answered, "network"),
+    (free_the_prompt_before_the_ack, "memory"),
+    (send_blocks_before_they_are_full, "calm"),
+    (write_parcels_of_leases_that_have_ended, "parcels"),
+    (send_layers_before_they_are_computed, "calm"),
+    (forget_which_layers_have_left, "calm"),
+    (write_what_comes_when_its_lease_has_ended, "rendezvous"),
+    (leave_the_other_end_of_a_closed_communicator_alone, "rendezvous"),
+    (make_a_mover_that_breaks_anew_again_and_again, "rendezvous"),
+    (wait_for_ever_for_a_rendezvous, "rendezvous"),
+]
+"""Each with the scenario in which it is found quickly."""
