@@ -194,7 +194,7 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (forget_the_blocks_of_a_released_lease, "network"),
     (let_leases_run_on, "network"),
     (put_again_at_the_echo_of_a_nack, "nacks"),
-    (take_an_echo_of_the_handoff_for_the_second, "writers"),
+    (take_an_echo_of_the_handoff_for_the_second, "stalls"),
     (say_release_and_put_on, "network"),
     (never_repeat_what_was_not_answered, "network"),
     (free_the_prompt_before_the_ack, "memory"),

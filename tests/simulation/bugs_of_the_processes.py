@@ -211,7 +211,7 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (wait_for_ever_for_a_grant, "calm"),
     (free_blocks_in_the_middle_of_a_step, "memory"),
     (move_a_row_without_its_blocks, "calm"),
-    (free_blocks_that_the_step_ahead_writes, "calm"),
+    (free_blocks_that_the_step_ahead_writes, "memory"),
     (feed_on_the_token_of_another_row, "calm"),
     (cache_a_block_one_token_early, "calm"),
     (take_up_cached_blocks_without_a_reference, "calm"),
@@ -224,8 +224,8 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (cancel_whoever_has_that_dispatch_number, "coordinators"),
     (end_a_role_while_somebody_may_still_write, "flips"),
     (have_both_roles_of_a_process_read_one_list_of_the_caches_changes, "mixed"),
-    (end_a_role_without_a_word, "flips"),
-    (say_once_that_a_role_is_over, "flips"),
+    (end_a_role_without_a_word, "retirements"),
+    (say_once_that_a_role_is_over, "retirements"),
     (take_the_end_of_a_name_for_that_of_the_next, "flips"),
 ]
 """Each with the scenario in which it is found quickly."""

@@ -14,7 +14,7 @@ from simulation.campaign import run
 
 BUDGET = 6_000
 """Requests within which each must be found; the everyday run makes 20,000."""
-A_WORLD = 100
+A_WORLD = 50
 """Requests: what a bug leaves behind shows at a world's end, if nothing that comes later mends it."""
 OF_THE_PATCH = ("AttributeError", "NameError", "TypeError")
 """What a bug raises that no longer fits the code it was made for."""
