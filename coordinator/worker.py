@@ -149,7 +149,7 @@ class Worker:
             return ANY_LENGTH  # what does not even fit into an idle worker is refused by it, with the reason
         if num_rows >= self.max_num_seqs:
             return NO_ROOM
-        return (self.blocks_reported - self.pending_blocks - 1) * self.block_size
+        return max(NO_ROOM, (self.blocks_reported - self.pending_blocks - 1) * self.block_size)
 
     def share_left(self, num_needed_blocks: int) -> float:
         """Of this decode worker's rows or of its blocks, whichever is less, once one more sequence with so many blocks is there."""
