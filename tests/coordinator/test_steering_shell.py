@@ -160,7 +160,7 @@ def test_metrics() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"steer": "act"}, "steer_slo"),
+        ({"steer": "act"}, "--steer-slo"),
         ({"steer": "act", "steer_slo": "ttft=1,tpot=0.1", "steer_profile": "x", "processes": 2}, "processes 1"),
         ({"steer_scale_down_below": 1.0}, "come and go"),
     ],
