@@ -148,6 +148,7 @@ def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
     command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL_NAME]
     command += ["--control-address", f"tcp://127.0.0.1:{control}"]
     command += ["--dead-after-s", str(DEAD_AFTER_S), "--hung-after-s", "600"]  # who is frozen here is thawed by the test
+    command += ["--dtype", "float32"]  # as transformers beside it, also where the processor multiplies bfloat16; the last one given counts
     command += ["--grace-s", str(GRACE_S)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as sink:

@@ -22,8 +22,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
 
 @pytest.fixture(scope="session")
 def cluster(tiny: tuple[Path, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two prefill and two decode workers; in float32 on any machine, for transformers is beside them."""
-    arguments = ("--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1", "--dtype", "float32")
+    """Two prefill and two decode workers."""
+    arguments = ("--prefill", "2", "--decode", "2", "--kv-cache-gib", "0.1")
     with running(tiny[0], tmp_path_factory.mktemp("cluster"), *arguments) as cluster:
         yield cluster
 
