@@ -7,12 +7,12 @@ from typing import Any
 from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.lifecycle_bench import MODEL
+from support.lifecycle_bench import MODEL, make_hello
 
 from splitserve.coordinator.pools import Pools
 from splitserve.coordinator.routing import Need, choose_decode, choose_prefill
 from splitserve.coordinator.worker import Worker
-from splitserve.transport.messages import Hello, Load, Role
+from splitserve.transport.messages import Load, Role
 
 HASHES = [bytes([i]) * 16 for i in range(4)]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -48,20 +48,8 @@ class Rooms(RuleBasedStateMachine):
     @rule(role=st.sampled_from(ROLES), max_num_seqs=st.integers(1, 8), num_blocks=st.integers(1, 60))
     def comes(self, role: Role, max_num_seqs: int, num_blocks: int) -> None:
         self.num_come += 1
-        hello = Hello(
-            worker_id=f"w{self.num_come}",
-            incarnation=1,
-            role=role,
-            host="h",
-            pid=1,
-            model=MODEL,
-            max_model_len=100,
-            vocab_size=10,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_batch_tokens=32,
-        )
-        self.pools.add(hello, 0.0)
+        sizes = {"max_num_seqs": max_num_seqs, "num_blocks": num_blocks, "max_batch_tokens": 32}
+        self.pools.add(make_hello(f"w{self.num_come}", role, **sizes), 0.0)
 
     @rule(place=PLACES)
     def is_gone(self, place: int) -> None:

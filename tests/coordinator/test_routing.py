@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from support.lifecycle_bench import make_hello
+
 from splitserve.coordinator.routing import Need, choose_decode, choose_pair, choose_prefill, that_fit
 from splitserve.coordinator.worker import Worker
-from splitserve.transport.messages import Hello, ModelIdentity
+from splitserve.transport.messages import ModelIdentity
 
 MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=16, layout="l", block_bytes=8)
 HASHES = [bytes([i]) * 16 for i in range(10)]
@@ -15,21 +17,9 @@ HASHES = [bytes([i]) * 16 for i in range(10)]
 
 def worker(name: str, role: Any = "prefill", mixed: bool = False, **state: Any) -> Worker:
     """``mixed``: of a process of that name."""
-    hello = Hello(
-        worker_id=f"{name}:{role}" if mixed else name,
-        process=name if mixed else "",
-        mixed=mixed,
-        incarnation=1,
-        role=role,
-        host="h",
-        pid=1,
-        model=MODEL,
-        max_model_len=1000,
-        vocab_size=10,
-        num_blocks=100,
-        max_num_seqs=10,
-        max_batch_tokens=512,
-    )
+    named = {"worker_id": f"{name}:{role}", "process": name, "mixed": True} if mixed else {}
+    sizes = {"max_model_len": 1000, "num_blocks": 100, "max_num_seqs": 10, "max_batch_tokens": 512}
+    hello = make_hello(name, role, model=MODEL, **sizes, **named)
     made = Worker(hello, 0.0)
     for dispatch, num_tokens in state.pop("pending", {}).items():
         made.promise_prompt(dispatch, num_tokens)

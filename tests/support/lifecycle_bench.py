@@ -7,7 +7,7 @@ from typing import Any
 from splitserve.coordinator.flight import Action, End, Push, Send
 from splitserve.coordinator.lifecycle import Lifecycle, LifecycleLimits
 from splitserve.coordinator.request import Ended, GenerationRequest
-from splitserve.transport.messages import FirstToken, Hello, Joined, Load, Message, ModelIdentity, Sampling, StepTokens, u32
+from splitserve.transport.messages import FirstToken, Hello, Joined, Load, Message, ModelIdentity, Role, Sampling, StepTokens, u32
 
 MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=4, layout="l", block_bytes=8)
 
@@ -17,6 +17,12 @@ class Sink:
     def push_prompt_logprobs(self, logprobs: object) -> None: ...
     def flush(self) -> None: ...
     def end(self, ended: object) -> None: ...
+
+
+def make_hello(name: str, role: Role, **more: Any) -> Hello:
+    """Of a small worker; ``more``: what is different."""
+    sizes = {"max_model_len": 100, "vocab_size": 10, "num_blocks": 50, "max_num_seqs": 4, "max_batch_tokens": 16}
+    return Hello(**{"worker_id": name, "role": role, "incarnation": 1, "host": "h", "pid": 1, "model": MODEL, **sizes, **more})
 
 
 class Bench:
@@ -29,22 +35,8 @@ class Bench:
         self.hello("d", "decode")
 
     def hello(self, name: str, role: Any, incarnation: int = 1, process: str = "", mixed: bool = False) -> list[Action]:
-        hello = Hello(
-            worker_id=name,
-            incarnation=incarnation,
-            role=role,
-            host="h",
-            pid=1,
-            model=MODEL,
-            max_model_len=100,
-            vocab_size=10,
-            num_blocks=50,
-            max_num_seqs=self.max_num_seqs,
-            max_batch_tokens=16,
-            peer_address="tcp://x:1",
-            process=process,
-            mixed=mixed,
-        )
+        more = {"incarnation": incarnation, "process": process, "mixed": mixed, "max_num_seqs": self.max_num_seqs}
+        hello = make_hello(name, role, peer_address="tcp://x:1", **more)
         return self.core.receive((name, incarnation), hello, self.now)
 
     def submit(self, name: str = "r", **more: Any) -> list[Action]:
