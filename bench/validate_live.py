@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import sys
@@ -98,11 +99,13 @@ def validated(arguments: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         traces = {w: limited(arguments, profile, w, folder) for w in arguments.workloads}
         url = stack.enter_context(live_cluster(command_line(arguments, profile, folder), folder / "log"))
-        profile, coordinator_s = calibrated(url, arguments, profile, folder)
+        seeds = itertools.count()
+        profile, coordinator_s = calibrated(url, arguments, profile, folder, seeds)
         cluster = simulated_cluster(arguments, profile, coordinator_s)
         results = {}
         for workload, path in traces.items():
-            results[workload] = compared(asyncio.run(replayed(url, path)), cluster, path)
+            runs = [asyncio.run(replayed(url, path, next(seeds))) for _ in range(arguments.repeats)]
+            results[workload] = compared(runs, cluster, path)
             show(workload, results[workload])
     constants = {"coordinator_s": coordinator_s, "loop_s": profile.decode_loop_s, "join_s": profile.handoff.join_s}
     said = {"bounds": BOUNDS[arguments.runner], "profile": profile.model_dump(mode="json", exclude_none=True)}
@@ -123,6 +126,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=300, help="of each workload, at least")
     parser.add_argument("--seconds", type=float, default=0, help="and so many that a workload lasts so long")
     parser.add_argument("--load", type=float, default=0.7, help="share of what the busier pool could bear; sets the rate")
+    parser.add_argument("--repeats", type=int, default=1, help="live runs of each workload, of whose percentiles the medians count")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.runner == "model" and arguments.profile is None:
@@ -196,9 +200,9 @@ def command_line(arguments: argparse.Namespace, profile: Profile, folder: Path) 
     return [str(word) for option in options.items() for word in option]
 
 
-async def replayed(url: str, path: Path) -> list[Sample]:
-    """What the clients saw."""
-    settings = LoadSettings(url=url, trace=path, vocab_size=250, timeout_s=600)
+async def replayed(url: str, path: Path, seed: int) -> list[Sample]:
+    """What the clients saw. Another seed: other prompts of the same lengths, so that nothing of them is cached from an earlier replay."""
+    settings = LoadSettings(url=url, trace=path, vocab_size=250, seed=seed, timeout_s=600)
     samples, _ = await generate_load(settings)
     failed = [sample.error for sample in samples if sample.error]
     if failed:
@@ -206,7 +210,7 @@ async def replayed(url: str, path: Path) -> list[Sample]:
     return samples
 
 
-def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder: Path) -> tuple[Profile, float]:
+def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder: Path, seeds: Iterator[int]) -> tuple[Profile, float]:
     """The profile and ``coordinator_s`` that meet the medians of requests that were alone."""
     block_bytes = profile.memory.block_bytes if arguments.runner == "model" else (1 << 26) // profile.memory.num_blocks
     handoff = measure_movers(block_bytes, profile.memory.num_layers)["shm"]
@@ -217,7 +221,7 @@ def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder
         requests = [TraceRequest(1.5 * i, prompt, output) for i in range(7)]
         path = folder / f"alone-{index}.jsonl"
         write_trace(path, Trace("alone", lambda requests=requests: iter(requests)))  # type: ignore[misc]
-        live.append(medians(of_samples(asyncio.run(replayed(url, path)))))
+        live.append(medians(of_samples(asyncio.run(replayed(url, path, next(seeds))))))
         modelled.append(medians(of_records(simulated(simulated_cluster(arguments, profile, 0.0), path))))
     coordinator_s = max(0.0, live[0]["ttft"] - modelled[0]["ttft"])
     first = live[2]["tpot"] - modelled[2]["tpot"]  # its only other token has waited for the join
@@ -268,16 +272,19 @@ def medians(times: Times) -> dict[str, float]:
     return {name: float(np.median(values)) if values else 0.0 for name, values in times.items()}
 
 
-def compared(samples: Sequence[Sample], cluster: Cluster, path: Path) -> dict[str, Any]:
-    """Percentiles of both, and by how much the simulated are off."""
+def compared(runs: Sequence[Sequence[Sample]], cluster: Cluster, path: Path) -> dict[str, Any]:
+    """Percentiles of both, and by how much the simulated are off. Live ones are each the median over the runs of the same trace."""
     began = time.process_time()
     records = simulated(cluster, path)
     took = time.process_time() - began
-    live, modelled = percentiles(of_samples(samples)), percentiles(of_records(records))
+    each = [percentiles(of_samples(samples)) for samples in runs]
+    live = {name: {p: float(np.median([run[name][p] for run in each])) for p in each[0][name]} for name in each[0]}
+    modelled = percentiles(of_records(records))
     return {
-        "requests": len(samples),
+        "requests": len(records),
         "rate": mean_rate(open_trace(path)),
         "live": live,
+        "live_runs": each,
         "simulated": modelled,
         "error": {name: {p: modelled[name][p] / live[name][p] - 1 for p in live[name]} for name in live},
         "simulated_requests_per_cpu_s": len(records) / took,
@@ -292,8 +299,16 @@ def show(workload: str, result: dict[str, Any]) -> None:
     print(f"{workload}: {result['requests']} requests at {result['rate']:.2f}/s")
     for name, live in result["live"].items():
         modelled, error = result["simulated"][name], result["error"][name]
-        cells = [f"{p} {1e3 * live[p]:8.1f} ms, simulated {1e3 * modelled[p]:8.1f} ({error[p]:+.1%})" for p in live]
+        cells = [
+            f"{p} {1e3 * live[p]:8.1f} ms{spread(result, name, p)}, simulated {1e3 * modelled[p]:8.1f} ({error[p]:+.1%})" for p in live
+        ]
         print(f"  {name:5}" + "   ".join(cells), flush=True)
+
+
+def spread(result: dict[str, Any], name: str, percentile: str) -> str:
+    """By how much live runs of the same trace differ among themselves; of one run nothing can be said."""
+    values = [run[name][percentile] for run in result["live_runs"]]
+    return f" (runs {min(values) / max(values) - 1:+.1%})" if len(values) > 1 else ""
 
 
 if __name__ == "__main__":

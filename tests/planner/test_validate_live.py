@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from splitserve.bench.validate_live import BOUNDS, PACED, limited, missed, parsed, simulated, simulated_cluster
+from splitserve.bench import validate_live
+from splitserve.bench.load_sample import Sample
+from splitserve.bench.settings import LoadSettings
+from splitserve.bench.validate_live import BOUNDS, PACED, limited, missed, parsed, simulated, simulated_cluster, validated
+from splitserve.bench.workload import planned_requests
 from splitserve.planner.trace.readers import open_trace
 
 
@@ -48,3 +53,23 @@ def test_a_mixed_worker_is_held_against_a_colocated_one(tmp_path: Path, monkeypa
     monkeypatch.setattr("sys.argv", ["validate_live", "--clusters", "2D1X"])
     with pytest.raises(SystemExit):
         parsed()
+
+
+def test_nothing_of_a_replay_is_cached_from_the_replays_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration, workloads and repeats go to the same cluster; the simulated one begins with empty caches each time."""
+    prompts: list[tuple[int, ...]] = []
+
+    async def seen(settings: LoadSettings) -> tuple[list[Sample], None]:
+        requests = planned_requests(settings)
+        prompts.extend(tuple(request.prompt[:16]) for request in requests)
+        return [Sample(0.0, 2.0, [1.0, 2.0], num_output_tokens=2) for _ in requests], None
+
+    monkeypatch.setattr(validate_live, "generate_load", seen)
+    monkeypatch.setattr(validate_live, "live_cluster", lambda *_: contextlib.nullcontext("http://nowhere"))
+    monkeypatch.setattr("sys.argv", ["validate_live", "--requests", "20", "--workloads", "even", "code", "--repeats", "2"])
+    arguments = parsed()
+    arguments.prefill, arguments.decode, arguments.mixed = arguments.clusters["2P2D"]
+    found = validated(arguments)
+    assert len(prompts) == 3 * 7 + 2 * 2 * 20
+    assert len(set(prompts)) == len(prompts)
+    assert len(found["workloads"]["code"]["live_runs"]) == 2
