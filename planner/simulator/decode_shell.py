@@ -9,6 +9,8 @@ from ...decode.rows import DecodeStep
 from ...decode.scheduler import DecodeScheduler
 from ...engine.batch import StepOutput
 from ...engine.block_manager import BlockManager
+from ...engine.departure import Departure
+from ...engine.role_host import RoleHost
 from ...transport import actions as act
 from ...transport.handoff import PeerId
 from ...transport.handoff_receiver import HandoffReceiver, MoverEndpoints
@@ -28,13 +30,14 @@ class DecodeShell(WorkerShell):
     role = "decode"
     core: DecodeCore
 
-    def __init__(self, simulation: Surroundings, name: str, process: str, pool: Pool, device: Device, blocks: BlockManager) -> None:
-        super().__init__(simulation, name, process, pool, device, blocks)
-        memory = pool.profile.memory
+    def __init__(self, simulation: Surroundings, name: str, pool: Pool, device: Device, host: RoleHost | None) -> None:
+        super().__init__(simulation, name, pool, device, host)
+        memory, blocks = pool.profile.memory, host.blocks if host else BlockManager(pool.blocks)
         scheduler = DecodeScheduler(blocks, memory.block_size, pool.max_num_seqs, memory.max_model_len, frozenset())
         endpoints = MoverEndpoints(MOVERS, HOST, shm_name=self.name)
         receiver = HandoffReceiver(self.id, self.model, blocks, endpoints, self._room, lambda: bytes(SECRET_BYTES), LEASE)
         self.core = DecodeCore(self.id, scheduler, receiver, self.model.fingerprint, self.meet())
+        self.departure = Departure(self.core, "decode", host)
         device.decode = self
         self._peers: dict[PeerId, WorkerShell] = {}  # who can be answered
         self._check_free_at = 0.0

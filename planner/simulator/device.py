@@ -189,6 +189,11 @@ class Device:
         """Nothing is computed here, and nothing kept for anybody: until a message comes, nothing changes."""
         return not self.busy and all(side.core.at_rest for side in (self.prefill, self.decode) if side is not None)
 
+    @property
+    def num_growing_blocks(self) -> int:
+        """What prompts that are computed here are to leave to the sequences that run here."""
+        return self.decode.num_growing_blocks if self.decode is not None else 0
+
     def rouse(self) -> None:
         """Something comes to one of the workers here."""
         for side in (self.prefill, self.decode):

@@ -6,7 +6,8 @@ from typing import Any
 
 from ...engine.batch import StepOutput
 from ...engine.block_manager import BlockManager
-from ...engine.role_host import worker_name
+from ...engine.departure import Departure
+from ...engine.role_host import RoleHost
 from ...prefill.core import PrefillCore
 from ...prefill.scheduler import PrefillScheduler, PrefillStep
 from ...transport.handoff import PeerId
@@ -29,27 +30,23 @@ class PrefillShell(WorkerShell):
     role = "prefill"
     core: PrefillCore
 
-    def __init__(self, simulation: Surroundings, name: str, process: str, pool: Pool, device: Device, blocks: BlockManager) -> None:
-        super().__init__(simulation, name, process, pool, device, blocks)
+    def __init__(self, simulation: Surroundings, name: str, pool: Pool, device: Device, host: RoleHost | None) -> None:
+        super().__init__(simulation, name, pool, device, host)
         memory = pool.profile.memory
         scheduler = PrefillScheduler(
-            blocks,
+            host.blocks if host else BlockManager(pool.blocks),
             memory.block_size,
             self.model.fingerprint,
             pool.max_batch_tokens,
             MOST_PROMPTS,
-            for_decode=self._num_growing_blocks if self.mixed else None,
+            for_decode=host.for_decode if host and host.mixed else None,
         )
         slicing = LayerSlicing(memory.num_layers, memory.block_bytes)
-        self.core = PrefillCore(self.meet(), scheduler, frozenset(), memory.max_model_len, slicing=slicing, is_local=self._is_local)
+        is_local = host.hands_to_itself if host else lambda _: False
+        self.core = PrefillCore(self.meet(), scheduler, frozenset(), memory.max_model_len, slicing=slicing, is_local=is_local)
+        self.departure = Departure(self.core, "prefill", host)
         device.prefill = self
         self._leaving: LeavingLayers | None = None  # of the running step
-
-    def _is_local(self, decode_worker: str) -> bool:
-        return self.mixed and decode_worker == worker_name(self.process, "decode")
-
-    def _num_growing_blocks(self) -> int:
-        return self.device.decode.num_growing_blocks if self.device.decode is not None else 0
 
     @property
     def sender(self) -> HandoffSender:

@@ -15,9 +15,8 @@ from itertools import count
 from ...coordinator.steering.steering import Steering
 from ...engine.block_manager import BlockManager
 from ...engine.latency_profile import StepClock
-from ...engine.role_host import worker_name
+from ...engine.role_host import RoleHost, worker_name
 from ...transport.collector import seldom_collected
-from ...transport.messages import Role
 from ..errors import SimulationError
 from ..trace.request import Trace, TraceRequest
 from .cluster import Cluster, Pool
@@ -34,7 +33,7 @@ from .worker_shell import WorkerShell
 
 WARM_UP_S = 2.0
 """Virtual seconds before the trace begins: workers say hello."""
-BOTH: tuple[Role, ...] = ("decode", "prefill")
+BOTH = ("decode", "prefill")
 """Of a colocated worker, in the order in which a live mixed one begins them."""
 DEAD_AFTER_S = 0.3
 """A process's end is seen by its peers and the coordinator so much later."""
@@ -49,6 +48,7 @@ class _Machine:
     device: Device
     noise: Noise
     shells: list[WorkerShell]
+    host: RoleHost | None = None  # where its role can change, or it has both
 
     @property
     def num_rows(self) -> int:
@@ -171,38 +171,30 @@ class Simulation:
         return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps, pool.one_step)
 
     def _start(self, machine: _Machine) -> None:
-        pool = machine.pool
-        if pool.role == "colocated":
+        pool, device = machine.pool, machine.device
+        mixed = pool.role == "colocated"
+        if mixed or pool.flexible:
             blocks = BlockManager(pool.blocks)
-            for role in BOTH:
-                self._begin(machine, role, worker_name(machine.name, role), blocks).start()
-        elif pool.flexible:
-            self._begin_later(machine, pool.role, None)
-        else:
-            self._begin(machine, pool.role, machine.name, None).start()
+            machine.host = RoleHost(
+                machine.name, blocks, lambda role: self._begin(machine, role), mixed=mixed, for_decode=lambda: device.num_growing_blocks
+            )
+        for role in BOTH if mixed else (pool.role,):
+            self._begin(machine, role)
 
-    def flip(self, shell: WorkerShell, role: Role) -> bool:
-        """The process of this worker is also one of the other role from now on. False: its worker of that role is still leaving."""
-        machine = self._machine_of(shell)
-        present = next((other for other in machine.shells if other.role == role), None)
-        if present is None:
-            self._begin_later(machine, role, shell.core.blocks)
-        return present is None or not present.core.drains
-
-    def _begin_later(self, machine: _Machine, role: Role, blocks: BlockManager | None) -> None:
-        shell = self._begin(machine, role, worker_name(machine.name, role), blocks)
-        self.queue.after(machine.pool.profile.flip_s or 0.0, shell.start)
-
-    def _begin(self, machine: _Machine, role: Role, name: str, blocks: BlockManager | None) -> WorkerShell:
-        """``blocks``: of a process that has, or had, the other role too; then the worker's name is not the process's."""
-        process = machine.name if name != machine.name else ""
+    def _begin(self, machine: _Machine, role: str) -> bool:
+        """It is of this role from now on. False: it has not quite ended being so, and cannot begin again yet."""
+        present = next((shell for shell in machine.shells if shell.role == role), None)
+        if present is not None:
+            return not present.core.drains
         kind = PrefillShell if role == "prefill" else DecodeShell
-        shell = kind(self, name, process, machine.pool, machine.device, blocks or BlockManager(machine.pool.blocks))
+        name = worker_name(machine.name, role) if machine.host else machine.name
+        shell = kind(self, name, machine.pool, machine.device, machine.host)
         machine.shells.append(shell)
         self.workers[shell.name] = shell
         if isinstance(shell, DecodeShell):
             self.decode_workers[shell.name] = shell
-        return shell
+        shell.start()
+        return True
 
     def restart(self, shell: WorkerShell, down_s: float) -> None:
         """Its machine's processes end now and start again after ``down_s``."""
@@ -224,9 +216,7 @@ class Simulation:
 
     def left(self, shell: WorkerShell) -> None:
         """It has drained, and ended in good order."""
-        shell.alive = False
-        if shell.process:
-            self._machine_of(shell).let_go(shell)
+        self._machine_of(shell).let_go(shell)
         self.workers.pop(shell.name, None)
         self.decode_workers.pop(shell.name, None)
 

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ...engine.block_manager import BlockManager
+from ...engine.departure import Departure
+from ...engine.role_host import RoleHost
 from ...transport import actions as act
 from ...transport.handoff import HandoffTimes, PeerId
 from ...transport.handoff_sender import HandoffSender
@@ -66,9 +67,6 @@ class Surroundings(Protocol):
     def next_number(self) -> int:
         """For an incarnation."""
 
-    def flip(self, shell: WorkerShell, role: Role) -> bool:
-        """The process of this worker is also one of the other role from now on. False: its worker of that role is still leaving."""
-
     def restart(self, shell: WorkerShell, down_s: float) -> None:
         """Its machine's processes end now and start again after ``down_s``."""
 
@@ -81,12 +79,13 @@ class WorkerShell(ABC):
 
     role: Role
     core: Any
+    departure: Departure
 
-    def __init__(self, simulation: Surroundings, name: str, process: str, pool: Pool, device: Device, blocks: BlockManager) -> None:
-        """``process``: that it is a worker of, where that can change its role, or has both over these ``blocks``; else empty."""
+    def __init__(self, simulation: Surroundings, name: str, pool: Pool, device: Device, host: RoleHost | None) -> None:
+        """``host``: its process, where that can change its role, or has both."""
         self.simulation, self.queue = simulation, simulation.queue
-        self.name, self.process, self.pool, self.device = name, process, pool, device
-        self.mixed, self.model = pool.role == "colocated", _model_of(pool)
+        self.name, self.pool, self.device, self.host = name, pool, device, host
+        self.model = _model_of(pool)
         self.message_s, self.bytes_per_s = pool.message_s, pool.bytes_per_s
         self.incarnation = simulation.next_number()
         self.id: PeerId = (name, self.incarnation)
@@ -120,11 +119,18 @@ class WorkerShell(ABC):
             self.simulation.restart(self, 0.0)
             return
         elif isinstance(message, Flip):
-            if self.simulation.flip(self, message.role):
-                self.core.drain(self.queue.now, message.timeout_s)
+            self.queue.after(self.pool.profile.flip_s or 0.0, self._flip, message)
         else:
             self.from_coordinator(message)
         self.turn()
+
+    def _flip(self, order: Flip) -> None:
+        """The worker of the new role is there, and says hello; this one begins to drain."""
+        if self.alive:
+            self.device.rouse()
+            self.device.catch_up()
+            self.departure.flip(order.role, order.timeout_s, self.queue.now)
+            self.turn()
 
     @abstractmethod
     def from_coordinator(self, message: Message) -> None:
@@ -158,9 +164,6 @@ class WorkerShell(ABC):
         self.device.wake()
         if self.carry_out_all():
             self.device.wake()
-        if self.core.may_leave and (not self.process or self.core.at_rest):
-            self._tell(Goodbye(worker_id=self.name, incarnation=self.incarnation))
-            self.simulation.left(self)
 
     def carry_out_all(self) -> bool:
         """Whatever the core wants done now. False: nothing."""
@@ -183,11 +186,20 @@ class WorkerShell(ABC):
         reports = self._welcomed and self._report_is_due(now)
         if reports:
             self._report(now)
-        if self.core.stirs or self.core.may_leave or not self.device.busy:
+        if self.core.stirs or not self.device.busy:
             self.turn()
+        if self.departure.is_due(now):
+            self._leave()
+            return
         self.rests = reports and self.device.jumps and not self.core.drains and self.device.rests
         if not self.rests:
             self.queue.after(TICK_S, self._tick)
+
+    def _leave(self) -> None:
+        """Whoever it wrote to need not be told that it writes no more: no word of it was lost."""
+        self._tell(Goodbye(worker_id=self.name, incarnation=self.incarnation))
+        self.alive = False
+        self.simulation.left(self)
 
     def rouse(self) -> None:
         """It has been at rest, where one report is as the other and no tick does anything: from now on there are some again, at the times
@@ -298,8 +310,8 @@ class WorkerShell(ABC):
             max_num_seqs=pool.max_num_seqs,
             max_batch_tokens=pool.max_batch_tokens if self.role == "prefill" else pool.max_num_seqs,
             peer_address=self.name if self.role == "decode" else "",
-            process=self.process,
-            mixed=self.mixed,
+            process=self.host.process if self.host else "",
+            mixed=self.host.mixed if self.host else False,
         )
 
 

@@ -27,6 +27,8 @@ WORKER = Profile(
     start_s=0.3,
     flip_s=0.05,
 )
+LINGER_S = 1.0
+"""So long a role that has nothing left answers its peers: see ``engine/role_host.py``."""
 OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -78,8 +80,7 @@ class OneFlip(Steering):
         self._ordered = False
 
     def look(self, lifecycle: Lifecycle, now: float) -> list[Decision]:
-        prefill = fleet_of(lifecycle).flexible["prefill"]
-        if len(prefill) == 3 and not self.seen_s:
+        if fleet_of(lifecycle).prefill == 3 and not self.seen_s:
             self.seen_s = now - self._at_s
         if now < self._at_s or self._ordered:
             return []
@@ -98,6 +99,13 @@ def test_a_change_of_role_takes_as_long_as_the_profile_says(flip_s: float | None
     requests = [TraceRequest(0.1 * i, 50, 20) for i in range(60)]
     simulation.run(Trace("test", lambda: iter(requests), None))
     assert steering.seen_s == pytest.approx(flip_s or 0.0, abs=0.03)
+    (flip,) = simulation.coordinator.core.flips
+    assert flip.began_s == pytest.approx(flip_s or 0.0, abs=0.01)
+    assert flip.began_s is not None
+    assert flip.worked_s is not None
+    assert flip.ended_s is not None
+    assert flip.began_s < flip.worked_s < flip.ended_s, "for a while the process is of both roles"
+    assert LINGER_S < flip.ended_s - flip.began_s < LINGER_S + 1.0
 
 
 @pytest.mark.parametrize("num_mixed", [0, 2])
