@@ -24,9 +24,10 @@ class Placement:
     def __init__(self, state: LifecycleState, policy: Policy) -> None:
         self._state, self._policy = state, policy
         self._failed: tuple[int, int] | None = None
-        """Who waited and who was here after the last pass over the line, if one more just like it would place nobody. Until there is room
-        for one as short as those that found none:"""
-        self._shortest_prompt = self._shortest_sequence = inf  # ... at a prefill worker, or else at a decode worker
+        """Who waited and who was here after the last pass over the line, if one more would place nobody ..."""
+        self._order: int | None = None  # ... in the same order, as the line counts them; None: in whatever order ...
+        self._shortest_prompt = self._shortest_sequence = inf
+        """... until there is room for one as short as those that found none: at a prefill worker, or else at a decode worker."""
         self._unsure = False  # whether anything but that kept a request waiting
 
     def take_in(self, flight: Flight, now: float) -> None:
@@ -57,10 +58,11 @@ class Placement:
         num_changes = line.num_changes
         tried_all = line.serve(lambda flight: self._place(flight, now), now)
         if not self._unsure and (tried_all or (num_changes == line.num_changes and self._lacks_only_prefills())):
+            self._order = None if tried_all else line.num_orders
             self._remember_failure()
 
     def _begin_pass(self) -> None:
-        self._failed = None
+        self._failed = self._order = None
         self._shortest_prompt = self._shortest_sequence = inf
         self._unsure = self._state.line.anybody_returns or len(self._state.suspicion) > 0
 
@@ -72,6 +74,7 @@ class Placement:
         line, pools = self._state.line, self._state.pools
         return (
             self._failed == (line.num_changes, pools.num_changes)
+            and self._order in (None, line.num_orders)
             and pools.open_of_role("prefill").most_room < self._shortest_prompt
             and pools.open_of_role("decode").most_room < self._shortest_sequence
         )

@@ -58,6 +58,7 @@ class WaitingLine:
         self._returning: list[Entry] = []  # sorted by arrival
         self._num_joined = 0
         self.num_changes = 0  # who waits has changed so often
+        self.num_orders = 0  # whose turn it is, where several wait, may have changed so often, though the same wait
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -126,7 +127,9 @@ class WaitingLine:
             self._shares.charge(flight.request.priority_class, service / line.weight)
 
     def charge_running(self, flights: Iterable[Flight]) -> None:
-        """Books what those of these have been given that are dispatched and have more tokens than when they were last booked."""
+        """Books what those of these have been given that are dispatched and have more tokens than when they were last booked. Now it may be
+        another's turn, by this and by what has been booked in between."""
+        self.num_orders += 1
         for flight in flights:
             if flight.dispatch >= 0 and len(flight.tokens) != flight.num_charged_tokens:
                 self.charge(flight)
@@ -162,8 +165,8 @@ class WaitingLine:
         return ahead
 
     def serve(self, place: Callable[[Flight], bool], now: float) -> bool:
-        """Places from the head of the line whatever finds room. Whether any that is left and could have come next has been tried, or
-        another that is no longer than it."""
+        """Places from the head of the line whatever finds room. Whether, however the shares stand, any that is left and could have come
+        next has been tried, or another that is no longer than it."""
         return self._serve_returning(place, now) and self._serve_new(place, now)
 
     def _serve_returning(self, place: Callable[[Flight], bool], now: float) -> bool:

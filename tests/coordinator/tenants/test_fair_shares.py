@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.lifecycle_bench import Bench, Sink, ends
+from support.lifecycle_bench import Bench, Sink, ends, sent
 
 from splitserve.coordinator.flight import Flight
 from splitserve.coordinator.forecast import Forecast
+from splitserve.coordinator.lifecycle import CHARGE_EVERY_S
 from splitserve.coordinator.request import GenerationRequest, PriorityClass
 from splitserve.coordinator.waiting_line import LOOK_AHEAD, WEIGHTS, WaitingLine
-from splitserve.transport.messages import Sampling
+from splitserve.transport.messages import Prefill, Sampling
 
 
 def flight(tenant: str = "", num_tokens: int = 10, arrival: float = 0.0, **more: Any) -> Flight:
@@ -228,3 +229,42 @@ def test_the_forecast_follows_the_workers_and_their_caches() -> None:
     forecast.forget(worker)
     assert forecast.tokens_per_s(here) is None
     assert not forecast.known
+
+
+def a_short_one_behind_a_starving_one_of_the_tenant_whose_turn_it_is() -> Bench:
+    """The prefill worker has room for short prompts alone; a sequence of the first tenant runs."""
+    bench = Bench(max_num_seqs=8)
+    bench.submit("running", tenant="first")
+    bench.first(1)
+    bench.joined(1)
+    bench.submit("long", tenant="first", prompt_token_ids=[2] * 40)
+    assert not sent(bench.submit("longer", tenant="first", prompt_token_ids=[3] * 60), Prefill)
+    bench.now = 3.0
+    for name in ("p", "d"):
+        bench.load(name, [1, 2])
+    bench.core.tick(bench.now)  # what the first tenant has been given is booked
+    assert not sent(bench.submit("short", tenant="second", prompt_token_ids=[4] * 8), Prefill)
+    return bench
+
+
+def test_who_comes_first_by_now_is_tried_though_the_same_wait_for_the_same_workers() -> None:
+    bench = a_short_one_behind_a_starving_one_of_the_tenant_whose_turn_it_is()
+    assert not sent(bench.core.tick(bench.now), Prefill)
+    bench.step(1, 1, 6)  # the first tenant has been given more than the second
+    bench.now += CHARGE_EVERY_S
+    assert [prefill.spec.request_id for prefill in sent(bench.core.tick(bench.now), Prefill)] == ["short"]
+
+
+def test_the_line_is_not_gone_through_again_where_nothing_can_come_of_it() -> None:
+    """Whatever is heard meanwhile: only once shares have been booked it may be another's turn."""
+    bench = a_short_one_behind_a_starving_one_of_the_tenant_whose_turn_it_is()
+    passes: list[float] = []
+    serve = WaitingLine.serve
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WaitingLine, "serve", lambda line, place, now: passes.append(now) or serve(line, place, now))
+        for _ in range(20):
+            bench.now += 0.05
+            bench.core.tick(bench.now)
+            for name in ("p", "d"):
+                bench.load(name, [1, 2])
+    assert len(passes) <= 1 + 1.0 / CHARGE_EVERY_S
