@@ -1,6 +1,6 @@
 """The pool controller live: real processes with paced workers, and a load that shifts in mid-run.
 
-    python -m splitserve.bench.steer_live [--workers 8] [--phase-s 90] [--json bench/results/steer_live.json]
+    python -m splitserve.bench.steer_live [--workers 8] [--mixed 0] [--phase-s 90] [--json bench/results/steer_live.json]
 
 `splitserve up --flexible --steer act` with workers that take the time of bench/steer_workload.py and compute nothing; sockets, cores and
 coordinator are real. First code-like requests, then conversation-like ones. Every stream must end by its length with every token; the
@@ -36,6 +36,24 @@ WINDOW_S, SHARE = 5.0, 0.9
 START_S, STREAM_S = 120.0, 300.0
 
 
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How many of each kind there are at the beginning."""
+
+    prefill: int
+    decode: int
+    mixed: int  # of both roles, for good
+
+    @property
+    def count(self) -> int:
+        return self.prefill + self.decode + self.mixed
+
+    @property
+    def num_names(self) -> int:
+        """By which the coordinator knows them: one for each role."""
+        return self.count + self.mixed
+
+
 @dataclass(slots=True)
 class Streamed:
     """One stream as its client saw it; times in seconds, ``sent_s`` since the beginning of the load."""
@@ -59,29 +77,31 @@ class Streamed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--prefill", type=int, default=None, help="of these, at the beginning; default: three of four")
+    parser.add_argument("--mixed", type=int, default=0, help="of these, of both roles for good")
+    parser.add_argument("--prefill", type=int, default=None, help="of the others, at the beginning; default: three of four")
     parser.add_argument("--phase-s", type=float, default=90.0, help="seconds of each of the two kinds of load")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     told = environment()
-    prefill = options.prefill or max(1, options.workers * 3 // 4)
-    found = asyncio.run(measure(options.workers, prefill, options.phase_s, options.seed))
+    others = options.workers - options.mixed
+    prefill = options.prefill if options.prefill is not None else min(others, max(1, others * 3 // 4))
+    found = asyncio.run(measure(Workers(prefill, others - prefill, options.mixed), options.phase_s, options.seed))
     print(json.dumps({name: value for name, value in found.items() if name != "decisions"}, indent=1))
     if options.json is not None:
         options.json.write_text(json.dumps({"environment": told, **found}, indent=1) + "\n")
 
 
-async def measure(num_workers: int, prefill: int, phase_s: float, seed: int) -> dict[str, Any]:
+async def measure(workers: Workers, phase_s: float, seed: int) -> dict[str, Any]:
     """Starts the cluster, sends the load, stops it."""
     folder = Path(tempfile.mkdtemp(prefix="splitserve-steer-"))
-    url, process = start(folder, num_workers, prefill)
+    url, process = start(folder, workers)
     try:
         async with httpx.AsyncClient(base_url=url, timeout=STREAM_S, limits=httpx.Limits(max_connections=None), trust_env=False) as http:
-            await _until_ready(http, process, num_workers)
-            streams = await send(http, list(load([CODE, CHAT], phase_s, seed, num_workers)))
+            await _until_ready(http, process, workers.num_names)
+            streams = await send(http, list(load([CODE, CHAT], phase_s, seed, workers.count)))
             state = (await http.get("/debug/state")).json()
-        return summary(streams, phase_s, state)
+        return {"workers": asdict(workers), **summary(streams, phase_s, state)}
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -92,7 +112,7 @@ async def measure(num_workers: int, prefill: int, phase_s: float, seed: int) -> 
         shutil.rmtree(folder)
 
 
-def start(folder: Path, num_workers: int, prefill: int) -> tuple[str, subprocess.Popen[bytes]]:
+def start(folder: Path, workers: Workers) -> tuple[str, subprocess.Popen[bytes]]:
     """A cluster of paced workers that the pool controller steers: (its address, its process)."""
     profile, model = folder / "profile.json", folder / "model"
     worker().write(profile)
@@ -103,7 +123,9 @@ def start(folder: Path, num_workers: int, prefill: int) -> tuple[str, subprocess
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": worker().memory.max_model_len}))
     port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--model", str(model), "--port", str(port), "--flexible"]
-    command += ["--prefill", str(prefill), "--decode", str(num_workers - prefill), "--runner", f"paced:{profile}"]
+    for kind, count in asdict(workers).items():
+        command += [f"--{kind}", str(count)]
+    command += ["--runner", f"paced:{profile}"]
     command += ["--prefill-max-batch-tokens", "2048", "--decode-max-num-seqs", "128"]
     command += ["--steer", "act", "--steer-slo", f"ttft={TTFT_S:g},tpot={TPOT_S:g}@p90", "--steer-profile", str(profile)]
     with (folder / "log").open("wb") as log:
@@ -111,14 +133,14 @@ def start(folder: Path, num_workers: int, prefill: int) -> tuple[str, subprocess
         return f"http://127.0.0.1:{port}", subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
 
 
-async def _until_ready(http: httpx.AsyncClient, process: subprocess.Popen[bytes], num_workers: int) -> None:
+async def _until_ready(http: httpx.AsyncClient, process: subprocess.Popen[bytes], num_names: int) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise SystemExit(f"the cluster ended with status {process.returncode} before it was ready")
         try:
             state = (await http.get("/debug/state")).json()
-            if state["coordinator"]["ready"] and len(state["workers"]) == num_workers:
+            if state["coordinator"]["ready"] and len(state["workers"]) == num_names:
                 return
         except httpx.TransportError:
             pass
@@ -186,6 +208,7 @@ def summary(streams: list[Streamed], phase_s: float, state: dict[str, Any]) -> d
             for at in (i * WINDOW_S for i in range(int(2 * phase_s / WINDOW_S)))
         ],
         "flips": state["flips"],
+        "steering": state["steering"]["state"],
         "decisions": state["steering"]["decisions"],
         "redispatches": state["counters"]["redispatches"],
         "sequences_moved": state["counters"]["sequences_moved"],

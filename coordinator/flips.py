@@ -71,8 +71,13 @@ class Flips:
             return f"{name} is changing its role already"
         if worker.role == role:
             return f"{name} is a {role} worker already"
-        others = [w for w in self._state.pools.open_of_role(worker.role) if w is not worker and w.kind == worker.kind]
-        return "" if others else f"{name} is the last {worker.role} worker: without one nothing can be served"
+        pools = self._state.pools
+        others = [w for w in pools.open_of_role(worker.role) if w is not worker and w.kind == worker.kind]
+        without = "without one nothing can be served"
+        if worker.role == "prefill" and pools.has_mixed:
+            others = [w for w in others if not w.hello.mixed]
+            without = "mixed ones compute for themselves alone, and decode workers would get nothing"
+        return "" if others else f"{name} is the last {worker.role} worker: {without}"
 
     def hello(self, worker: Worker, now: float) -> None:
         """A worker is here: perhaps one that had to change its role."""

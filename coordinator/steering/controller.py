@@ -8,7 +8,7 @@ Once a second: the ratio that the latency model likes best for the load as it is
     and the last flips are over and have had time to show.             (settle_s)
 
 Mixed workers are of both roles, change neither, and take from either what the others leave: what a ratio beside them is worth the model
-does not know. Where there are any, roles are left as they are, and workers come and go by the rules that need no model.
+does not know. Where there are any, or were lately, roles are left as they are, and workers come and go by the rules that need no model.
 
 The model may be wrong. A change after which fewer requests than before, under the same load, meet the objective that the role which lost
 workers is there for, is taken back, and the controller holds still for a while, longer each time. (The other objective may be missed for
@@ -107,6 +107,7 @@ class PoolController:
         self.pressure: Pressure | None = None
         self.picture: LoadPicture | None = None
         self.decisions: deque[Decision] = deque(maxlen=100)
+        self._mixed_at = -math.inf  # when there last were mixed workers
         self._holds_for_mixed = False
         self.wanted: dict[AnyRole, int] = {}
         """As many of each role as there are, or one more or fewer as long as that is wanted."""
@@ -118,8 +119,10 @@ class PoolController:
             self._capacity = Capacity(self._profile, self._options, fleet.max_batch_tokens, fleet.max_num_seqs)
         if not all(map(math.isfinite, astuple(picture))):
             return self._rest("the load is not known: one of its numbers is none")
-        found = self._hold(fleet, now) if fleet.mixed else self._flips(picture, fleet, now)
-        self._holds_for_mixed = fleet.mixed > 0
+        self._mixed_at = now if fleet.mixed else self._mixed_at
+        holds = now - self._mixed_at < self._options.mixed_again_s
+        found = self._hold(fleet, now) if holds else self._flips(picture, fleet, now)
+        self._holds_for_mixed = holds
         if not found and not fleet.changing:
             scaled = self._scaling.decide(picture, self._capacity, fleet.prefill, fleet.decode, now, fleet.mixed)
             found = [] if scaled is None else [_scale(*scaled, fleet, now)]
@@ -131,9 +134,11 @@ class PoolController:
         return found
 
     def _hold(self, fleet: Fleet, now: float) -> list[Decision]:
-        """There are mixed workers."""
+        """There are mixed workers, or were lately: one that is started again is not to find roles that were right without it."""
         self.pressure = self._capacity = self._trial = None
-        if fleet.mixed == fleet.num_workers:
+        if not fleet.mixed:
+            why = f"there was a mixed worker {now - self._mixed_at:.0f} s ago, which may come back: roles stay as they are"
+        elif fleet.mixed == fleet.num_workers:
             why = f"all {fleet.mixed} workers are mixed: there are no roles to change"
         else:
             who = f"{fleet.mixed} of {fleet.num_workers} workers are mixed"

@@ -31,6 +31,7 @@ class SteeringOptions:
     gain_over_s: float = 30.0
     regret_s: float = 20.0  # a flip that has made things worse is taken back after so long
     hold_s: float = 60.0  # and nothing is tried for so long; twice as long after each further one
+    mixed_again_s: float = 300.0  # mixed workers that have gone may come back for so long: until then roles stay as beside them
     min_workers: int = 2
     max_workers: int = 0  # 0: whatever is there; scaling up is never proposed
     queue_depth: int = 50  # requests waiting in the coordinator: more is too many

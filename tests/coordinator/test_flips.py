@@ -50,6 +50,17 @@ def test_a_mixed_worker_has_both_roles_already() -> None:
     assert order(bench, "m", "prefill") == order(bench, "m:decode", "prefill") == "m is a mixed worker: it is of both roles already"
 
 
+def test_beside_mixed_workers_a_worker_computes_prompts_for_those_that_cannot() -> None:
+    """They generate for anybody, and compute for themselves alone."""
+    bench = flexible()
+    for role in ("prefill", "decode"):
+        bench.hello(f"m:{role}", role, process="m", mixed=True)
+    refused = order(bench, "w0", "decode")
+    assert isinstance(refused, str)
+    assert "the last prefill worker: mixed ones compute for themselves alone" in refused
+    assert all(isinstance(order(bench, name, "prefill"), FlipRecord) for name in ("w1", "w2")), "the last that only decodes, too"
+
+
 def test_a_change_from_the_order_to_its_end() -> None:
     bench = flexible()
     record, actions = bench.core.flip("w1", "prefill", 3.0, bench.now)

@@ -213,8 +213,19 @@ def test_beside_mixed_workers_roles_stay_and_that_is_said_once() -> None:
     assert controller.pressure is None
     assert controller.wanted == {"prefill": 2, "decode": 4, "mixed": 3}
     assert not [d for now in range(200) for d in controller.decide(replace(CODE, rate=0.1), mixed, 60.0 + now)], "nor is one let go"
-    flips = [d for now in range(60) for d in controller.decide(CODE, cluster(2, 6).fleet, 300.0 + now)]
-    assert {d.kind for d in flips} == {"flip"}, "they are gone"
+
+
+def test_mixed_workers_that_have_gone_may_come_back() -> None:
+    """One that is started again is gone for a while: the roles that were right beside it are not changed for that."""
+    controller = PoolController(OPTIONS, worker())
+    without = cluster(2, 6).fleet
+    for began in (0.0, 100.0):
+        assert [d.kind for d in controller.decide(CODE, replace(without, mixed=2), began)] == (["hold"] if not began else [])
+        assert not [d for after in range(1, 60) for d in controller.decide(CODE, without, began + after)]
+        assert "may come back" in controller.state
+    gone = [d for after in range(60, 400) for d in controller.decide(CODE, without, 100.0 + after)]
+    assert {d.kind for d in gone} == {"flip"}
+    assert gone[0].at >= 100.0 + OPTIONS.mixed_again_s
 
 
 def test_where_all_are_mixed_there_is_nothing_to_flip() -> None:
