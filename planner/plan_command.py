@@ -21,7 +21,7 @@ from .search.hardware_file import read_hardware
 from .search.launch import write_launch
 from .search.plan import Plan, search
 from .search.plan_json import as_json
-from .search.words import is_short, sentences
+from .search.words import sentences
 from .settings import PlanSettings
 from .simulator.report import slo_words
 from .slo import parse_slo
@@ -124,6 +124,6 @@ def beyond(path: Path, found: Plan) -> Iterable[str]:
 
 def _why(found: Plan) -> str:
     """Why the rest of the trace is harder than its beginning."""
-    if found.winner.at_bound or is_short(found):
+    if found.winner.at_bound or found.sustained is not None:
         return "so few requests are over before the cluster has filled"
     return f"the first {len(found.question.load.requests):,} are the easier ones"

@@ -52,6 +52,12 @@ class Load:
         scaled = [replace(r, arrival_s=(r.arrival_s - first) * factor) for r in self.requests]
         return Trace("load", lambda: iter(scaled), self.block_size)
 
+    def repeated(self, times: int) -> Load:
+        """The same requests over and over, each time as long after the last time's end as they are apart on average."""
+        first, again_s = self.requests[0].arrival_s, (self.requests[-1].arrival_s - self.requests[0].arrival_s) + 1 / self.rate
+        again = [replace(r, arrival_s=r.arrival_s - first + i * again_s) for i in range(times) for r in self.requests]
+        return replace(self, requests=tuple(again))
+
     def shuffled(self, seed: int) -> Load:
         """The same arrivals with the same lengths in another order: how much of a result is chance."""
         lengths = list(self.requests)
@@ -85,6 +91,12 @@ class Question:
 
     def bound(self, candidate: Candidate) -> float:
         return bound(candidate, self.hardware, self.demand, self.level.bounds.tpot_s)
+
+    def repeated(self, times: int) -> Question:
+        """Of the same requests over and over, which find as little of their prompts in a cache as the first time."""
+        load = self.load.repeated(times)
+        asked = zip(load.requests, self.arrivals * times, strict=True)
+        return replace(self, load=load, arrivals=tuple(replace(a, at_s=r.arrival_s) for r, a in asked), energies={})
 
     def reordered(self, seed: int) -> Question:
         return self.of(self.hardware, self.load.shuffled(seed), self.level, seed)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 from ..errors import SimulationError
 from .candidates import Candidate
 from .crew import Crew, crew
 from .goal import Goal, energy_wh, mixtures, settings_of, shapes
-from .goodput import Answer, Question
+from .goodput import Answer, Question, sketched_goodput
 from .looks import Glance, Look, answered, by_chance, glance, look, sketched
 from .smallest import smallest, smallest_that_serve
 
@@ -24,6 +25,10 @@ NEARLY = 0.93
 MOST_RIVALS = 3
 MOST_GROWN = 4
 """Larger clusters that are simulated for the load that has grown."""
+LIVES_TO_FILL = 4
+"""So many mean lives of a request a load has to last, at the least, so that the cluster fills."""
+LIVES_TO_SETTLE = 20
+"""What is told of for long is of so many."""
 Report = Callable[[str], None]
 
 
@@ -65,6 +70,7 @@ class Plan:
     growth: Growth
     means: Means
     energy_wh: float | None  # a request of the winner, by the sketch
+    sustained: float | None = None  # its goodput, by the sketch, where the load comes over and over; None: the load is not short
     curves: dict[Candidate, list[Glance]] = field(default_factory=dict)
     sizes: dict[Candidate, Glance] = field(default_factory=dict)
 
@@ -81,6 +87,19 @@ class Plan:
     def num_simulated(self) -> int:
         looked = [self.at_goodput, self.relaxed, *(one for _, one in self.others)]
         return sum(a.num_requests for a in self.answers) + sum(one.tallies.num_requests for one in looked)
+
+    @property
+    def life_s(self) -> float:
+        """Of a request at the winner's goodput, on average."""
+        return self.at_goodput.tallies.percentiles()["e2e"]["mean"]
+
+    def is_short(self, one: Answer) -> bool:
+        """Whether the load, at this one's goodput, is over before a cluster has filled: for long it serves less."""
+        return one.goodput > 0 and len(self.question.load.requests) / one.goodput <= LIVES_TO_FILL * self.life_s
+
+    def is_at_most(self, one: Answer) -> bool:
+        """Whether its goodput is the most that it may be, and not what it is: for the load's shortness, or the bounds' looseness."""
+        return self.goal.objective == "goodput" and (one.at_bound or self.is_short(one))
 
     def value(self, one: Answer) -> float:
         return self.goal.value(self.question, one.candidate, one.goodput)
@@ -138,6 +157,9 @@ class _Search:
             Means(of_means, expected, means.tallies.attainment),
             energy_wh(self._question, winner.candidate, relaxed_rate),
         )
+        if plan.is_short(winner):
+            times = ceil(LIVES_TO_SETTLE * plan.life_s * winner.goodput / len(self._question.load.requests))
+            plan.sustained = min(winner.goodput, sketched_goodput(self._question.repeated(times), winner.candidate))
         if with_curves:
             self._report("curves")
             self._draw_from(plan, rate)

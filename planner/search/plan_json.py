@@ -41,6 +41,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "expected": plan.means.expected,
             "attainment": plan.means.attainment,
         },
+        "sustained_per_s": plan.sustained,
         "candidates": [_answer(a) for a in plan.answers],
         "sketched": [{"ratio": hardware.words(c), "options": str(c), "goodput_per_s": g} for c, g in plan.sketches.items()],
         "curves": {hardware.words(c): [_glance(g) for g in seen] for c, seen in plan.curves.items()},

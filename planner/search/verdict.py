@@ -19,7 +19,7 @@ def whether_to_disaggregate(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    if plan.goal.objective == "goodput" and plan.best.at_bound and plan.colocated.at_bound:
+    if plan.is_at_most(plan.best) and plan.is_at_most(plan.colocated):
         return "Whether to disaggregate this load does not tell"
     if not plan.disaggregates:
         return "Do not disaggregate"
@@ -44,6 +44,6 @@ def compared(plan: Plan, one: Answer) -> str:
     if plan.goal.objective != "goodput" and one.goodput < plan.goal.rate:
         return f"serves {one.goodput:.2f} requests/s only"
     ours, theirs = abs(plan.value(plan.winner)), abs(plan.value(one))
-    at_most = "at most " if one.at_bound and plan.goal.objective == "goodput" else ""
+    at_most = "at most " if plan.is_at_most(one) else ""
     unit = {"goodput": "requests/s", "cost": "an hour", "energy": "Wh a request"}[plan.goal.objective]
     return f"{at_most}{theirs:.2f} {unit} ({theirs / ours - 1:+.0%})"

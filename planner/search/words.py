@@ -24,7 +24,7 @@ def sentences(plan: Plan) -> list[str]:
     said = [
         f"Recommended: {plan.question.hardware.words(winner.candidate)}, {_options(winner)}.",
         f"It serves {winner.goodput:.2f} requests/s ({winner.goodput / gpus:.3f} a GPU) with {asked}.{_spread(plan)}",
-        *_at_bound(plan),
+        *_at_most(plan),
         *_costs(plan),
         f"At that rate: {_latencies(plan)}; busy: {_busy(plan.at_goodput)}.",
         f"At {plan.relaxed.rate:.2f} requests/s: {_plain_latencies(plan.relaxed)}; {plan.relaxed.tallies.attainment:.1%} are good.",
@@ -38,7 +38,6 @@ def sentences(plan: Plan) -> list[str]:
         f"A plan from mean lengths and service times would build {plan.question.hardware.words(means.candidate)} and expect "
         f"{means.expected:.2f} requests/s; simulated at that rate, {means.attainment:.1%} of the requests are good."
     )
-    said += _short(plan)
     extrapolated = plan.at_goodput.extrapolated.items()
     said += [f"Extrapolated: {what} in {share:.1%} of the steps; profile further out." for what, share in extrapolated]
     said.append("TPOT here is (last token - first token) / (tokens - 1). " + _effort(plan))
@@ -64,27 +63,23 @@ def _spread(plan: Plan) -> str:
     return f" {how}: {least} to {max(known):.2f}."
 
 
-def _at_bound(plan: Plan) -> list[str]:
-    """What the goodput means where not the cluster has ended the search for it."""
-    if not plan.winner.at_bound or plan.goal.objective != "goodput":
-        return []
-    return [
-        "That is what these workers could keep up with for long, by mean lengths. This load met the bounds up to there, so the search "
-        "ended there: read it as `at most`, and plan on more requests, or on tighter bounds, to tell more."
-    ]
-
-
-def is_short(plan: Plan) -> bool:
-    """Whether the load is over before the cluster has filled."""
-    lasts_s, life_s = len(plan.question.load.requests) / plan.at_goodput.rate, plan.at_goodput.tallies.percentiles()["e2e"]["mean"]
-    return lasts_s <= 4 * life_s
-
-
-def _short(plan: Plan) -> list[str]:
-    if not is_short(plan):
-        return []
-    lasts_s, life_s = len(plan.question.load.requests) / plan.at_goodput.rate, plan.at_goodput.tallies.percentiles()["e2e"]["mean"]
-    return [f"At that rate these requests last {lasts_s:.0f} s, and one lives {life_s:.1f} s: too optimistic; plan on more (--requests)."]
+def _at_most(plan: Plan) -> list[str]:
+    """What the goodput means where not the cluster has ended the search for it, or the load was over before it could."""
+    winner, said = plan.winner, []
+    if winner.at_bound and plan.goal.objective == "goodput":
+        said.append(
+            "That is what these workers could keep up with for long, by mean lengths. This load met the bounds up to there, so the search "
+            "ended there: read it as `at most`, and plan on more requests, or on tighter bounds, to tell more."
+        )
+    if plan.sustained is not None:
+        lasts_s, least = len(plan.question.load.requests) / winner.goodput, winner.bound / LOWEST
+        for_long = f"about {plan.sustained:.2f}" if plan.sustained > 0 else f"less than {least:.2f}"
+        said.append(
+            f"At that rate these requests last {lasts_s:.1f} s, and one lives {plan.life_s:.1f} s: they are over before the cluster has "
+            f"filled. If they came over and over it would serve {for_long} requests/s (sketched); what is said of others below is as "
+            "optimistic. Plan on more (--requests)."
+        )
+    return said
 
 
 def _costs(plan: Plan) -> list[str]:

@@ -219,6 +219,28 @@ def test_a_load_that_is_over_before_the_cluster_has_filled_is_told_as_a_bound() 
     assert asked.bound(found.growth.candidate) >= 1.5 * found.winner.goodput
 
 
+def test_a_load_that_is_over_too_soon_is_not_taken_for_what_the_cluster_serves_for_long() -> None:
+    """It ends just short of what workers keep up with by mean lengths, and nothing has queued up."""
+    requests = tuple(TraceRequest(0.05 * i + 0.02 * (i % 3), 300 + i % 7, 40 + i % 5) for i in range(60))
+    asked = Question.of(HARDWARE, Load(requests, None), ServiceLevel(Slo(0.35, 0.5), 0.9))
+    found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    winner, over_and_over = found.winner, asked.repeated(20)
+    assert not winner.at_bound
+    assert simulate(over_and_over, winner.candidate, winner.goodput, give_up=False).tallies.attainment < 0.3
+    assert found.sustained is not None
+    assert simulate(over_and_over, winner.candidate, found.sustained, give_up=False).tallies.attainment >= 0.9
+    said = sentences(found)
+    assert any(f"over and over it would serve about {found.sustained:.2f} requests/s" in line for line in said)
+    assert any(line.startswith("Whether to disaggregate this load does not tell: ") and "at most" in line for line in said)
+    assert as_json(found)["sustained_per_s"] == found.sustained
+
+
+def test_a_load_that_lasts_is_told_as_it_is() -> None:
+    found = search(question(400, 3, count=60), Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    assert found.sustained is None
+    assert not any("over and over" in line for line in sentences(found))
+
+
 def test_the_best_pure_split_is_told_beside_a_colocated_recommendation() -> None:
     asked = replace(question(100, 30, count=60), level=ServiceLevel(Slo(2.0, 0.2), 0.9))
     found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1, with_curves=True)
