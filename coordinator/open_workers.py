@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import chain, islice
+from math import inf
 from typing import Generic, Protocol, TypeVar
+
+MOST_COMPARED = 16
+GOLDEN = 2_654_435_761  # 2^32 by the golden ratio: the multiples of it spread evenly over any range
 
 
 class Ranked(Protocol):
@@ -79,20 +84,19 @@ class OpenWorkers(Generic[W]):
         """All that have."""
         return [worker for worker in self._workers if worker.room >= num_tokens] if self.has_room(num_tokens) else []
 
-    def best(self, num_tokens: int) -> list[W]:
-        """Of these, the best by rank with all that may be as good for this sequence."""
+    def best(self, num_tokens: int, turn: int, most: int | None = MOST_COMPARED) -> list[W]:
+        """Of these, the best by rank with all that may be as good for this sequence; of more than ``most`` that many, others in another
+        turn: among very many that are nearly alike, as on an idle cluster, who is the very best matters less than finding out costs."""
         if not self.has_room(num_tokens):
             return []
-        found: list[W] = []
-        last = float("inf")
-        for rank, _, worker in self._ranked:
-            if rank > last:
-                break
-            if worker.room >= num_tokens:
-                if not found:
-                    last = worker.rank_of_equals(num_tokens)
-                found.append(worker)
-        return found
+        begin = next(i for i, (_, _, worker) in enumerate(self._ranked) if worker.room >= num_tokens)
+        end = bisect_left(self._ranked, (self._ranked[begin][2].rank_of_equals(num_tokens), inf), begin + 1)
+        equals = self._ranked[begin:end]
+        if most is None or len(equals) <= most:
+            return [worker for _, _, worker in equals if worker.room >= num_tokens]
+        first = turn * GOLDEN % len(equals)
+        in_turn = chain(islice(equals, first, None), islice(equals, first))
+        return list(islice((worker for _, _, worker in in_turn if worker.room >= num_tokens), most))
 
     def caching(self, block_hash: bytes, num_tokens: int) -> list[W]:
         """Of these, who has this block."""

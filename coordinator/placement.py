@@ -10,7 +10,7 @@ from math import inf
 from ..transport.messages import Prefill
 from .flight import Flight, Send
 from .lifecycle_state import LifecycleState
-from .open_workers import OpenWorkers
+from .open_workers import MOST_COMPARED, OpenWorkers
 from .routing import Policy, choose_decode, choose_pair, choose_prefill, that_fit
 from .worker import Worker
 
@@ -95,11 +95,11 @@ class Placement:
     def _best_pair(self, flight: Flight) -> Pair | None:
         """Where every prefill worker may go with every decode worker, for a request that has not been dispatched before."""
         num_tokens, pools = flight.num_tokens, self._state.pools
-        prefills = self._candidates(pools.open_of_role("prefill"), num_tokens)
+        prefills = self._candidates(pools.open_of_role("prefill"), flight)
         if not prefills:
             self._shortest_prompt = min(self._shortest_prompt, num_tokens)
             return None
-        decodes = self._candidates(pools.open_of_role("decode"), num_tokens)
+        decodes = self._candidates(pools.open_of_role("decode"), flight)
         if not decodes:
             self._shortest_sequence = min(self._shortest_sequence, num_tokens)
             return None
@@ -109,9 +109,12 @@ class Placement:
             decodes = _with(decodes, pools.open_of_role("decode").caching(need.first, num_tokens))
         return choose_prefill(self._policy, prefills, need), choose_decode(self._policy, decodes, need)
 
-    def _candidates(self, workers: OpenWorkers[Worker], num_tokens: int) -> list[Worker]:
-        """Of those with room: for the hybrid, whoever may be the best, if nobody caches anything."""
-        return workers.best(num_tokens) if self._policy == "hybrid" else workers.with_room(num_tokens)
+    def _candidates(self, workers: OpenWorkers[Worker], flight: Flight) -> list[Worker]:
+        """Of those with room: for the hybrid, whoever may be the best, if nobody caches anything. A session's own worker is found among all
+        of these; else some will do."""
+        if self._policy != "hybrid":
+            return workers.with_room(flight.num_tokens)
+        return workers.best(flight.num_tokens, self._state.table.next_dispatch, None if flight.request.session else MOST_COMPARED)
 
     def _fitting_pair(self, flight: Flight) -> Pair | None:
         """In all other cases."""

@@ -8,7 +8,8 @@ hybrid        the least time until the prompt is computed: tokens waiting there 
               a session's own worker wins where the difference is under a block
 
 Decode workers are chosen by what the policy means there: the hybrid takes the worker with the most room left after the request,
-counting cached blocks as room.
+counting cached blocks as room. Where more than sixteen could be the best, sixteen of them are looked
+at in turn (open_workers.py), and all that have the prompt's first block.
 
 A mixed worker generates for what it computes. Where there are any, the decode worker is chosen first; it computes the prompt itself (local
 prefill), or a prefill worker does, whichever costs less.

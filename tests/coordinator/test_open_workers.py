@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from hypothesis import assume, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.lifecycle_bench import MODEL, make_hello
 
+from splitserve.coordinator.open_workers import MOST_COMPARED
 from splitserve.coordinator.pools import Pools
 from splitserve.coordinator.routing import Need, choose_decode, choose_prefill
 from splitserve.coordinator.worker import Worker
@@ -106,7 +108,10 @@ class Rooms(RuleBasedStateMachine):
             able = [w for w in self.open(role) if has_room(w, num_tokens)]
             assert workers.has_room(num_tokens) == bool(able)
             assert workers.with_room(num_tokens) == able
-            few = workers.best(num_tokens)
+            few = workers.best(num_tokens, turn, None)
+            some = workers.best(num_tokens, turn, 2)
+            assert len(some) == min(2, len(few))
+            assert set(some) <= set(few)
             assert bool(few) == bool(able)
             if able:
                 few += [w for w in workers.caching(hashes[0], num_tokens) if w not in few] if hashes else []
@@ -130,6 +135,17 @@ class Rooms(RuleBasedStateMachine):
         workers = list(self.pools.workers.values())
         assume(workers)
         return workers[place % len(workers)]
+
+
+def test_of_many_that_are_equal_each_has_its_turn() -> None:
+    pools = Pools(1.0, 1.0, 1.0)
+    for number in range(300):
+        pools.add(make_hello(f"d{number}", "decode", max_num_seqs=8, num_blocks=40, max_batch_tokens=32), 0.0)
+    workers = pools.open_of_role("decode")
+    times = Counter(worker.number for turn in range(3000) for worker in workers.best(20, turn))
+    assert len(times) == 300
+    assert sum(times.values()) == 3000 * MOST_COMPARED
+    assert max(times.values()) < 1.5 * min(times.values())
 
 
 TestRooms = Rooms.TestCase
