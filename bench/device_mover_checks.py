@@ -33,7 +33,7 @@ def host_mirror(device: str) -> float:
 
 def cuda_ipc(device: str) -> float:
     """0 if the blocks and layers put reach their places in another process's pool, by the checksums that both compute on the GPU."""
-    from ..transport.movers.cuda_ipc import CudaIpcSource  # needs pydantic, which only this check and the worker's figures do
+    from ..transport.movers.cuda_ipc import CudaIpcSource  # needs msgspec, which only this check and the worker's figures do
     from ..transport.movers.cuda_runtime import LoadedCudart
 
     context = multiprocessing.get_context("spawn")

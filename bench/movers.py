@@ -35,6 +35,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -221,17 +222,17 @@ def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order
     chunks = [[(i, sources[i], i) for i in range(start, min(num_blocks, start + size))] for start in range(0, num_blocks, size)]
     ways: dict[str, Callable[[], None]] = {
         "memcpy": lambda: _copy_all(pool, copy, sources),
-        "shm": _putting(ending, met.model_copy(update={"mover": "shm"}), pool, chunks),
-        "zmq plain": _putting(ending, met.model_copy(update={"mover": "zmq"}), pool, chunks, plain_kv=True),
-        "zmq": _putting(ending, met.model_copy(update={"mover": "zmq"}), pool, chunks),
+        "shm": _putting(ending, replace(met, mover="shm"), pool, chunks),
+        "zmq plain": _putting(ending, replace(met, mover="zmq"), pool, chunks, plain_kv=True),
+        "zmq": _putting(ending, replace(met, mover="zmq"), pool, chunks),
         "socket": TcpSender(tcp_port, pool).send_all,
         "4 sockets": TcpSender(four_port, pool, 4).send_all,
         "ZeroMQ": ZmqSender(zmq_port, pool).send_all,
     }
     words, nccl_address, nixl_address = connection.recv()
-    ways["nccl"] = _putting(ending, met.model_copy(update={"mover": "nccl", "mover_address": nccl_address}), pool, chunks, True, words)
+    ways["nccl"] = _putting(ending, replace(met, mover="nccl", mover_address=nccl_address), pool, chunks, True, words)
     if nixl_address is not None:
-        ways["nixl"] = _putting(ending, met.model_copy(update={"mover": "nixl", "mover_address": nixl_address}), pool, chunks, True)
+        ways["nixl"] = _putting(ending, replace(met, mover="nixl", mover_address=nixl_address), pool, chunks, True)
     ways["shm"]()  # maps every page once
     connection.send("ready")
     while (what := connection.recv()) != "end":

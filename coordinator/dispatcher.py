@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from ..transport.channels import RouterChannel
 from ..transport.coordinator_link import identity_of, worker_of
 from ..transport.event_loop import Attachment, attach
@@ -268,7 +270,7 @@ def _describe(worker: Worker, now: float) -> dict[str, object]:
         "pid": hello.pid,
         "host": hello.host.partition("/")[0],
         "incarnation": hello.incarnation,
-        "model": hello.model.model_dump(),
+        "model": msgspec.structs.asdict(hello.model),
         "silent_s": round(now - worker.heard, 3),
         "blocks": {
             "total": hello.num_blocks,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import asdict
+
 from ..transport.messages import BlockEvents, Drain, Flip, Hello, Load, ModelIdentity, Role, from_hashes
 from .open_workers import OpenWorkers
 from .worker import QUEUED_BATCHES, Worker, WorkerId
@@ -159,6 +161,6 @@ def _gap(prefills: list[Worker], decodes: list[Worker]) -> str:
 
 
 def _difference(a: Worker, b: Worker) -> str:
-    ours, theirs = a.hello.model.model_dump(), b.hello.model.model_dump()
+    ours, theirs = asdict(a.hello.model), asdict(b.hello.model)
     name = next(name for name in ours if ours[name] != theirs[name])
     return f"their {name.replace('_', ' ')} differs ({ours[name]!r} and {theirs[name]!r})"

@@ -6,6 +6,9 @@ import random
 from hashlib import blake2b
 from typing import Any
 
+from msgspec import convert
+from msgspec.structs import replace
+
 from ..transport.messages import Sampling
 from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest
@@ -52,7 +55,7 @@ def sampling_of(request: GenerateRequest, model: ServedModel, num_prompt_tokens:
     logprobs = num_logprobs(request)
     if logprobs is not None or is_ranked(request):
         fields["logprobs"] = logprobs or 0
-    return Sampling(**fields)
+    return convert(fields, Sampling)
 
 
 def num_logprobs(request: GenerateRequest) -> int | None:
@@ -69,7 +72,7 @@ def is_ranked(request: GenerateRequest) -> bool:
 
 def for_choice(first: Sampling, seed: int | None, choice: int) -> Sampling:
     """That of another choice of the same prompt; only the seed differs."""
-    return first if choice == 0 else first.model_copy(update={"seed": seed_of(seed, choice)})
+    return first if choice == 0 else replace(first, seed=seed_of(seed, choice))
 
 
 def seed_of(seed: int | None, choice: int) -> int:

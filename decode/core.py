@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import asdict, replace
+
 from ..engine.batch import SamplingParams, SamplingState, StepOutput
 from ..engine.block_manager import BlockManager
 from ..engine.constraint import CompileGrammar, TokenMatcher
@@ -235,7 +237,7 @@ class DecodeCore:
         self.worker = (self.worker[0], incarnation)
         self.receiver.rename(self.worker)
         if self.moving is not None and self._meet is not None:
-            self._meet = self._meet.model_copy(update={"incarnation": incarnation})
+            self._meet = replace(self._meet, incarnation=incarnation)
             self.moving.rename(self._meet)
 
     def waits(self) -> Iterator[Wait]:
@@ -281,7 +283,7 @@ class DecodeCore:
             self._drop(older.key)
         tokens = from_u32(spec.token_ids)
         state = SamplingState(
-            SamplingParams(**vars(spec.sampling)),
+            SamplingParams(**asdict(spec.sampling)),
             tokens[: spec.num_prompt_tokens],
             [*tokens[spec.num_prompt_tokens :], join.token],
         )

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ..transport.actions import Delivered, SenderAction, ToCoordinator, Undelivered
 from ..transport.block_hash import chain, root_hash
 from ..transport.handoff import HandoffTimes, Key, PeerId
@@ -113,7 +115,7 @@ class Moving:
         state, order = sequence.state, leaving.order
         tokens = u32([*state.prompt_token_ids, *state.output_token_ids[:-1]])
         deadline_s = max(0.0, sequence.deadline - now)
-        spec = order.spec.model_copy(update={"token_ids": tokens, "prompt_logprobs": None, "deadline_s": deadline_s})
+        spec = replace(order.spec, token_ids=tokens, prompt_logprobs=None, deadline_s=deadline_s)
         hashes = chain(root_hash(self._fingerprint, spec.salt), tokens, self._scheduler.block_size)
         self.sender.offer(order.decode, spec, len(sequence.blocks), hashes, now)
         self.sender.finish(there, sequence.blocks, state.output_token_ids[-1], sequence.last_logprobs, now)

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 
+import msgspec
 import zmq
 
 from ..engine.block_manager import BlockManager
@@ -69,7 +70,7 @@ class DecodeWorker:
         """``shared``: the pool's memory, where other processes of this host may map it; ``host``: its process, where that can change its
         role."""
         self._settings, self._model = settings, model
-        self._identity = ModelIdentity.model_validate(model.identity)
+        self._identity = msgspec.convert(model.identity, ModelIdentity)
         self._telemetry = telemetry_of(model.device)
         self._tracing = Tracing.open(settings.otlp_endpoint, "decode", settings.worker_id) if settings.otlp_endpoint else None
         self._wakeup = Wakeup()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from ..engine.batch import Batch, SamplingParams, SamplingState
@@ -157,15 +158,14 @@ class PrefillScheduler:
     def add(self, spec: RequestSpec, decode: Peer, now: float) -> PrefillSequence:
         """Takes a prompt in. ``spec`` has at least one token and fits the model (the coordinator saw to that)."""
         tokens = from_u32(spec.token_ids)
-        params = SamplingParams(**vars(spec.sampling))
-        state = SamplingState(params, tokens[: spec.num_prompt_tokens], tokens[spec.num_prompt_tokens :])
+        prompt, output = tokens[: spec.num_prompt_tokens], tokens[spec.num_prompt_tokens :]
         sequence = PrefillSequence(
             key=(spec.coordinator, spec.dispatch),
             spec=spec,
             decode=decode,
             token_ids=np.frombuffer(spec.token_ids, "<u4").astype(np.int32),  # of the list: 0.2 ms for 8,192
             hashes=chain(root_hash(self._fingerprint, spec.salt), spec.token_ids, self.block_size),
-            state=state,
+            state=SamplingState(SamplingParams(**asdict(spec.sampling)), prompt, output),
             arrival=now,
             deadline=now + spec.deadline_s,
         )

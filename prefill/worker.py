@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 
+import msgspec
 import zmq
 
 from ..engine.block_manager import BlockManager
@@ -58,7 +59,7 @@ class PrefillWorker:
     def __init__(self, settings: PrefillSettings, model: WorkerModel, key: ClusterKey | None, host: RoleHost | None = None) -> None:
         """``host``: its process, where that can change its role, or has both."""
         self._settings, self._model = settings, model
-        self._identity = ModelIdentity.model_validate(model.identity)
+        self._identity = msgspec.convert(model.identity, ModelIdentity)
         self._telemetry = telemetry_of(model.device)
         self._tracing = Tracing.open(settings.otlp_endpoint, "prefill", settings.worker_id) if settings.otlp_endpoint else None
         self._wakeup = Wakeup()

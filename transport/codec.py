@@ -1,10 +1,11 @@
 """Messages to bytes and back: one tag byte, then the fields as a msgpack map.
 
 Decoding believes nothing before it is checked, in this order: the tag is one the caller allows; the size is within that
-type's bound; the msgpack is complete and well formed (skipped over once without building anything, so that a length in a
-header can never make us reserve more than what really arrived; what is as small as SMALL_BYTES cannot reserve much); no
-string, map, list or count of containers exceeds the type's bound; the fields satisfy the type (pydantic, strict). Whatever
-fails raises ``BadMessage``.
+type's bound; the msgpack is complete and well formed, and each field in it of its own type (msgspec, strict) and within that
+type's bounds: a list, a map or bytes are refused by the length that their header claims, before there is room made for them;
+last, columns end with a whole item and fields fit together (``message_checks``). Nothing is nested deeper than the type is. Where the list
+that a type allows is long (LONG_LIST entries), all that headers claim is first looked for, by skipping over the message without building
+anything: so a claim can never make us reserve more than what really arrived. Whatever fails raises ``BadMessage``.
 """
 
 from __future__ import annotations
@@ -14,33 +15,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-from pydantic import ValidationError
+import msgspec
 
 from . import messages
 from .errors import BadMessage
-from .messages import MAX_ROWS, Message
+from .message_checks import Checks
+from .messages import Message
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one message type may hold. Containers are maps and lists, nested ones included."""
+    """What one message type may hold, beside what its fields say. ``long_lists``: a list in it may have LONG_LIST entries or more."""
 
     max_bytes: int = 64 * KIB
-    max_length: int = 64  # entries of one map or list
-    max_containers: int = 8
+    long_lists: bool = False
 
 
-_TOKENS = Bounds(max_bytes=5 * MIB, max_length=1024, max_containers=8)
+LONG_LIST = 1024
+_TOKENS = Bounds(max_bytes=5 * MIB)
 
 WIRE: dict[int, tuple[type[Message], Bounds]] = {
     1: (messages.Hello, Bounds()),
     2: (messages.Load, Bounds()),
     3: (messages.BlockEvents, Bounds(max_bytes=33 * MIB)),
-    4: (messages.FirstToken, Bounds(max_bytes=32 * MIB, max_length=1 << 20, max_containers=3 << 20)),
+    4: (messages.FirstToken, Bounds(max_bytes=32 * MIB, long_lists=True)),
     5: (messages.Joined, Bounds()),
-    6: (messages.StepTokens, Bounds(max_bytes=24 * MIB, max_length=MAX_ROWS, max_containers=4 * MAX_ROWS)),
+    6: (messages.StepTokens, Bounds(max_bytes=24 * MIB)),
     7: (messages.RequestFailed, Bounds()),
     8: (messages.Goodbye, Bounds()),
     16: (messages.Welcome, Bounds()),
@@ -54,7 +56,7 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
     32: (messages.Meet, Bounds()),
     33: (messages.Offer, Bounds(max_bytes=17 * MIB)),
     34: (messages.Renew, Bounds(max_bytes=MIB)),
-    35: (messages.Handoff, Bounds(max_bytes=13 * MIB, max_length=1024)),
+    35: (messages.Handoff, Bounds(max_bytes=13 * MIB)),
     36: (messages.Release, Bounds()),
     37: (messages.Placed, Bounds(max_bytes=9 * MIB)),
     38: (messages.ParcelComing, Bounds()),
@@ -72,24 +74,36 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
 """Tags are part of the wire: a number is never given to another type."""
 
 MAX_MESSAGE_BYTES = 1 + max(bounds.max_bytes for _, bounds in WIRE.values())
-MAX_TEXT_BYTES = 16 * KIB
-SMALL_BYTES = 256
 
 _TAGS = {kind: (bytes([tag]), bounds) for tag, (kind, bounds) in WIRE.items()}
+_DECODERS = {kind: (msgspec.msgpack.Decoder(kind), Checks(kind)) for kind, _ in WIRE.values()}
+
+
+def _plain(value: object) -> float:
+    """A float of numpy's as a float."""
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"a message holds {type(value).__name__}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def encode(message: Message) -> bytes:
     """The message's bytes. Raises BadMessage where its receiver would refuse it as too large."""
     tag, bounds = _TAGS[type(message)]
-    payload: bytes = msgpack.packb(message.__dict__, default=_fields_of, unicode_errors="replace")
+    try:
+        payload = _ENCODER.encode(message)
+    except UnicodeEncodeError:  # half a character, as in a file's name that is no UTF-8
+        payload = msgpack.packb(message, default=_fields_of, unicode_errors="replace")
     if len(payload) > bounds.max_bytes:
         raise BadMessage(f"{type(message).__name__} of {len(payload)} bytes; at most {bounds.max_bytes} are allowed")
     return tag + payload
 
 
 def _fields_of(part: Message) -> dict[str, Any]:
-    """Of a message within a message."""
-    return part.__dict__
+    """Of a message, or of one within it."""
+    return msgspec.structs.asdict(part)
 
 
 def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Message:
@@ -103,43 +117,20 @@ def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Mess
         raise BadMessage(f"{kind.__name__} is not a message for this receiver")
     if len(data) > 1 + bounds.max_bytes:
         raise BadMessage(f"{kind.__name__} of {len(data) - 1} bytes; at most {bounds.max_bytes} are allowed")
-    fields = _unpack(data[1:], kind, bounds)
+    decoder, checks = _DECODERS[kind]
+    payload = data[1:]
     try:
-        message: Message = kind.__pydantic_validator__.validate_python(fields)
+        if bounds.long_lists:
+            _look_for_all(payload)
+        message = decoder.decode(payload)
+        checks.check(message)
         return message
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise BadMessage(f"{kind.__name__}: {place[:200] or 'message'}: {first['msg'][:200]}") from None
+    except (ValueError, msgpack.UnpackException) as error:  # all of msgspec's are ValueErrors, and so is text that is no UTF-8
+        raise BadMessage(f"{kind.__name__}: {str(error)[:400] or type(error).__name__}") from None
 
 
-def _unpack(payload: bytes | memoryview, kind: type[Message], bounds: Bounds) -> Any:
-    """The payload as plain Python values, none larger than ``bounds`` says."""
-    remaining = bounds.max_containers
-    most = min(bounds.max_length, len(payload))  # each entry is a byte at least
-
-    def count(container: Any) -> Any:
-        nonlocal remaining
-        remaining -= 1
-        if remaining < 0:
-            raise ValueError(f"more than {bounds.max_containers} containers")
-        return container
-
-    try:
-        if len(payload) > SMALL_BYTES:
-            scan = msgpack.Unpacker(max_buffer_size=bounds.max_bytes, read_size=len(payload))  # by default it reserves 1 MiB
-            scan.feed(payload)
-            scan.skip()
-        return msgpack.unpackb(
-            payload,
-            object_hook=count,
-            list_hook=count,
-            strict_map_key=False,  # rows are int keys
-            max_str_len=MAX_TEXT_BYTES,
-            max_array_len=most,
-            max_map_len=most,
-            max_ext_len=0,
-        )
-    except (msgpack.UnpackException, ValueError, TypeError, OverflowError, RecursionError) as error:
-        # ValueError: malformed, too long or too deep; TypeError: an unhashable map key.
-        raise BadMessage(f"{kind.__name__}: {str(error)[:200] or type(error).__name__}") from None
+def _look_for_all(payload: bytes | memoryview) -> None:
+    """Raises ValueError or UnpackException where the payload is not one whole msgpack value."""
+    scan = msgpack.Unpacker(max_buffer_size=len(payload), read_size=len(payload))  # by default it reserves 1 MiB
+    scan.feed(payload)
+    scan.skip()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from msgspec import Meta, field
 
 from .message_fields import (
     MAX_REQUEST_TOKENS,
@@ -23,10 +23,13 @@ from .message_fields import (
 )
 from .message_parts import FinishReason, ModelIdentity, Peer, RequestSpec, Role, TokenLogprobs
 
+Readings = Annotated[dict[Text, float], Meta(max_length=64)]
+"""By name."""
+
 # --- worker -> coordinator -----------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """A worker introduces itself: on connecting, and again whenever the coordinator fences it."""
 
     worker_id: Name
@@ -41,12 +44,12 @@ class Hello(Message):
     max_num_seqs: Count
     max_batch_tokens: Count
     peer_address: Address = ""  # where prefill workers reach this decode worker
-    device: Annotated[str, Field(max_length=64)] = ""  # its GPU's UUID
-    process: Annotated[str, Field(max_length=256)] = ""  # that can change its role, and is this worker for now; empty: it cannot
+    device: Annotated[str, Meta(max_length=64)] = ""  # its GPU's UUID
+    process: Annotated[str, Meta(max_length=256)] = ""  # that can change its role, and is this worker for now; empty: it cannot
     mixed: bool = False  # its process is a worker of the other role too, for good, over the same blocks
 
 
-class Load(Message):
+class Load(Message, frozen=True, kw_only=True):
     """Heartbeat and load report. ``steps`` grows while a busy worker makes progress."""
 
     worker_id: Name
@@ -66,11 +69,11 @@ class Load(Message):
     num_others: Count = 0  # dispatches of other coordinators that it holds
     num_others_tokens: Count = 0  # prompt tokens of theirs that it has not computed
     num_cache_reports: Count = 0  # BlockEvents said so far: one that was lost shows here
-    counters: dict[str, float] = Field(default_factory=dict, max_length=64)  # cumulative since start
-    gauges: dict[str, float] = Field(default_factory=dict, max_length=64)  # as they are now
+    counters: Readings = field(default_factory=dict)  # cumulative since start
+    gauges: Readings = field(default_factory=dict)  # as they are now
 
 
-class BlockEvents(Message):
+class BlockEvents(Message, frozen=True, kw_only=True):
     """Which block hashes a worker's prefix cache gained and lost since its last report. ``reset`` first forgets all.
 
     ``number`` counts a worker's reports from 1; the coordinator takes them in order, and asks for everything where one is missing.
@@ -84,7 +87,7 @@ class BlockEvents(Message):
     removed: HashColumn = b""
 
 
-class FirstToken(Message):
+class FirstToken(Message, frozen=True, kw_only=True):
     """The last prefill chunk is done. With ``finished`` set there is no handoff and the request is over.
 
     A request with ``max_tokens`` 0 (echo with logprobs) has no token: ``token`` is None.
@@ -95,7 +98,7 @@ class FirstToken(Message):
     index: Count
     token: TokenId | None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: Annotated[tuple[TokenLogprobs, ...], Field(max_length=MAX_REQUEST_TOKENS, strict=False)] | None = None
+    prompt_logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_REQUEST_TOKENS)] | None = None
     """One entry per prompt token but the first."""
     num_cached_tokens: Count = 0
     queue_s: Duration = 0.0  # waiting on the prefill worker
@@ -103,7 +106,7 @@ class FirstToken(Message):
     finished: FinishReason | None = None
 
 
-class Joined(Message):
+class Joined(Message, frozen=True, kw_only=True):
     """The decode worker has verified the handoff and the sequence joins its batch. Repeats what FirstToken says, should the coordinator
     hear that later, or never because the prefill worker has died."""
 
@@ -117,27 +120,26 @@ class Joined(Message):
     num_cached_tokens: Count = 0  # of the prompt, found in the prefill worker's prefix cache
 
 
-class StepTokens(Message):
+class StepTokens(Message, frozen=True, kw_only=True):
     """All tokens of one decode step, as columns; ``finished`` and ``logprobs`` name rows."""
 
     coordinator: Incarnation
     dispatches: RowColumn
     indices: RowColumn
     tokens: RowColumn
-    finished: dict[int, FinishReason] = Field(default_factory=dict, max_length=MAX_ROWS)
-    logprobs: dict[int, TokenLogprobs] = Field(default_factory=dict, max_length=MAX_ROWS)
+    finished: Annotated[dict[int, FinishReason], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
+    logprobs: Annotated[dict[int, TokenLogprobs], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _rows_match(self) -> Self:
+    def check(self) -> None:
+        """See ``Message``."""
         if not len(self.dispatches) == len(self.indices) == len(self.tokens):
             raise ValueError("the columns differ in length")
-        return self
 
 
 FailureKind = Literal["preempted", "handoff_failed", "peer_lost", "refused", "deadline", "internal"]
 
 
-class RequestFailed(Message):
+class RequestFailed(Message, frozen=True, kw_only=True):
     """The worker has given this dispatch up and holds nothing of it any more. ``refused`` and ``deadline`` are final;
     the other kinds may be dispatched again."""
 
@@ -147,7 +149,7 @@ class RequestFailed(Message):
     message: Text
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True, kw_only=True):
     """A draining worker holds nothing any more, and ends."""
 
     worker_id: Name
@@ -157,36 +159,36 @@ class Goodbye(Message):
 # --- coordinator -> worker -----------------------------------------------------------------------
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     """Answer to Hello, and said again where BlockEvents were lost. A worker drops all work of the coordinator that it knew at this address
     before, and sends its whole cache as BlockEvents. ``others``: where more coordinator processes of this host listen."""
 
     coordinator: Incarnation
     heartbeat_s: Duration
-    others: Annotated[tuple[Address, ...], Field(max_length=256, strict=False)] = ()
+    others: Annotated[tuple[Address, ...], Meta(max_length=256)] = ()
 
 
-class Alive(Message):
+class Alive(Message, frozen=True, kw_only=True):
     """The coordinator's heartbeat. A worker that misses it for long has no owner: it frees all it holds and says Hello again."""
 
     coordinator: Incarnation
 
 
-class Fenced(Message):
+class Fenced(Message, frozen=True, kw_only=True):
     """The coordinator had declared this incarnation dead: drop all work, take a new incarnation, say Hello again."""
 
     coordinator: Incarnation
     reason: Text
 
 
-class Prefill(Message):
+class Prefill(Message, frozen=True, kw_only=True):
     """Compute this prompt and hand its KV blocks to ``decode``."""
 
     spec: RequestSpec
     decode: Peer
 
 
-class Move(Message):
+class Move(Message, frozen=True, kw_only=True):
     """Hand the running sequence of ``dispatch`` with its KV blocks to ``decode``, where it goes on as ``spec.dispatch``.
 
     ``spec.token_ids`` are the tokens that the coordinator has heard of; the worker puts those in their place that it has.
@@ -197,7 +199,7 @@ class Move(Message):
     decode: Peer
 
 
-class Drain(Message):
+class Drain(Message, frozen=True, kw_only=True):
     """Take no new work, hand over or finish what there is, say Goodbye and end. ``timeout_s``: give back by then what is left;
     None: the worker's own setting."""
 
@@ -205,7 +207,7 @@ class Drain(Message):
     timeout_s: Duration | None = None
 
 
-class Flip(Message):
+class Flip(Message, frozen=True, kw_only=True):
     """To a worker whose process can change its role: ``role`` begins there at once, over the same weights, blocks and prefix cache, as a
     worker of its own; the one that this is told to drains, and ends by itself. ``timeout_s``: see Drain."""
 
@@ -214,7 +216,7 @@ class Flip(Message):
     timeout_s: Duration | None = None
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True, kw_only=True):
     """Drop these dispatches, free their blocks, say nothing more of them."""
 
     coordinator: Incarnation

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer, Undelivered
 from .contacts import Contacts
 from .handoff import ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
@@ -231,7 +233,7 @@ class HandoffSender:
     def _greet(self, now: float) -> None:
         """Says Meet again where it was not answered; forgets a decode worker that never answers."""
         for peer, contact in self._contacts.to_greet(self._times.resend, now):
-            meet = self._meet.model_copy(update={"failed": self._contacts.failed_movers(peer), "addressee": peer[1]})
+            meet = replace(self._meet, failed=self._contacts.failed_movers(peer), addressee=peer[1])
             self._actions.append(ToPeer(peer, meet))
             if now - contact.born > self._times.grant:
                 self.peer_lost(peer, f"decode worker {peer[0]} did not answer in time")

@@ -11,7 +11,7 @@ from array import array
 from typing import Annotated
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from msgspec import Meta, Struct
 
 MAX_REQUEST_TOKENS = 1 << 20
 MAX_BLOCKS = 1 << 24
@@ -20,48 +20,45 @@ MAX_PARCEL_POSITIONS = 1024
 HASH_BYTES = 16
 SECRET_BYTES = 16
 MAX_GRAMMAR_BYTES = 256 << 10
+_INT63 = (1 << 63) - 1
 
 
-def _whole(item_bytes: int) -> AfterValidator:
-    """Refuses a column that ends in the middle of an item."""
-
-    def check(column: bytes) -> bytes:
-        if len(column) % item_bytes:
-            raise ValueError(f"{len(column)} bytes are no whole number of {item_bytes}-byte items")
-        return column
-
-    return AfterValidator(check)
+def _column(item_bytes: int, most_items: int) -> Meta:
+    """Of items one after the other. That it ends with a whole item is seen to where messages are decoded, by what is noted here."""
+    return Meta(max_length=item_bytes * most_items, extra={ITEM_BYTES: item_bytes})
 
 
-Grammar = Annotated[bytes, Field(max_length=MAX_GRAMMAR_BYTES)]
+ITEM_BYTES = "item_bytes"
+Grammar = Annotated[bytes, Meta(max_length=MAX_GRAMMAR_BYTES)]
 """As llguidance writes one; empty: any output."""
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-Text = Annotated[str, Field(max_length=4096)]
-Address = Annotated[str, Field(max_length=512)]
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Incarnation = Annotated[int, Field(ge=0, lt=1 << 63)]
-Dispatch = Annotated[int, Field(ge=0, lt=1 << 32)]
-TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
-Duration = Annotated[float, Field(ge=0, le=1e9)]
-TokenColumn = Annotated[bytes, Field(max_length=4 * MAX_REQUEST_TOKENS), _whole(4)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Text = Annotated[str, Meta(max_length=4096)]
+Address = Annotated[str, Meta(max_length=512)]
+Count = Annotated[int, Meta(ge=0, le=_INT63)]
+Incarnation = Annotated[int, Meta(ge=0, le=_INT63)]
+Dispatch = Annotated[int, Meta(ge=0, lt=1 << 32)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Duration = Annotated[float, Meta(ge=0, le=1e9)]
+TokenColumn = Annotated[bytes, _column(4, MAX_REQUEST_TOKENS)]
 """uint32 token ids."""
-BlockColumn = Annotated[bytes, Field(max_length=4 * MAX_REQUEST_TOKENS), _whole(4)]
+BlockColumn = Annotated[bytes, _column(4, MAX_REQUEST_TOKENS)]
 """uint32 block numbers."""
-RowColumn = Annotated[bytes, Field(max_length=4 * MAX_ROWS), _whole(4)]
-HashColumn = Annotated[bytes, Field(max_length=HASH_BYTES * MAX_REQUEST_TOKENS), _whole(HASH_BYTES)]
+RowColumn = Annotated[bytes, _column(4, MAX_ROWS)]
+HashColumn = Annotated[bytes, _column(HASH_BYTES, MAX_REQUEST_TOKENS)]
 """Block hashes, HASH_BYTES each."""
-ChecksumColumn = Annotated[bytes, Field(max_length=8 * MAX_REQUEST_TOKENS), _whole(8)]
+ChecksumColumn = Annotated[bytes, _column(8, MAX_REQUEST_TOKENS)]
 """uint64 checksums, one a block."""
-ParcelColumn = Annotated[bytes, Field(max_length=4 * MAX_PARCEL_POSITIONS), _whole(4)]
+ParcelColumn = Annotated[bytes, _column(4, MAX_PARCEL_POSITIONS)]
 """uint32 positions in a lease."""
-LeaseColumn = Annotated[bytes, Field(max_length=8 * MAX_ROWS), _whole(8)]
+LeaseColumn = Annotated[bytes, _column(8, MAX_ROWS)]
 """uint64 lease numbers."""
 
 
-class Message(BaseModel):
-    """Base of all messages: immutable, closed, strictly typed."""
+class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all messages: immutable and closed. What is decoded has been checked against the types; what our own code makes is not."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    def check(self) -> None:
+        """Raises ValueError where fields that are right each do not fit together."""
 
 
 def u32(values: list[int] | np.ndarray) -> bytes:

@@ -100,7 +100,7 @@ class Writers:
 
 def _difference(ours: ModelIdentity, theirs: ModelIdentity) -> str:
     """A sentence naming the first field that differs; empty where none does."""
-    for name in ModelIdentity.model_fields:
+    for name in ModelIdentity.__struct_fields__:
         a, b = getattr(ours, name), getattr(theirs, name)
         if a != b:
             return f"the workers' {name.replace('_', ' ')} differs: decode has {a!r}, prefill has {b!r}"

@@ -19,7 +19,7 @@ def test_a_silent_decode_worker_is_dead_and_its_request_goes_on() -> None:
     bench.hello("d2", "decode")
     bench.now = 1.0
     bench.load("p", [])
-    bench.say("d2", Load.model_validate({**_idle("d2")}))
+    bench.say("d2", Load(**_idle("d2")))
     bench.now = 2.0
     actions = bench.core.tick(bench.now)
     (again,) = sent(actions, Prefill)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from support.lifecycle_bench import MODEL, Bench, Sink, ends, sent, tokens
 
 from splitserve.coordinator.flight import Action, Push, PushPromptLogprobs
@@ -187,8 +188,8 @@ def test_who_is_missing_or_does_not_fit_is_said() -> None:
     bench = Bench()
     bench.core.pools.remove(bench.core.pools.workers[("d", 1)])
     assert ends(bench.submit())[0].message == "no decode worker is connected"
-    other = MODEL.model_copy(update={"block_size": 8})
-    hello = bench.core.pools.workers[("p", 1)].hello.model_copy(update={"worker_id": "x", "role": "decode", "model": other})
+    other = replace(MODEL, block_size=8)
+    hello = replace(bench.core.pools.workers[("p", 1)].hello, worker_id="x", role="decode", model=other)
     bench.core.receive(("x", 1), hello, bench.now)
     (misfit, _) = bench.core.pools.misfits()
     assert "block size differs (4 and 8)" in misfit

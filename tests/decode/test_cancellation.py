@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
@@ -67,7 +68,7 @@ class System:
         scheduler = DecodeScheduler(self.decode_blocks, BLOCK, 4, 64, frozenset())
         endpoints = MoverEndpoints((mover,), "h", "shm", "data")
         receiver = HandoffReceiver(("d", 1), MODEL, self.decode_blocks, endpoints, lambda: decode.room(), lambda: b"s" * 16)
-        decode = DecodeCore(("d", 1), scheduler, receiver, "m", meet.model_copy(update={"worker_id": "d"}))
+        decode = DecodeCore(("d", 1), scheduler, receiver, "m", replace(meet, worker_id="d"))
         self.p, self.d = Side(prefill), Side(decode)
         self.others = self.decode_blocks.allocate(14) if full else None
 

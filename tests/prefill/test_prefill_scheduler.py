@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from splitserve.engine.block_manager import BlockManager
@@ -105,7 +106,7 @@ def test_short_prompts_do_not_starve_a_long_one() -> None:
 def test_who_comes_back_goes_before_shorter_and_older_prompts() -> None:
     scheduler = make(budget=8)
     scheduler.add(spec(1, [1] * 6), PEER, 0.0)
-    scheduler.add(spec(2, [2] * 20).model_copy(update={"epoch": 1}), PEER, 1.0)
+    scheduler.add(replace(spec(2, [2] * 20), epoch=1), PEER, 1.0)
     scheduler.add(spec(3, [3] * 2), PEER, 1.0)
     assert [run(scheduler, 1.0) for _ in range(3)] == [[2], [2], [2, 1]]
 

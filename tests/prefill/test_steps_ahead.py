@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.models import make_checkpoint
 
 from splitserve.engine.batch import StepOutput
@@ -236,9 +237,8 @@ def test_a_launched_model_computes_chunk_after_chunk(tmp_path: Path) -> None:
         core, told, waiting = make_core(), [], deque[tuple[PrefillStep, Callable[[], StepOutput]]]()
         for dispatch, length in enumerate((30, 5, 17)):
             message = prompt(dispatch, length)
-            core.from_coordinator(
-                message.model_copy(update={"spec": message.spec.model_copy(update={"token_ids": u32(range(3, 3 + length))})}), 0.0
-            )
+            spec = replace(message.spec, token_ids=u32(range(3, 3 + length)))
+            core.from_coordinator(replace(message, spec=spec), 0.0)
         while True:
             while len(waiting) < at_once and (step := core.schedule(0.0)) is not None:
                 waiting.append((step, model.runner.launch(step.batch)))  # type: ignore[attr-defined]

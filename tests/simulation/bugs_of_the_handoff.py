@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from simulation.model import NUM_LAYERS
 
 from splitserve.prefill.core import PrefillCore
@@ -95,7 +96,7 @@ def take_an_echo_of_the_handoff_for_the_second(patch: Patch) -> None:
 
     def broken(self: Any, peer: Any, message: Any, now: float) -> None:
         incoming = self._leases.by_lease.get(message.lease)
-        on_handoff(self, peer, message.model_copy(update={"again": incoming is not None and incoming.retried}), now)
+        on_handoff(self, peer, replace(message, again=incoming is not None and incoming.retried), now)
 
     patch.setattr(HandoffReceiver, "_on_handoff", broken)
 

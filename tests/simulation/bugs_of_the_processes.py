@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from splitserve.coordinator.flight import Flight
 from splitserve.coordinator.flight_table import FlightTable
@@ -201,7 +202,7 @@ def say_once_that_a_role_is_over(patch: Patch) -> None:
 
 def take_the_end_of_a_name_for_that_of_the_next(patch: Patch) -> None:
     retire = Writers.retire
-    patch.setattr(Writers, "retire", lambda self, peer, message: retire(self, peer, message.model_copy(update={"incarnation": 1 << 60})))
+    patch.setattr(Writers, "retire", lambda self, peer, message: retire(self, peer, replace(message, incarnation=1 << 60)))
 
 
 BUGS: list[tuple[Callable[[Patch], None], str]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.handoff_pair import MODEL, Pair, spec, whole
 
 from splitserve.transport import actions as act
@@ -48,7 +49,7 @@ def test_what_the_prefill_worker_had_cached_travels_with_the_handoff() -> None:
     ],
 )
 def test_a_different_model_is_refused_in_a_sentence_that_names_the_field(field: str, value: Any) -> None:
-    pair = Pair(model=MODEL.model_copy(update={field: value}))
+    pair = Pair(model=replace(MODEL, **{field: value}))
     whole(pair, spec())
     (ended,) = pair.ended
     assert isinstance(ended, act.Undelivered)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.handoff_pair import BLOCK, DECODE, MODEL, PREFILL, TIMES, Pair, spec, whole
 
 from splitserve.transport import actions as act
@@ -114,9 +115,9 @@ def test_meeting_a_newer_incarnation_of_the_same_process_ends_the_quarantine() -
     pair.now = 10.0
     pair.receiver.tick(pair.now)
     meet = Meet(worker_id="p", incarnation=9, host="h", pid=5, model=MODEL, movers=("shm",))
-    pair.receiver.receive(("p", 9), meet.model_copy(update={"pid": 6}), pair.now)  # another process: proves nothing
+    pair.receiver.receive(("p", 9), replace(meet, pid=6), pair.now)  # another process: proves nothing
     assert pair.pool.num_used == 3
-    pair.receiver.receive(("p", 10), meet.model_copy(update={"incarnation": 10}), pair.now)
+    pair.receiver.receive(("p", 10), replace(meet, incarnation=10), pair.now)
     assert pair.pool.num_used == 0
 
 
@@ -160,7 +161,7 @@ def test_an_echo_does_not_bring_back_who_has_retired() -> None:
     pair.collect()
     assert pair.to_sender == []
     assert pair.pool.num_used == 0
-    pair.receiver.receive(("p", 3), meet.model_copy(update={"incarnation": 3}), pair.now)
+    pair.receiver.receive(("p", 3), replace(meet, incarnation=3), pair.now)
     pair.collect()
     assert isinstance(pair.to_sender[0], Met), "the same process under a later name is somebody else"
 

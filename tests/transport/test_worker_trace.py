@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from splitserve.transport import worker_trace
 from splitserve.transport.messages import (
@@ -95,5 +96,5 @@ def test_what_is_not_traced_leaves_nothing_and_what_never_ends_is_bounded(monkey
     assert spans == []
     lost = Prefill(spec=spec(2), decode=PEER)
     for dispatch in range(50):
-        trace._begin("prefill", lost.spec.model_copy(update={"dispatch": dispatch}), 1.0)
+        trace._begin("prefill", replace(lost.spec, dispatch=dispatch), 1.0)
     assert len(trace._open) == 10

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
+from msgspec.structs import replace
+
 from ..errors import MoverError
 from ..handoff import FALLBACK_MOVER, PeerId
 from ..handoff_receiver import MoverEndpoints
@@ -76,7 +78,7 @@ class MoverTargets:
         if address is None:
             return None
         self._met_by.setdefault(peer, set()).add(met.mover)
-        return met.model_copy(update={"mover_address": address})
+        return replace(met, mover_address=address)
 
     def shut_out(self, peer: PeerId) -> bool:
         """Whether this peer can write nothing any more by any mover that it was met with."""
