@@ -238,7 +238,8 @@ def simulated_cluster(arguments: argparse.Namespace, profile: Profile, coordinat
     options = {"profile": profile, "max_num_seqs": arguments.max_num_seqs, "max_batch_tokens": arguments.max_batch_tokens}
     counts: dict[PoolRole, int] = {"prefill": arguments.prefill, "decode": arguments.decode, "colocated": arguments.mixed}
     pools = tuple(Pool(role=role, count=count, **options) for role, count in counts.items() if count)
-    return Cluster(pools=pools, coordinator_s=coordinator_s)
+    on_one_host = sum(counts.values()) if arguments.runner == "model" else 1  # paced workers do not slow each other
+    return Cluster(pools=pools, coordinator_s=coordinator_s, workers_per_host=on_one_host)
 
 
 def simulated(cluster: Cluster, path: Path) -> list[RequestRecord]:

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).resolve().parent / "profiles"
 """Profiles that come with splitserve; asked for by their name without `.json`."""
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
+Slowdown = Annotated[float, Field(ge=1, le=100)]
+StepRole = Literal["prefill", "decode"]
 Range = Annotated[tuple[float, float], Field(strict=False)]
 
 
@@ -145,6 +147,32 @@ class Power(_Part):
     decode_w: Annotated[float, Field(ge=0)]
 
 
+class Contention(_Part):
+    """How many times as long a step takes while *one* other worker of the same host computes a step, by what both compute: cores share
+    memory bandwidth, caches and the budget of power that sets their clock. ``decode_beside_prefill``: a decode step while another worker
+    computes prompts.
+
+    ``splitserve profile`` measures it where the device is a CPU: the same steps in turn with a neighbour that rests and with one that
+    computes, each a process with its own cores, in processor time: waiting for a core that others use is not meant. What several
+    neighbours do was not measured and is extrapolated: what each of them adds to a step's time is added up. Workers whose profiles have
+    no such part neither slow others nor are slowed."""
+
+    version: Literal[1] = 1
+    prefill_beside_prefill: Slowdown = 1.0
+    prefill_beside_decode: Slowdown = 1.0
+    decode_beside_prefill: Slowdown = 1.0
+    decode_beside_decode: Slowdown = 1.0
+    ranges: dict[str, Range] = {}  # of each of these: the least and the most by the shape of the step
+
+    def slowdown(self, role: StepRole, num_prefill: int, num_decode: int) -> float:
+        """Of a step of this role, while so many others compute prompts and so many others generate."""
+        if role == "prefill":
+            by_prefill, by_decode = self.prefill_beside_prefill, self.prefill_beside_decode
+        else:
+            by_prefill, by_decode = self.decode_beside_prefill, self.decode_beside_decode
+        return 1.0 + num_prefill * (by_prefill - 1.0) + num_decode * (by_decode - 1.0)
+
+
 class Profile(_Part):
     """One kind of worker: a model on some hardware. ``loop_s`` passes between the end of a step and the beginning of the next one."""
 
@@ -164,6 +192,7 @@ class Profile(_Part):
     start_s: Seconds = 0.0  # from the start of the process to being ready
     flip_s: Seconds | None = None  # None: not measured
     noise_cv: Annotated[float, Field(ge=0, le=10)] = 0.0  # of step times about the model
+    contention: Contention | None = None  # None: not measured; workers of one host do not slow each other
     power: Power | None = None
     price_per_hour: Annotated[float, Field(ge=0)] | None = None
 

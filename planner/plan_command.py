@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -65,10 +66,10 @@ def launch(path: Path, found: Plan, console: Console) -> None:
 
 def the_hardware(settings: PlanSettings) -> Hardware:
     if settings.hardware is not None:
-        return read_hardware(settings.hardware)
+        return replace(read_hardware(settings.hardware), workers_per_host=settings.workers_per_host)
     assert settings.profile is not None, "one of the two is given"
     profile = Profile.read(settings.profile)
-    return Hardware((Kind.of(profile, settings.gpus_per_worker or profile.gpus),))
+    return Hardware((Kind.of(profile, settings.gpus_per_worker or profile.gpus),), settings.workers_per_host)
 
 
 def the_load(settings: PlanSettings) -> Load:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from ..engine.latency_profile import Memory, Power, Profile, Residuals, StepModel
+from ..engine.latency_profile import Contention, Memory, Power, Profile, Residuals, StepModel
 from ..engine.settings import WorkerSettings
 from .profile.design import Bounds, experiments
 from .profile.published import import_published
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .profile.measure import Repeats
 
 SHARED = ("device", "dtype", "block_size", "num_blocks", "kv_cache_gib", "max_model_len", "exact", "threads", "runner")
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
 
 
 def profile(settings: ProfileSettings) -> int:
@@ -63,9 +65,25 @@ def show(profile: Profile, console: Console) -> None:
     for name, handoff in (profile.movers or {"": profile.handoff}).items():
         rate, put, message = handoff.bytes_per_s / 1e9, 1e3 * handoff.put_s, 1e3 * handoff.message_s
         console.print(f"handoff{f' by {name}' if name else ''}: {rate:.2f} GB/s, {put:.3f} ms a put, {message:.3f} ms a message")
+    for line in contention_words(profile.contention):
+        console.print(line, highlight=False)
     if profile.start_s or profile.flip_s is not None:
         flip = f", a change of role {1e3 * profile.flip_s:.1f} ms" if profile.flip_s is not None else ""
         console.print(f"from the start of a process to being ready: {profile.start_s:.1f} s{flip}")
+
+
+def contention_words(contention: Contention | None) -> list[str]:
+    """A line for each pair of roles; none where nothing was measured."""
+    if contention is None:
+        return []
+    said = []
+    for role in ("prefill", "decode"):
+        for neighbour in ("prefill", "decode"):
+            name = f"{role}_beside_{neighbour}"
+            least_most = contention.ranges.get(name)
+            by_shape = f" ({least_most[0]:.2f} to {least_most[1]:.2f})" if least_most else ""
+            said.append(f"a {role} step beside {neighbour} steps takes {getattr(contention, name):.2f} times as long{by_shape}")
+    return said
 
 
 def _errors(residuals: Residuals | None) -> tuple[str, ...]:
@@ -89,8 +107,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
     block_size, block_bytes = int(model.identity["block_size"]), int(model.identity["block_bytes"])
     bounds = Bounds(settings.max_batch_tokens, settings.max_num_seqs, model.max_model_len, len(model.pool), block_size)
     designed = experiments(bounds, settings.seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    with Progress(*COLUMNS, console=console) as bar:
         task = bar.add_task("steps known well enough", total=len(designed))
 
         def progress(num_known: int) -> None:
@@ -102,6 +119,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
     for role, residuals in (("prefill", prefill_held_out), ("decode", decode_held_out)):
         if residuals is not None:
             console.print(f"{role} steps that were not fitted to: off by {residuals.mean:.1%} on average, {residuals.worst:.1%} at worst")
+    contention = _contention(settings, worker, model, bounds, console)
     loop_s = decode_loop_s(min(16, settings.max_num_seqs))
     movers = measure_movers(block_bytes, model.num_layers)
     flip_s = measure_flip(
@@ -130,13 +148,41 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
         start_s=start_s,
         flip_s=flip_s,
         noise_cv=noise_cv(found),
+        contention=contention,
         power=power,
     )
     if settings.plot_file is not None:
         from .profile.plot import draw_fit
 
-        draw_fit(settings.plot_file, made, found)
+        draw_fit(settings.plot_file, made, found, contention_words(made.contention))
     return made
+
+
+def _contention(
+    settings: ProfileSettings, worker: WorkerSettings, model: WorkerModel, bounds: Bounds, console: Console
+) -> Contention | None:
+    """None where workers do not share processor cores, or nothing was to be measured."""
+    from .profile.contention import MAX_ROUNDS, by_roles, contention_of, measure_contention, shapes
+    from .profile.neighbour import NeighbourProcess
+
+    if model.device.type != "cpu" or settings.runner != "model" or not settings.contention_s:
+        return None
+    if (cores := len(os.sched_getaffinity(0))) < 2 * settings.threads:
+        console.print(f"contention was not measured: two workers of {settings.threads} threads need more than the {cores} cores here")
+        return None
+    measured = shapes(bounds)
+    with NeighbourProcess(worker, bounds, measured) as neighbour, Progress(*COLUMNS, console=console) as bar:
+        task = bar.add_task("rounds beside a neighbour", total=MAX_ROUNDS)
+
+        def progress(num_rounds: int) -> None:
+            bar.update(task, completed=num_rounds)
+
+        found = measure_contention(
+            model.runner, neighbour, bounds.block_size, measured, settings.precision, settings.contention_s, progress, settings.seed
+        )
+    uncertain = max(uncertainty for _, _, uncertainty, _ in by_roles(found))
+    console.print(f"contention is known to {uncertain:.1%} of a step's time alone (95%), by {len(found[0].ratios)} rounds")
+    return contention_of(found)
 
 
 def _power(model: WorkerModel, found: Sequence[Repeats], block_size: int) -> Power | None:

@@ -14,6 +14,11 @@ from .workload.notation import LENGTHS
 
 DRAWN = {"rate", "output", "requests", "duration_s", "seed", "workload"}  # what may be given beside a workload file
 
+WORKERS_PER_HOST = (
+    "Workers on one host, of both roles as evenly as can be: they slow each other as far as their profile's `contention` says. "
+    "`splitserve up` starts all of its workers on one."
+)
+
 
 class TraceReading(BaseModel):
     """How trace files are read."""
@@ -154,6 +159,13 @@ class ProfileSettings(BaseModel):
     budget_s: float = Field(
         default=180, gt=0, le=86_400, description="Seconds after which measuring stops, however well the times are known."
     )
+    contention_s: float = Field(
+        default=120,
+        ge=0,
+        le=86_400,
+        description="On CPUs: seconds after which measuring ends how much slower steps get while another worker of this host computes, a "
+        "process of its own. 0: it is not measured.",
+    )
     seed: int = Field(default=0, ge=0, le=4_294_967_295, description="Order of the steps, and which ones test the fit.")
     published: Path | None = Field(
         default=None,
@@ -191,6 +203,7 @@ class SimulateSettings(BaseModel):
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="As the decode workers' option.")
     routing: Routing = Field(default="hybrid", description="As the coordinator's option.")
     max_queue: int = Field(default=1024, ge=0, le=1_000_000, description="As the coordinator's option.")
+    workers_per_host: int = Field(default=1, ge=1, le=100_000, description=WORKERS_PER_HOST)
     mean_seconds_between_failures: float = Field(
         default=inf, gt=0, description="Of each worker; it starts again after the profile's start time. inf: none fails."
     )
@@ -237,6 +250,7 @@ class PlanSettings(BaseModel):
     )
     max_price_per_hour: float | None = Field(default=None, gt=0, description="Highest price of all workers together.")
     max_watts: float | None = Field(default=None, gt=0, description="Highest power of all workers together, each at what its role draws.")
+    workers_per_host: int = Field(default=1, ge=1, le=100_000, description=WORKERS_PER_HOST)
     requests: int = Field(default=1000, ge=20, le=10_000_000, description="Plan on the trace's first so many requests.")
     chunk_budgets: str = Field(
         default="512,2048", pattern=r"^[1-9]\d{0,6}(,[1-9]\d{0,6})*$", description="Prompt tokens in a step to choose from, with commas."

@@ -88,6 +88,7 @@ def the_cluster(settings: SimulateSettings) -> Cluster:
         pools=pools,
         routing=settings.routing,
         max_queue=settings.max_queue,
+        workers_per_host=settings.workers_per_host,
         mean_seconds_between_failures=None if math.isinf(mean_s) else mean_s,
     )
 

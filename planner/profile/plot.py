@@ -16,8 +16,8 @@ from .design import Role
 from .measure import Repeats
 
 
-def draw_fit(path: Path, profile: Profile, found: Sequence[Repeats]) -> None:
-    """Above: time over size, one line a context; below: measured over modelled. Writes a PNG."""
+def draw_fit(path: Path, profile: Profile, found: Sequence[Repeats], notes: Sequence[str] = ()) -> None:
+    """Above: the notes, time over size, one line a context; below: measured over modelled. Writes a PNG."""
     figure, axes = plt.subplots(2, 2, figsize=(12, 9))
     roles: tuple[tuple[Role, StepModel, str], ...] = (
         ("prefill", profile.prefill, "new tokens in the step"),
@@ -30,7 +30,7 @@ def draw_fit(path: Path, profile: Profile, found: Sequence[Repeats]) -> None:
         _ratios(axes[1][column], model, of_role)
         axes[1][column].set(xlabel="modelled seconds", ylabel="measured / modelled", xscale="log")
         axes[1][column].axhline(1.0, color="grey", linewidth=0.8)
-    figure.suptitle(profile.name)
+    figure.suptitle("\n".join([profile.name, *notes]), fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

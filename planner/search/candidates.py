@@ -85,6 +85,7 @@ class Hardware:
     """The kinds of workers to choose from."""
 
     kinds: tuple[Kind, ...]
+    workers_per_host: int = 1
 
     def words(self, candidate: Candidate) -> str:
         """The ratio, with the kinds' names where there are several."""
@@ -117,7 +118,7 @@ class Hardware:
             )
             for role, count, kind in self.pools(candidate)
         ]
-        return Cluster(pools=tuple(pools), max_queue=max_queue)
+        return Cluster(pools=tuple(pools), max_queue=max_queue, workers_per_host=self.workers_per_host)
 
     def num_gpus(self, candidate: Candidate) -> int:
         return sum(count * kind.gpus for _, count, kind in self.pools(candidate))

@@ -71,6 +71,7 @@ class Cluster(_Part):
     max_queue: Annotated[int, Field(ge=0)] = 1024
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     coordinator_s: Annotated[float, Field(ge=0)] = 1e-3  # a request spends so long in HTTP, chat template and tokenizer
+    workers_per_host: Annotated[int, Field(ge=1)] = 1  # they slow each other where their profiles know ``contention``
     failures: tuple[Failure, ...] = ()
     mean_seconds_between_failures: Annotated[float, Field(gt=0)] | None = None  # of one worker; None: none but ``failures``
 
@@ -90,6 +91,11 @@ class Cluster(_Part):
     def num_workers(self) -> int:
         """Devices: a colocated worker is one."""
         return sum(pool.count for pool in self.pools)
+
+    @property
+    def num_hosts(self) -> int:
+        """Workers are dealt out to them in turn, in the order of the pools, so that a host has some of each role."""
+        return -(-self.num_workers // self.workers_per_host)
 
 
 def read_cluster(path: Path) -> Cluster:

@@ -24,10 +24,11 @@ from ...decode.core import DecodeCore
 from ...decode.foretold import Foretold
 from ...decode.rows import DecodeStep
 from ...engine.batch import StepOutput
-from ...engine.latency_profile import StepClock
+from ...engine.latency_profile import StepClock, StepRole
 from ...prefill.core import PrefillCore
 from ...prefill.scheduler import PrefillStep
 from .events import EventQueue
+from .host import Host, HostedStep
 from .tallies import Distribution
 
 FIRST_JUMP, LONGEST_JUMP = 4, 256
@@ -48,6 +49,9 @@ class PrefillSide(Protocol):
 
     def begin(self, step: PrefillStep, loop_s: float, seconds: float) -> None:
         """The step runs from ``loop_s`` from now on, for ``seconds``."""
+
+    def moved(self, ends_at: float) -> None:
+        """The running step ends then."""
 
     def complete(self, step: PrefillStep, output: StepOutput) -> None:
         """It is over."""
@@ -120,12 +124,22 @@ class Noise:
 
 
 class Device:
-    """``one_step``: what two workers want done is one step over the chunks and the sequences of both."""
+    """``one_step``: what two workers want done is one step over the chunks and the sequences of both. ``host``: that it shares with
+    others whose steps slow its own down; then no step's end is known ahead, and decode steps run one by one."""
 
     def __init__(
-        self, queue: EventQueue, clock: StepClock, noise: Noise, gaps: Distribution, jumps: bool = True, one_step: bool = False
+        self,
+        queue: EventQueue,
+        clock: StepClock,
+        noise: Noise,
+        gaps: Distribution,
+        jumps: bool = True,
+        one_step: bool = False,
+        host: Host | None = None,
     ) -> None:
         self._queue, self._clock, self._noise, self._gaps, self._one_step = queue, clock, noise, gaps, one_step
+        self._host = host
+        self._hosted: HostedStep | None = None  # the running step there
         self.jumps = jumps
         self._decoded_at, self._num_decoded = 0.0, 0  # the last decode step's end, and how many sequences may be in the next one
         self._run: _Run | None = None
@@ -156,7 +170,7 @@ class Device:
         if self._run is not None:
             self._look_at_run(self._run)
         elif self.decode is not None and self._sequences is None and not self._generating:
-            if not self.busy and self._prompts is None and self.jumps:
+            if not self.busy and self._prompts is None and self.jumps and self._host is None:
                 foretold = self.decode.core.foretell(now, 1 if self.decode.closely else self._jump)
                 if foretold is not None:
                     self._begin_run(foretold, now)
@@ -208,6 +222,8 @@ class Device:
 
     def stop(self) -> None:
         """Its machine has failed."""
+        if self._host is not None and self._hosted is not None:
+            self._host.stop(self._hosted)
         self._run, self.prefill, self.decode, self._prompts, self._sequences = None, None, None, None, None
 
     def let_go(self, worker: object) -> None:
@@ -243,7 +259,28 @@ class Device:
             self.prefill.begin(prompts, loop_s, seconds)
         else:
             self.decode_s += seconds
-        self._queue.after(loop_s + seconds, self._done, prompts, sequences)
+        if self._host is None:
+            self._queue.after(loop_s + seconds, self._done, prompts, sequences)
+        else:
+            self._begin_beside_others(self._host, prompts, sequences, loop_s, seconds)
+
+    def _begin_beside_others(
+        self, host: Host, prompts: PrefillStep | None, sequences: DecodeStep | None, loop_s: float, seconds: float
+    ) -> None:
+        contention = self._clock.profile.contention
+        assert contention is not None, "else nobody slows it"
+
+        def moved(ends_at: float, by_s: float) -> None:
+            self.busy_s += by_s
+            if prompts is None:
+                self.decode_s += by_s
+            else:
+                self.prefill_s += by_s
+                if self.prefill is not None:
+                    self.prefill.moved(ends_at)
+
+        role: StepRole = "decode" if prompts is None else "prefill"
+        self._hosted = host.begin(role, contention, loop_s, seconds, moved, lambda: self._done(prompts, sequences))
 
     def _seconds(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> float:
         chunks = [(c.start, c.count) for c in prompts.chunks] if prompts is not None else []

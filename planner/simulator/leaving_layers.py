@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...prefill.scheduler import PrefillStep
 
@@ -37,3 +37,11 @@ class LeavingLayers:
         looks = max(-(-wanted // self.stride), num_seen // self.stride + 1)
         before, self.awaited = self.awaited, looks * self.stride
         return self.awaited if before != self.awaited < self.num_layers else 0
+
+    def ending_at(self, ends_at: float, now: float) -> LeavingLayers:
+        """The same layers, where what is left of them takes until then, evenly."""
+        left = 1.0 - (now - self.made_at - self.loop_s) / self.seconds if self.seconds else 0.0
+        if left <= 0:
+            return self
+        seconds = (ends_at - now) / left
+        return replace(self, made_at=ends_at - seconds, loop_s=0.0, seconds=seconds)

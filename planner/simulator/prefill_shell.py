@@ -70,6 +70,13 @@ class PrefillShell(WorkerShell):
             self._leaving = LeavingLayers(step, self.queue.now, loop_s, seconds, stride, self.pool.profile.memory.num_layers)
             self._await_next_slice(self._leaving, 0)
 
+    def moved(self, ends_at: float) -> None:
+        """The running step ends then: its layers become final sooner or later."""
+        before = self._leaving
+        self._leaving = leaving = before.ending_at(ends_at, self.queue.now) if before is not None else None
+        if leaving is not None and leaving is not before and 0 < leaving.awaited < leaving.num_layers:
+            self.queue.at(leaving.time_of(leaving.awaited), self._layers_done, leaving, leaving.awaited)
+
     def complete(self, step: PrefillStep, output: StepOutput) -> None:
         self._leaving = None
         if self.alive:

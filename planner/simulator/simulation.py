@@ -1,6 +1,6 @@
 """A cluster under virtual time: the real cores of all roles, with the latency model in place of the model runner.
 
-To be read in this order: events.py, cluster.py (what is simulated), device.py (steps take their time), worker_shell.py with
+To be read in this order: events.py, cluster.py (what is simulated), device.py and host.py (steps take their time), worker_shell.py with
 prefill_shell.py and decode_shell.py, coordinator_shell.py, then records.py and tallies.py (what comes out). No core is written
 again here. The same cluster, trace and seed give the same results bit for bit.
 """
@@ -24,6 +24,7 @@ from .coordinator_shell import CoordinatorShell
 from .decode_shell import DecodeShell
 from .device import Device, Noise
 from .events import EventQueue
+from .host import Host
 from .prefill_shell import PrefillShell
 from .prompts import generation_request
 from .records import RequestRecord
@@ -47,6 +48,7 @@ class _Machine:
     pool: Pool
     device: Device
     noise: Noise
+    beside: Host | None  # those that slow its steps are there too; None: nobody does
     shells: list[WorkerShell]
     host: RoleHost | None = None  # where its role can change, or it has both
 
@@ -87,6 +89,7 @@ class Simulation:
         self.workers: dict[str, WorkerShell] = {}
         self.decode_workers: dict[str, DecodeShell] = {}
         self.machines: list[_Machine] = []
+        self._hosts = [Host(self.queue) for _ in range(cluster.num_hosts)]
         self.closely = False  # the coordinator hears of each step's tokens at once
         self.coordinator = CoordinatorShell(self, steering)
         self.clocks = [StepClock(pool.profile, warns=False) for pool in cluster.pools]
@@ -163,12 +166,14 @@ class Simulation:
         number = sum(m.pool is pool for m in self.machines)
         name = f"{pool.role}-{index}-{number}"
         noise = Noise(f"{self._seed} {name}", pool.profile.noise_cv)
-        machine = _Machine(name, pool, self._device(pool, clock, noise), noise, [])
+        shares = self.cluster.workers_per_host > 1 and pool.profile.contention is not None
+        beside = self._hosts[len(self.machines) % len(self._hosts)] if shares else None
+        machine = _Machine(name, pool, self._device(pool, clock, noise, beside), noise, beside, [])
         self.machines.append(machine)
         self._start(machine)
 
-    def _device(self, pool: Pool, clock: StepClock, noise: Noise) -> Device:
-        return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps, pool.one_step)
+    def _device(self, pool: Pool, clock: StepClock, noise: Noise, beside: Host | None) -> Device:
+        return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps, pool.one_step, beside)
 
     def _start(self, machine: _Machine) -> None:
         pool, device = machine.pool, machine.device
@@ -208,7 +213,7 @@ class Simulation:
             self.queue.after(DEAD_AFTER_S, self._seen_dead, dead.id)
         machine.shells = []
         machine.device.stop()
-        machine.device = self._device(machine.pool, self.clocks[self.cluster.pools.index(machine.pool)], machine.noise)
+        machine.device = self._device(machine.pool, self.clocks[self.cluster.pools.index(machine.pool)], machine.noise, machine.beside)
         self.queue.after(down_s, self._start, machine)
 
     def _machine_of(self, shell: WorkerShell) -> _Machine:

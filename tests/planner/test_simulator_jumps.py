@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planner.test_flips_simulated import AtRandom
 from planner.test_simulator import assert_no_block_is_lost, cluster, colocated, profile, trace
 
-from splitserve.engine.latency_profile import HandoffModel, Memory
+from splitserve.engine.latency_profile import Contention, HandoffModel, Memory
 from splitserve.planner.simulator.cluster import Cluster, Failure, Pool
 from splitserve.planner.simulator.records import RequestRecord
 from splitserve.planner.simulator.report import summary
@@ -26,6 +26,8 @@ LAYERED = profile(
     noise_cv=0.02,
 )
 """Its chunks leave in many slices, of which there are fewer once it has been seen how fast the link is."""
+BESIDE = Contention(prefill_beside_prefill=1.1, prefill_beside_decode=1.3, decode_beside_prefill=1.9, decode_beside_decode=1.2)
+CONTENDED = LAYERED.model_copy(update={"contention": BESIDE})
 SMALL_LAYERED = LAYERED.memory.model_copy(update={"num_blocks": 48})
 
 
@@ -65,6 +67,9 @@ CASES = {
     "layers": (cluster(2, 3, LAYERED), talk()),
     "layers, deaths at any time": (cluster(3, 3, LAYERED, mean_seconds_between_failures=2.0), talk(150)),
     "layers, no room for all": (cluster(2, 1, LAYERED.model_copy(update={"memory": SMALL_LAYERED})), talk(every_s=0.002)),
+    "on one host": (cluster(2, 3, CONTENDED, workers_per_host=5), talk()),
+    "two on a host, deaths at any time": (cluster(3, 3, CONTENDED, workers_per_host=2, mean_seconds_between_failures=2.0), talk(150)),
+    "colocated on one host": (colocated(2, prefill=1, of=CONTENDED).model_copy(update={"workers_per_host": 3}), talk()),
     "out of time": (cluster(1, 2, UNEVEN, request_timeout_s=1.7), [TraceRequest(0.3 * i, 30, 400) for i in range(6)]),
     "long answers": (cluster(1, 2), [TraceRequest(0.3 * i, 30, 400) for i in range(6)]),
 }

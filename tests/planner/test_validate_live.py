@@ -73,3 +73,9 @@ def test_nothing_of_a_replay_is_cached_from_the_replays_before_it(tmp_path: Path
     assert len(prompts) == 3 * 7 + 2 * 2 * 20
     assert len(set(prompts)) == len(prompts)
     assert len(found["workloads"]["code"]["live_runs"]) == 2
+
+
+@pytest.mark.parametrize(("runner", "workers_per_host"), [("model", 5), ("paced", 1)])
+def test_workers_that_compute_share_this_machine_and_paced_ones_do_not_slow_each_other(runner: str, workers_per_host: int) -> None:
+    options = {"prefill": 2, "decode": 2, "mixed": 1, "max_batch_tokens": 512, "max_num_seqs": 64}
+    assert simulated_cluster(argparse.Namespace(**options, runner=runner), PACED, 0.0).workers_per_host == workers_per_host
