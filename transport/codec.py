@@ -125,7 +125,7 @@ def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Mess
         message = decoder.decode(payload)
         checks.check(message)
         return message
-    except (ValueError, msgpack.UnpackException) as error:  # all of msgspec's are ValueErrors, and so is text that is no UTF-8
+    except (msgspec.MsgspecError, msgpack.UnpackException, ValueError) as error:  # ValueError: also text that is no UTF-8
         raise BadMessage(f"{kind.__name__}: {str(error)[:400] or type(error).__name__}") from None
 
 
