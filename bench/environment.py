@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGES = ("torch", "pyzmq", "uvicorn", "uvloop", "pydantic", "tokenizers", "numpy")
+PACKAGES = ("torch", "pyzmq", "uvicorn", "uvloop", "pydantic", "msgspec", "tokenizers", "numpy")
 
 
 def environment() -> dict[str, object]:

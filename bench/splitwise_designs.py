@@ -232,8 +232,10 @@ def draw(path: Path, rows: list[Row]) -> None:
     import matplotlib.pyplot as plt
 
     groups = list(dict.fromkeys((r.workload, r.comparison) for r in rows))
-    figure, axes = plt.subplots(1, len(groups), figsize=(4.6 * len(groups), 4.4), squeeze=False)
-    for axis, (workload, comparison) in zip(axes[0], groups, strict=True):
+    columns = len({comparison for _, comparison in groups})
+    lines = len({workload for workload, _ in groups})
+    figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.8 * lines), squeeze=False)
+    for axis, (workload, comparison) in zip(axes.flat, groups, strict=True):
         of = [r for r in rows if (r.workload, r.comparison) == (workload, comparison)]
         labels = [f"{r.design.replace('Splitwise-', '').replace('Baseline-', 'base ')}\n{r.num_prompt}+{r.num_token}" for r in of]
         if comparison == "iso-throughput":
