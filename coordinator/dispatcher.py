@@ -161,6 +161,7 @@ class SocketDispatcher:
 
     def _process_ended(self, worker: WorkerId) -> None:
         """Whatever it said before is on its way, or here: that comes first."""
+        self._core.worker_ending(worker)
         self._partings[worker] = asyncio.get_running_loop().call_later(LAST_WORDS_S, self._has_ended, worker)
 
     def _has_ended(self, worker: WorkerId) -> None:

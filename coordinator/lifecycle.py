@@ -254,8 +254,13 @@ class Lifecycle:
             self._placement.serve_line(now)
         return self._state.take()
 
+    def worker_ending(self, worker_id: WorkerId) -> None:
+        """Its process is known to have ended; what it said before may still come, and until ``worker_ended`` its silence says nothing."""
+        if (worker := self.pools.workers.get(worker_id)) is not None:
+            worker.ended = True
+
     def worker_ended(self, worker_id: WorkerId, now: float) -> list[Action]:
-        """Its process is known to have ended."""
+        """Its process is known to have ended, and all that it said has been heard."""
         worker = self.pools.workers.get(worker_id)
         if worker is not None:
             self._members.ended(worker, now)

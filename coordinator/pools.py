@@ -139,6 +139,8 @@ class Pools:
         """Workers that are silent, or busy without progress, for too long, each with the reason."""
         found = []
         for worker in self.workers.values():
+            if worker.ended:
+                continue
             if worker.unreached_since is not None and now - worker.unreached_since > self._unreachable_s:
                 found.append((worker, f"its connection is gone, and it has been silent for {now - worker.heard:.1f} s"))
             elif now - worker.heard > self._dead_after_s:

@@ -37,6 +37,7 @@ class Worker:
     pending: dict[int, int] = field(default_factory=dict)  # prefill: by dispatch, prompt tokens not yet computed
     pending_blocks: int = 0  # decode: blocks of prompts dispatched and not yet joined
     unreached_since: float | None = None  # its connection is gone since then
+    ended: bool = False  # its process has: whoever found that out says so as soon as its last words have been heard
     draining: bool = False  # it gets no new work, and leaves
     drain: Drain | Flip | None = None  # what it is told until it says that it drains
     listed: OpenWorkers[Worker] | None = None  # among those of its role that take new work

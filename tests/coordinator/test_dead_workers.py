@@ -27,6 +27,25 @@ def test_a_silent_decode_worker_is_dead_and_its_request_goes_on() -> None:
     assert [f.reason != "" for f in sent(bench.load("d", [1]), Fenced)] == [True]  # should it come back
 
 
+def test_of_a_worker_whose_end_is_known_silence_says_nothing_more() -> None:
+    """A coordinator that stalls between hearing of the end and acting on it still says why that worker is gone."""
+    bench = Bench()
+    bench.submit()
+    bench.first(1)
+    bench.joined(1)
+    bench.hello("d2", "decode")
+    bench.core.reached(("d", 1), False, bench.now)
+    bench.core.worker_ending(("d", 1))
+    bench.now = 1.0
+    bench.load("p", [])
+    bench.say("d2", Load(**_idle("d2")))
+    bench.now = 2.0
+    assert not sent(bench.core.tick(bench.now), Prefill)
+    (again,) = sent(bench.core.worker_ended(("d", 1), bench.now), Prefill)
+    assert again.decode.worker_id == "d2"
+    assert bench.core.reasons_lost[("d", 1)] == "its process has ended"
+
+
 def _idle(name: str) -> dict[str, Any]:
     numbers = ("blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens", "steps")
     return {"worker_id": name, "incarnation": 1, "blocks_free": 50, "busy": False, "accepting": True, **dict.fromkeys(numbers, 0)}
