@@ -20,6 +20,8 @@ from torch import Tensor
 HUGE_PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 32 << 20  # of packed weights
 FIRST_BYTES = 64 << 20  # found at once: what the first requests use
+POPULATING = "populate-kv"  # what `top -H` calls the thread that finds the rest
+PR_SET_NAME = 15  # of linux/prctl.h
 BACKGROUND_SHARE = 0.1  # of a core, for the rest: the first requests run beside it
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in the mmap module
 ALIGNMENT = 64  # a cache line
@@ -61,6 +63,7 @@ def populate(memory: Tensor) -> None:
     used = weakref.ref(memory)
 
     def populate_the_rest() -> None:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, POPULATING.encode(), 0, 0, 0)
         for page in pages:
             began, kept = time.monotonic(), used()
             if kept is None or not _found(page, end):
