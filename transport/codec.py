@@ -131,6 +131,8 @@ def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Mess
 
 def _look_for_all(payload: bytes | memoryview) -> None:
     """Raises ValueError or UnpackException where the payload is not one whole msgpack value."""
+    if not payload:
+        raise ValueError("nothing but a tag")  # an Unpacker for nothing reserves 1 MiB
     scan = msgpack.Unpacker(max_buffer_size=len(payload), read_size=len(payload))  # by default it reserves 1 MiB
     scan.feed(payload)
     scan.skip()

@@ -186,6 +186,16 @@ def test_whatever_has_a_length_is_bounded(kind: type[m.Message]) -> None:
             assert is_bounded, f"{kind.__name__} has a long list"
 
 
+@pytest.mark.parametrize("tag", sorted(WIRE))
+def test_a_tag_alone_reserves_no_memory(tag: int) -> None:
+    tracemalloc.start()
+    with pytest.raises(BadMessage):
+        decode(bytes([tag]), [WIRE[tag][0]])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50_000
+
+
 def test_declared_sizes_reserve_no_memory() -> None:
     """The costliest lies: huge lists that are not there, and as many containers as fit."""
     first_token, limit = 4, 1 << 20
