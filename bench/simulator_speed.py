@@ -5,6 +5,7 @@ lengths of the Azure conversation trace's medians and spreads, or a trace's own,
 last end.
 
     python -m splitserve.bench.simulator_speed --json out.json
+    python -m splitserve.bench.simulator_speed --workers 1000 --requests 1000000 --loads conversation --json out.json
     python -m splitserve.bench.simulator_speed --workers 100 --trace ../shared/data/azure/AzureLLMInferenceTrace_conv.csv --json out.json
 """
 
@@ -84,11 +85,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 100])
     parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--loads", nargs="+", choices=sorted(LENGTHS), default=sorted(LENGTHS, reverse=True))
     parser.add_argument("--trace", type=Path, help="in place of the made-up loads")
     parser.add_argument("--stepped", action="store_true", help="one event for each decode step, to compare with")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    kinds = ["conversation"] if arguments.trace else list(LENGTHS)
+    kinds = ["conversation"] if arguments.trace else arguments.loads
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for kind in kinds:
         for num_workers in arguments.workers:
