@@ -59,9 +59,10 @@ def run(
     steered: bool = False,
     believed: Profile | None = None,
     only: int | None = None,
+    mixed: int = 0,
 ) -> Outcome:
     """One cluster under the load. ``believed``: the profile that the controller goes by, where not the true one; ``only``: the phase whose
-    requests alone come."""
+    requests alone come; ``mixed``: so many of the workers do both, always."""
     true, trace = worker(), load(phases, phase_s, seed, num_workers)
     if only is not None:
         phases, trace = [phases[only]], cut(trace, only * phase_s, (only + 1) * phase_s)
@@ -72,8 +73,10 @@ def run(
         outcome.total[phase] += 1
         outcome.good[phase] += SLO.met_by(record)
 
-    counts: tuple[tuple[PoolRole, int], ...] = (("prefill", prefill), ("decode", num_workers - prefill))
-    pools = [Pool(role=role, count=n, profile=true, max_batch_tokens=2048, max_num_seqs=128, flexible=True) for role, n in counts]
+    counts: tuple[tuple[PoolRole, int], ...] = (("prefill", prefill), ("decode", num_workers - prefill - mixed), ("colocated", mixed))
+    pools = [
+        Pool(role=role, count=n, profile=true, max_batch_tokens=2048, max_num_seqs=128, flexible=role != "colocated") for role, n in counts if n
+    ]
     steering = Steering(OPTIONS, believed or true) if steered else None
     simulation = Simulation(Cluster(pools=tuple(pools), max_queue=1 << 30), seed, SLO, count, steering=steering)
     simulation.run(trace)
