@@ -21,6 +21,8 @@ from .fit import StepPoint, fit_steps
 
 GIB = 1 << 30
 BLOCK_SIZE = 64  # tokens
+GPU_BYTES = 80 * GIB
+"""Of each GPU that splitwise-sim measured. What the weights leave of them is taken for the KV cache, all of it, as there."""
 SPLITWISE_HANDOFF = HandoffModel(put_s=0.0, bytes_per_s=200 * GIB, message_s=0.0, check_bytes_per_s=1e15)
 """Its ``mixed_pool.yml``: 200 GiB/s for each request."""
 
@@ -64,7 +66,8 @@ def splitwise(path: Path, rows: list[dict[str, str]], model: str, hardware: str,
     for (prompt, batch, output), (prompt_s, token_s) in cells.items():
         prefill.append(StepPoint(prompt * batch, batch * prompt * (prompt + 1) / 2, batch, prompt_s))
         decode.append(StepPoint(batch, batch * (prompt + output / 2), batch, token_s))
-    blocks = int((8 * 80 * GIB - shape.weight_bytes) // (shape.token_bytes() * BLOCK_SIZE))
+    left_bytes = tensor_parallel * GPU_BYTES - shape.weight_bytes
+    blocks = int(left_bytes // (shape.token_bytes() * BLOCK_SIZE))
     return Profile(
         name=f"{model} {hardware} tp{tensor_parallel}",
         hardware=hardware,

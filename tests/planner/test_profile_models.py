@@ -139,9 +139,9 @@ SPLITWISE_HEAD = (
 )
 
 
-def splitwise_file(folder: Path) -> Path:
-    rows = [f"llama2-70b,h100-80gb,{p},1,128,1,0.7,{0.1 * p + 1e-5 * p * p},{30 + 1e-4 * p},0,8" for p in (128, 512, 2048, 4096)]
-    rows += [f"llama2-70b,h100-80gb,512,{b},128,1,0.7,{0.1 * 512 * b},{30 + b + 1e-4 * 512 * b},0,8" for b in (2, 8, 64)]
+def splitwise_file(folder: Path, tp: int = 8) -> Path:
+    rows = [f"llama2-70b,h100-80gb,{p},1,128,1,0.7,{0.1 * p + 1e-5 * p * p},{30 + 1e-4 * p},0,{tp}" for p in (128, 512, 2048, 4096)]
+    rows += [f"llama2-70b,h100-80gb,512,{b},128,1,0.7,{0.1 * 512 * b},{30 + b + 1e-4 * 512 * b},0,{tp}" for b in (2, 8, 64)]
     path = folder / "perf_model.csv"
     path.write_text(SPLITWISE_HEAD + "\n".join(rows) + "\n")
     return path
@@ -152,6 +152,14 @@ def test_splitwise_data_give_decode_times_over_sequences_and_context(tmp_path: P
     assert profile.decode.seconds(64, 64 * 576, 64) == pytest.approx(0.094 + 1e-7 * 512 * 64, rel=0.02)
     assert profile.decode.pieces[0].read_s == pytest.approx(1e-7, rel=0.1)
     assert profile.memory.block_bytes == 64 * 2 * 80 * 1024 * 2
+
+
+@pytest.mark.parametrize("tensor_parallel", [2, 4, 8])
+def test_a_workers_kv_cache_is_what_the_weights_leave_of_its_own_gpus(tmp_path: Path, tensor_parallel: int) -> None:
+    profile = import_published(splitwise_file(tmp_path, tensor_parallel), "llama2-70b", "h100-80gb", tensor_parallel)
+    left = tensor_parallel * 80 * 2**30 - 135e9  # bytes
+    assert profile.gpus == tensor_parallel
+    assert left - profile.memory.block_bytes < profile.memory.num_blocks * profile.memory.block_bytes <= left
 
 
 def test_splitwise_itself_asks_its_decode_curve_for_sequences(tmp_path: Path) -> None:
