@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
-from e2e.cluster import HTTP, MODEL_NAME, Cluster, wait_for
+from e2e import paced
+from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, Cluster, running, wait_for
 from e2e.test_failure import Streams
 
 NUM_TOKENS = 3000  # a second and more: time to be caught in the middle
 CAUGHT_WITHIN_S = 200.0  # on a machine where whoever looks waits longer for a core than whoever runs
 RENEWED_WITHIN_S = 200.0  # four processes that start one after the other beside streams
 PROMPTS = [f"number {i} " + "xyz" * (7 * i) for i in range(3)]
+
+DECODE_STEP_S = 0.1
+NUM_TOKENS_OF_MINUTES, NUM_TOKENS_OF_SECONDS = 1800, 60
+LEAVES_WITHIN_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +31,16 @@ def expected(cluster: Cluster) -> list[str]:
     return Streams(cluster, PROMPTS, NUM_TOKENS).texts()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A prefill and two decode workers, a tenth of a second a token."""
+    folder = tmp_path_factory.mktemp("slow")
+    arguments = ("--decode", "2", "--runner", paced.paced_runner(folder / "profile.json", 0.01, DECODE_STEP_S), *NEVER_DEAD)
+    with running(paced.MODEL, folder, *arguments) as cluster:
+        yield cluster
+
+
+@pytest.fixture
 def whole_before(cluster: Cluster) -> None:
     cluster.wait_whole(2, 2)
 
@@ -33,6 +50,7 @@ def counters(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("whole_before")
 def test_a_decode_worker_leaves_within_seconds_and_nothing_is_computed_twice(cluster: Cluster, expected: list[str]) -> None:
     before = counters(cluster)
 
@@ -52,6 +70,32 @@ def test_a_decode_worker_leaves_within_seconds_and_nothing_is_computed_twice(clu
     wait_for("it was caught in the middle of some, and they moved", moved, CAUGHT_WITHIN_S)
 
 
+def test_an_answer_of_minutes_keeps_no_worker(slow: Cluster) -> None:
+    """Its process is gone seconds after SIGTERM; the answers go on elsewhere, one of them to its end."""
+    undisturbed = "".join(slow.stream("minutes", NUM_TOKENS_OF_SECONDS, seed=7))
+    before = counters(slow)
+    lengths = [NUM_TOKENS_OF_MINUTES] * 2 + [NUM_TOKENS_OF_SECONDS] * 2  # on each worker one of either kind
+    streams = [slow.stream("minutes", num_tokens, seed=7) for num_tokens in lengths]
+    texts = [next(stream) for stream in streams]
+    victim = slow.busy_worker("decode")
+    assert victim["dispatches"]
+    with os.fdopen(os.pidfd_open(victim["pid"])) as process:
+        os.kill(victim["pid"], signal.SIGTERM)
+        assert select.select([process], [], [], LEAVES_WITHIN_S)[0], "it waits for its answers"
+    for number, stream in enumerate(streams[:2]):
+        with closing(stream):
+            while len(texts[number]) < len(undisturbed):
+                texts[number] += next(stream)
+    whole = [text + "".join(stream) for text, stream in zip(texts[2:], streams[2:], strict=True)]
+    assert [text[: len(undisturbed)] for text in texts[:2]] + whole == [undisturbed] * 4
+    after = counters(slow)
+    assert after["sequences_moved"] > before["sequences_moved"]
+    assert after["redispatches"] == before["redispatches"], slow.state()["last_retries"]
+    slow.wait_whole(1, 2)
+    slow.wait_at_rest()
+
+
+@pytest.mark.usefixtures("whole_before")
 def test_all_of_a_requests_state_moves(cluster: Cluster) -> None:
     """Penalties, seeds, n > 1, logprobs and stop strings, before and after a move."""
     more: dict[str, Any] = {
@@ -93,6 +137,7 @@ def test_all_of_a_requests_state_moves(cluster: Cluster) -> None:
     wait_for("it was caught in the middle, and moved", moved, CAUGHT_WITHIN_S)
 
 
+@pytest.mark.usefixtures("whole_before")
 def test_rolling_restart_of_every_worker_under_load(cluster: Cluster, expected: list[str]) -> None:
     pids = {w["worker_id"]: w["pid"] for w in cluster.state()["workers"]}
     before = counters(cluster)
