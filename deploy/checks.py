@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -30,18 +28,14 @@ def require_port(host: str, port: int) -> None:
         raise ConfigError(f"--port: {problem}")
 
 
-def require_device(device: str) -> None:
-    """Raises ConfigError where a GPU is asked for by name that torch does not find. It is asked in a process of its own: whoever starts
-    workers should not hold torch or a GPU."""
+def require_device(device: str, gpus: int) -> None:
+    """Raises ConfigError where a GPU is asked for by name and torch, which finds so many, does not find it."""
     if not device.startswith("cuda"):
         return
-    question = "import torch; print(torch.cuda.device_count())"
-    asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
-    count = int(asked.stdout) if asked.returncode == 0 else 0
-    if not count:
+    if not gpus:
         raise ConfigError(f"--device {device}: torch finds no GPU on this machine; `splitserve doctor` says why, --device cpu does without")
-    if int(device.partition(":")[2] or 0) >= count:
-        raise ConfigError(f"--device {device}: torch finds {count} of them, cuda:0 to cuda:{count - 1}")
+    if int(device.partition(":")[2] or 0) >= gpus:
+        raise ConfigError(f"--device {device}: torch finds {gpus} of them, cuda:0 to cuda:{gpus - 1}")
 
 
 def require_runner(runner: str) -> None:

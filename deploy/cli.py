@@ -274,7 +274,7 @@ def up_command() -> click.Command:
     text = (
         "Start a coordinator, prefill and decode workers on this machine; restart what crashes; stop all on Ctrl-C. "
         "An option of the workers holds for all of them; with --prefill- or --decode- before its name for one role only "
-        "(--decode-device cuda:1)."
+        "(--decode-device cuda:1). Workers are dealt out over the GPUs there are."
     )
     return SettingsCommand("up", params=[*up_options(), config_option()], callback=run_up, help=text, epilog=EPILOG)
 

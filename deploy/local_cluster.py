@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from .child_process import Command, Log, Start, start_anew
 from .config import ENV_PREFIX
 from .early_signals import deliver_signals
+from .gpus import shared
 from .process_log import json_line
 from .settings import ChatSettings
 from .supervisor import Supervisor
@@ -62,6 +63,8 @@ async def _run(plan: Plan) -> int:
     deliver_signals()
     mixed = f", and {plan.up.mixed} of both roles" if plan.up.mixed else ""
     say(f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and {plan.up.decode} decode workers{mixed} ...")
+    if sharing := shared({worker.name: worker.device for worker in plan.workers if worker.runner == "model"}):
+        say(sharing)
     status = await supervisor.run(_work(plan))
     if forks is not None:
         forks.close()

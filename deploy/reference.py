@@ -37,9 +37,12 @@ error that names the nearest known one. Settings are checked before anything sta
 without a device, and never change while it runs.
 
 `splitserve up` takes its own settings and those of all roles. A worker option holds for all workers, or for one role with
-`--prefill-` or `--decode-` before its name (`--decode-device cuda:1`). It decides `name`, `coordinator`, `listen`, `data_listen` and
-`advertise_host` itself, and gives all workers the coordinator's `model`, key and `max_model_len`. Without a `key_file` it makes a
-new key, without a `control_address` it takes a free port, without a `model` it serves the bundled one.
+`--prefill-` or `--decode-` before its name (`--decode-device cuda:1`). On a machine with several GPUs each worker
+computes on one of its own, prefill workers first; they share where there are fewer GPUs than workers, which is said at the start. A device
+that is named may be several, `--prefill-device cuda:0,cuda:1` (also in a file or a variable, for `up` alone), of which each worker gets
+one. `up` decides `name`, `coordinator`, `listen`, `data_listen` and `advertise_host` itself, and gives all workers the coordinator's
+`model`, key and `max_model_len`. Without a `key_file` it makes a new key, without a `control_address` it takes a free port, without a
+`model` it serves the bundled one.
 """
 
 

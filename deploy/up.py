@@ -18,6 +18,7 @@ from ..prefill.settings import PrefillSettings
 from .checks import port_problem, read_key, require_device, require_model, require_port, require_runner
 from .config import ConfigError, Layer, Sources, Value, build
 from .flexible_settings import FlexibleSettings
+from .gpus import deal, num_gpus
 from .options import options
 from .settings import DEMO_MODEL, DEMO_MODEL_NAME, UpSettings
 
@@ -29,7 +30,15 @@ TEXTS = {
     "control_address": "Where workers, also those of other hosts, reach the coordinator. Default: a free port of 127.0.0.1.",
     "key_file": "The cluster's key. Default: a new one in the run directory.",
 }
+DEVICE = {
+    "device": "auto, cpu, cuda or cuda:N, or several GPUs to deal out: cuda:0,cuda:1. auto, cuda: each worker on a GPU of its own, as far "
+    "as there are enough; where there is none, auto is the CPU."
+}
 KEY_NAME = "cluster.key"
+
+
+_OnDevices = list[PrefillSettings | DecodeSettings]
+"""One worker's settings on each of the devices that it may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,7 @@ def up_options() -> list[click.Parameter]:
     return [
         *options(UpSettings, group="What to start"),
         *options(CoordinatorSettings, group="Model and HTTP server", texts=TEXTS),
-        *options(WorkerSettings, group="Workers", skip={*shared, *FIXED}),
+        *options(WorkerSettings, group="Workers", skip={*shared, *FIXED}, texts=DEVICE),
         *options(PrefillSettings, group="Prefill workers", prefix="prefill_", skip=set(PrefillSettings.model_fields) - set(own["prefill"])),
         *options(DecodeSettings, group="Decode workers", prefix="decode_", skip=set(DecodeSettings.model_fields) - set(own["decode"])),
         *options(WorkerSettings, prefix="prefill_", skip={*shared, *FIXED}, hidden=True),
@@ -89,12 +98,12 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     if coordinator.control_address.endswith(":0"):
         control = f"tcp://127.0.0.1:{free_ports('127.0.0.1', coordinator.processes)}"
         coordinator = coordinator.model_copy(update={"control_address": control})
-    roles = [_worker(role, "", coordinator, flags, sources) for role in (PrefillSettings, DecodeSettings)]
-    computes = any(of_role.runner == "model" for of_role in roles)
-    require_model(coordinator.model, weights=computes)
-    for of_role in roles:
-        if of_role.runner == "model":
-            require_device(of_role.device)
+    roles = [each for role in (PrefillSettings, DecodeSettings) for each in _worker(role, "", coordinator, flags, sources)]
+    computing = [of_role.device for of_role in roles if of_role.runner == "model"]
+    require_model(coordinator.model, weights=bool(computing))
+    gpus = num_gpus(computing)
+    for device in computing:
+        require_device(device, gpus)
     require_port(coordinator.listen_host, coordinator.port)
     run_dir = _run_dir(up.run_dir)
     if "key_file" in derived:
@@ -103,20 +112,28 @@ def plan(flags: Layer, sources: Sources) -> Plan:
         update={"model": coordinator.model.resolve(), "port": coordinator.port or free_port(coordinator.listen_host)}
     )
     if up.flexible:
-        workers = _flexible(up, coordinator, flags, sources)
+        wanted = _flexible(up, coordinator, flags, sources)
     else:
-        workers = [
+        wanted = [
             _worker(model, f"{role}-{index}", coordinator, flags, sources)
             for role, model, count in (("prefill", PrefillSettings, up.prefill), ("decode", DecodeSettings, up.decode))
             for index in range(count)
         ]
-    workers += _of_both_roles("mixed", up.mixed, coordinator, flags, sources, "mixed")
+    wanted += _of_both_roles("mixed", up.mixed, coordinator, flags, sources, "mixed")
+    workers = _on_devices(wanted, gpus)
     for runner in {worker.runner for worker in workers}:
         require_runner(runner)
     return Plan(up, run_dir, up.run_dir is None, coordinator, workers)
 
 
-def _flexible(up: UpSettings, coordinator: CoordinatorSettings, flags: Layer, sources: Sources) -> list[PrefillSettings | DecodeSettings]:
+def _on_devices(wanted: list[_OnDevices], gpus: int) -> list[PrefillSettings | DecodeSettings]:
+    """Those that compute on the devices that are dealt to them."""
+    choices = {each[0].name: [worker.device for worker in each] for each in wanted if each[0].runner == "model"}
+    dealt = deal(choices, gpus)
+    return [each[0].model_copy(update={"device": dealt.get(each[0].name, each[0].device)}) for each in wanted]
+
+
+def _flexible(up: UpSettings, coordinator: CoordinatorSettings, flags: Layer, sources: Sources) -> list[_OnDevices]:
     """Workers of either role, each named by its number."""
     return [
         *_of_both_roles("worker", up.prefill, coordinator, flags, sources, "prefill"),
@@ -126,7 +143,7 @@ def _flexible(up: UpSettings, coordinator: CoordinatorSettings, flags: Layer, so
 
 def _of_both_roles(
     called: str, count: int, coordinator: CoordinatorSettings, flags: Layer, sources: Sources, start_as: str, first: int = 0
-) -> list[PrefillSettings | DecodeSettings]:
+) -> list[_OnDevices]:
     """An option for one role is for that role's part of a worker's settings."""
     if not count:
         return []
@@ -140,12 +157,12 @@ def _of_both_roles(
                 )
             told[name] = value
     workers = [_worker(FlexibleSettings, f"{called}-{first + index}", coordinator, told, sources) for index in range(count)]
-    return [worker.model_copy(update={"start_as": start_as}) for worker in workers]
+    return [[worker.model_copy(update={"start_as": start_as}) for worker in each] for each in workers]
 
 
 def _worker(
     model: type[PrefillSettings] | type[DecodeSettings], name: str, coordinator: CoordinatorSettings, flags: Layer, sources: Sources
-) -> PrefillSettings | DecodeSettings:
+) -> _OnDevices:
     """A worker's settings: flags for its role, flags for all workers, environment and file; then what ``up`` decides."""
     prefix = f"{model.role}_"
     for_role = {flag.removeprefix(prefix): value for flag, value in flags.items() if flag.startswith(prefix)}
@@ -159,7 +176,11 @@ def _worker(
     }
     decided = {field: Value(value, "up") for field, value in fixed.items()}
     said = [{k: v for k, v in layer.items() if k not in FIXED} for layer in (for_role, _only(model, flags), *sources.of(model.role))]
-    return build(model, [decided, *said])
+    device = next((layer["device"] for layer in said if "device" in layer), None)
+    if device is None:
+        return [build(model, [decided, *said])]
+    named = [Value(name, device.origin) for name in str(device.value).split(",")]
+    return [build(model, [{**decided, "device": one}, *said]) for one in named]
 
 
 def _run_dir(named: Path | None) -> Path:

@@ -59,8 +59,9 @@ def plan(settings: PlanSettings) -> int:
 
 def launch(path: Path, found: Plan, console: Console) -> None:
     """The recommended cluster's configuration: colocated workers are started as mixed ones."""
-    words, bounds = found.question.hardware.words(found.winner.candidate), slo_words(found.question.level.bounds)
-    write_launch(path, found.winner.candidate, f"splitserve plan: {words}, for {found.winner.goodput:.2f} requests/s with {bounds}")
+    hardware, winner, bounds = found.question.hardware, found.winner, slo_words(found.question.level.bounds)
+    said = f"splitserve plan: {hardware.words(winner.candidate)}, for {winner.goodput:.2f} requests/s with {bounds}"
+    write_launch(path, hardware, winner.candidate, said)
     console.print(f"wrote the configuration to {path}: splitserve up --config {path} --model ...", highlight=False)
 
 

@@ -1,4 +1,4 @@
-"""The launch configuration of a plan: a file for ``splitserve up --config``, or for the sections of single workers."""
+"""The launch configuration of a plan: a file for ``splitserve up --config``, or for the commands that start single workers of each kind."""
 
 from __future__ import annotations
 
@@ -7,24 +7,60 @@ from pathlib import Path
 import yaml
 
 from ..errors import SimulationError
-from .candidates import Candidate
+from ..simulator.cluster import PoolRole
+from .candidates import Candidate, Hardware, Kind
+
+SECTIONS: dict[PoolRole, str] = {"prefill": "prefill", "decode": "decode", "colocated": "worker"}
+Section = dict[str, str | int]
 
 
-def write_launch(path: Path, candidate: Candidate, said: str = "") -> None:
-    """Colocated workers are what ``splitserve up --mixed`` starts. ``said``: one line for whoever reads the file, such as which hardware
-    the workers are for. Raises SimulationError."""
-    mover = {"mover": candidate.mover} if candidate.mover else {}
-    of_role: dict[str, dict[str, str | int]] = {
-        "prefill": {"max_batch_tokens": candidate.max_batch_tokens, **mover},
-        "decode": {"max_num_seqs": candidate.max_num_seqs, **mover},
-    }
-    content: dict[str, dict[str, str | int]] = {"up": {"prefill": candidate.prefill, "decode": candidate.decode}}
-    if candidate.prefill:
-        content |= of_role
+def write_launch(path: Path, hardware: Hardware, candidate: Candidate, said: str = "") -> None:
+    """What the plan relied on: how many workers of each role, their steps and batches, and the memory that the profile of their hardware
+    has. Colocated workers are what ``splitserve up --mixed`` starts. ``said``: one line for whoever reads the file. Raises
+    SimulationError."""
+    pools = {role: (count, kind) for role, count, kind in hardware.pools(candidate)}
+    up: Section = {"prefill": candidate.prefill, "decode": candidate.decode}
     if candidate.colocated:
-        content["up"]["mixed"] = candidate.colocated
-        content["worker"] = {**of_role["prefill"], **of_role["decode"]}
+        up["mixed"] = candidate.colocated
+    longest = min(kind.profile.memory.max_model_len for _, kind in pools.values())
+    content: dict[str, Section] = {"up": up, "coordinator": {"max_model_len": longest}}
+    for role, (_, kind) in pools.items():
+        content[SECTIONS[role]] = {**_steps(role, candidate), **_memory(kind), "max_model_len": longest}
+    comments = [f"# {line}\n" for line in (said, *_remarks(pools)) if line]
     try:
-        path.write_text((f"# {said}\n" if said else "") + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        path.write_text("".join(comments) + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise SimulationError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _steps(role: PoolRole, candidate: Candidate) -> Section:
+    mover: Section = {"mover": candidate.mover} if candidate.mover else {}
+    of_prompts: Section = {"max_batch_tokens": candidate.max_batch_tokens}
+    of_sequences: Section = {"max_num_seqs": candidate.max_num_seqs}
+    by_role: dict[PoolRole, Section] = {
+        "prefill": of_prompts,
+        "decode": of_sequences,
+        "colocated": {"start_as": "mixed", **of_prompts, **of_sequences},
+    }
+    return {**by_role[role], **mover}
+
+
+def _memory(kind: Kind) -> Section:
+    memory = kind.profile.memory
+    return {"block_size": memory.block_size, "num_blocks": memory.num_blocks}
+
+
+def _remarks(pools: dict[PoolRole, tuple[int, Kind]]) -> list[str]:
+    """What the sections cannot say."""
+    remarks = []
+    if len({kind.name for _, kind in pools.values()}) > 1:
+        whose = ", ".join(f"`splitserve {SECTIONS[role]}` on {kind.name} ({count} of them)" for role, (count, kind) in pools.items())
+        remarks.append(
+            "`splitserve up` starts all workers on one machine. Where each kind of hardware is a machine of its own, start there,"
+        )
+        remarks.append(f"each with --config, this file, and what docs/hosts.md says: `splitserve coordinator`, {whose}")
+    if len({kind.profile.memory.block_size for _, kind in pools.values()}) > 1:
+        remarks.append("The profiles' block sizes differ, and so workers would exchange no blocks: profile again with one --block-size")
+    spanning = sorted({(kind.name, kind.gpus) for _, kind in pools.values() if kind.gpus > 1})
+    remarks += [f"A worker of {name} is {gpus} GPUs in its profile; a worker that `splitserve` starts has one" for name, gpus in spanning]
+    return remarks

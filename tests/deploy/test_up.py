@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from click.testing import CliRunner
 
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.decode.settings import DecodeSettings
-from splitserve.deploy import up
+from splitserve.deploy import gpus, up
 from splitserve.deploy.cli import cli
 from splitserve.deploy.config import ConfigError, Sources, Value
 from splitserve.deploy.flexible_settings import FlexibleSettings
+from splitserve.deploy.gpus import shared
 from splitserve.deploy.local_cluster import commands, curl_example, prefixed_log
 from splitserve.deploy.up import Plan, plan
 
@@ -48,7 +50,7 @@ def test_all_processes_share_model_key_and_address(model: Path, tmp_path: Path) 
 
 
 def test_an_option_of_one_role_beats_that_of_all_workers(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up, "require_device", lambda _: None)
+    monkeypatch.setattr(up, "num_gpus", lambda _: 2)
     env = {"SPLITSERVE_PREFILL_MAX_NUM_SEQS": "7", "SPLITSERVE_THREADS": "3"}
     made = planned(model, tmp_path, env, device="cpu", decode_device="cuda:1", num_blocks="50", decode_num_blocks="60")
     prefill, decode = made.workers
@@ -56,6 +58,56 @@ def test_an_option_of_one_role_beats_that_of_all_workers(model: Path, tmp_path: 
     assert (prefill.num_blocks, decode.num_blocks) == (50, 60)
     assert (prefill.max_num_seqs, decode.max_num_seqs) == (7, 64)
     assert (prefill.threads, decode.threads) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "count", "dealt"),
+    [
+        ({}, 8, ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4"]),
+        ({}, 2, ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]),
+        ({}, 1, ["cuda:0"] * 5),
+        ({}, 0, ["auto"] * 5),
+        ({"device": "cpu"}, 2, ["cpu"] * 5),
+        ({"decode_device": "cuda:0"}, 4, ["cuda:1", "cuda:2", "cuda:0", "cuda:0", "cuda:0"]),
+        ({"prefill_device": "cuda:1,cuda:3"}, 4, ["cuda:1", "cuda:3", "cuda:0", "cuda:2", "cuda:0"]),
+        ({"device": "cuda:2,cuda:3"}, 4, ["cuda:2", "cuda:3", "cuda:2", "cuda:3", "cuda:2"]),
+        ({"device": "cuda:1,cuda:0", "flexible": "true"}, 2, ["cuda:1", "cuda:0", "cuda:1", "cuda:0", "cuda:1"]),
+        ({"runner": "paced:llama-125m-cpu"}, 4, ["auto"] * 5),
+    ],
+)
+def test_workers_are_dealt_out_over_the_gpus(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, str], count: int, dealt: list[str]
+) -> None:
+    """Two prefill and three decode workers."""
+    monkeypatch.setattr(up, "num_gpus", lambda _: count)
+    made = planned(model, tmp_path, prefill="2", decode="3", **flags)
+    assert [worker.device for worker in made.workers] == dealt
+
+
+def test_several_devices_in_a_file_are_dealt_out_too(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "num_gpus", lambda _: 2)
+    made = planned(model, tmp_path, {"SPLITSERVE_DECODE_DEVICE": "cuda:1,cuda:0"}, decode="2")
+    assert [worker.device for worker in made.workers] == ["cuda:0", "cuda:1", "cuda:1"]
+    with pytest.raises(ConfigError, match="--device: 'gpu1' cannot be used: it has another form"):
+        planned(model, tmp_path, device="cuda:0,gpu1")
+    with pytest.raises(ConfigError, match=r"^--device cuda:2: torch finds 2 of them, cuda:0 to cuda:1"):
+        planned(model, tmp_path, prefill_device="cuda:0,cuda:2")
+
+
+def test_who_shares_a_gpu_is_said() -> None:
+    assert not shared({"prefill-0": "cuda:0", "decode-0": "cuda:1", "decode-1": "cpu", "decode-2": "cpu"})
+    said = shared({"prefill-0": "cuda:0", "decode-0": "cuda:1", "decode-1": "cuda:0", "decode-2": "cuda:0"})
+    assert said.startswith("prefill-0, decode-1 and decode-2 share cuda:0: ")
+
+
+@pytest.mark.parametrize(("answer", "devices", "found"), [("4", ["auto"], 0), ("4", ["cpu", "cpu"], 0), ("4", ["auto", "cuda"], 4)])
+def test_torch_is_asked_for_gpus_only_where_there_may_be_some(
+    monkeypatch: pytest.MonkeyPatch, answer: str, devices: list[str], found: int
+) -> None:
+    told = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n")
+    monkeypatch.setattr(gpus, "DRIVER_FILES", ("/nowhere/nvidiactl",))
+    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: told)
+    assert gpus.num_gpus(devices) == found
 
 
 def test_without_a_key_only_if_told_so(model: Path, tmp_path: Path) -> None:

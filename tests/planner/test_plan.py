@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from planner.test_simulator import profile
 
-from splitserve.deploy.config import Sources, Value
+from splitserve.deploy.config import Sources, Value, load
 from splitserve.deploy.flexible_settings import FlexibleSettings
 from splitserve.deploy.up import plan as up
 from splitserve.engine.latency_profile import Piece, Power
@@ -305,14 +305,36 @@ def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys
     assert (len(prefills), len(decodes)) == (best["prefill"], best["decode"])
     assert {w.max_batch_tokens for w in prefills} == {best["max_batch_tokens"]}  # type: ignore[attr-defined]
     assert {w.max_num_seqs for w in decodes} == {best["max_num_seqs"]}  # type: ignore[attr-defined]
-    write_launch(tmp_path / "up.yaml", replace(Candidate(2, 1, 0, 512, 16), mover="zmq"))
-    launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(tmp_path / "up.yaml", env={}))
-    assert {w.mover for w in launched.workers} == {"zmq"}
+    memory = profile().memory
+    assert {(w.block_size, w.num_blocks) for w in launched.workers} == {(memory.block_size, memory.num_blocks)}
+    assert {s.max_model_len for s in (launched.coordinator, *launched.workers)} == {memory.max_model_len}
+
+
+def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path: Path) -> None:
+    """By one command on one machine, or by one command for each role on machines of their own."""
+    small = profile(memory=profile().memory.model_copy(update={"num_blocks": 300, "max_model_len": 1024}))
+    hardware = Hardware((Kind("large", profile(), gpus=2), Kind("small", small)))
+    path, candidate = tmp_path / "up.yaml", Candidate(2, 1, 0, 512, 16, prefill_kind=0, decode_kind=1, mover="zmq")
+    write_launch(path, hardware, candidate, "why")
+    launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(path, env={}))
+    assert [(w.role, w.num_blocks, w.mover) for w in launched.workers] == [
+        ("prefill", profile().memory.num_blocks, "zmq"),
+        ("prefill", profile().memory.num_blocks, "zmq"),
+        ("decode", 300, "zmq"),
+    ]
+    flags = {"model": Value("m", "test"), "insecure": Value(True, "test")}
+    alone = [load(role, flags, Sources.read(path, env={})) for role in ("coordinator", "prefill", "decode")]
+    assert {settings.max_model_len for settings in alone} == {1024}  # type: ignore[attr-defined]
+    assert alone[2].num_blocks == 300  # type: ignore[attr-defined]
+    said = path.read_text()
+    assert "`splitserve prefill` on large (2 of them), `splitserve decode` on small (1 of them)" in said
+    assert "A worker of large is 2 GPUs in its profile" in said
+    assert "block sizes" not in said
 
 
 @pytest.mark.parametrize("candidate", [Candidate(0, 0, 3, 512, 16, mover="zmq"), Candidate(2, 1, 3, 512, 16)])
 def test_colocated_workers_are_launched_as_mixed_ones(tmp_path: Path, candidate: Candidate) -> None:
-    write_launch(tmp_path / "up.yaml", candidate)
+    write_launch(tmp_path / "up.yaml", Hardware((Kind.of(profile()),)), candidate)
     launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(tmp_path / "up.yaml", env={}))
     assert Counter(w.worker_id.split("-")[0] for w in launched.workers) == Counter(
         prefill=candidate.prefill, decode=candidate.decode, mixed=3
