@@ -102,7 +102,7 @@ def main() -> int:
         name = path.name.removesuffix(".csv.gz")
         found = results[name] = compare(arguments.data, path, arguments.with_ours)
         worst = max(abs(error) for quantity in found["error"].values() for error in quantity.values())
-        agrees = found["worst_difference_of_a_request_s"] < 2e-6 if "unit" in name else worst <= 0.02
+        agrees = found["worst_difference_of_a_request_s"] < 1e-6 if "unit" in name else worst <= 0.02
         agrees = agrees and found["done"] == found["requests"]
         wrong += not agrees
         each = found["worst_difference_of_a_request_s"]
