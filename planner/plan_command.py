@@ -24,6 +24,7 @@ from .search.plan import Plan, search
 from .search.plan_json import as_json
 from .search.words import sentences
 from .settings import PlanSettings
+from .simulator.cluster import alone_on_their_hosts
 from .simulator.report import slo_words
 from .slo import parse_slo
 from .trace.readers import open_trace
@@ -40,6 +41,8 @@ def plan(settings: PlanSettings) -> int:
     question = Question.of(hardware, the_load(settings), parse_slo(settings.slo), settings.seed)
     require_reachable(question, max(settings.chunks))
     goal = the_goal(settings, question)
+    if warning := alone_on_their_hosts(settings.workers_per_host, (kind.profile for kind in hardware.kinds)):
+        console.print(f"[yellow]{warning}[/yellow]", highlight=False)
     processes = settings.jobs or os.cpu_count() or 1
     with console.status("bounds") as status:
         found = search(question, goal, processes, status.update, with_curves=settings.plot_file is not None)

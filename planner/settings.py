@@ -14,6 +14,19 @@ from .workload.notation import LENGTHS
 
 DRAWN = {"rate", "output", "requests", "duration_s", "seed", "workload"}  # what may be given beside a workload file
 
+IN_THE_FILE = {  # of `splitserve simulate`: what a cluster's file says
+    "prefill": "a pool with `role: prefill` and `count`",
+    "decode": "a pool with `role: decode` and `count`",
+    "colocated": "a pool with `role: colocated` and `count`",
+    "decode_profile": "`profile` of the decode pool",
+    "max_batch_tokens": "`max_batch_tokens` of a pool",
+    "max_num_seqs": "`max_num_seqs` of a pool",
+    "routing": "`routing`",
+    "max_queue": "`max_queue`",
+    "workers_per_host": "`workers_per_host`",
+    "mean_seconds_between_failures": "`mean_seconds_between_failures`",
+}
+
 WORKERS_PER_HOST = (
     "Workers on one host, of both roles as evenly as can be: they slow each other as far as their profile's `contention` says. "
     "`splitserve up` starts all of its workers on one."
@@ -208,7 +221,10 @@ class SimulateSettings(BaseModel):
         default=inf, gt=0, description="Of each worker; it starts again after the profile's start time. inf: none fails."
     )
     slo: str = Field(
-        default="", pattern=NOTATION, description="Bounds in seconds that make a request good: ttft=0.5,tpot=0.05; e2e is known as well."
+        default="",
+        pattern=NOTATION,
+        description="Bounds in seconds that make a request good: ttft=0.5,tpot=0.05; e2e is known as well. With ttft=0.5@p90 it is also "
+        "said whether so many of a hundred were.",
     )
     seed: int = Field(default=0, ge=0, le=4_294_967_295, description="The same cluster, trace and seed give the same results.")
     records: Path | None = Field(default=None, description="Write one row for each request to this CSV file; gzip'ed if it ends in .gz.")
@@ -220,6 +236,10 @@ class SimulateSettings(BaseModel):
     def _one_cluster(self) -> Self:
         if (self.cluster is None) == (self.profile is None):
             raise ValueError("give --cluster, or --profile with numbers of workers")
+        for name, place in IN_THE_FILE.items() if self.cluster is not None else ():
+            if name in self.model_fields_set:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} cannot be given with --cluster, whose file says it: write it there, as {place}")
         return self
 
 
@@ -239,7 +259,8 @@ class PlanSettings(BaseModel):
     )
     slo: str = Field(
         pattern=NOTATION.removeprefix("^$|"),
-        description="Bounds in seconds, and which share of the requests must meet all of them: ttft=0.5@p90,tpot=0.05@p90.",
+        description="Bounds in seconds, and which share of the requests must meet all of them at once: ttft=0.5@p90,tpot=0.05@p90. Of "
+        "different shares the largest holds for all.",
     )
     objective: Literal["goodput", "cost", "energy"] = Field(
         default="goodput",

@@ -12,7 +12,7 @@ from rich.console import Console
 from ..engine.latency_profile import Profile
 from .errors import SimulationError
 from .settings import SimulateSettings
-from .simulator.cluster import Cluster, Pool, PoolRole, read_cluster
+from .simulator.cluster import Cluster, Pool, PoolRole, alone_on_their_hosts, read_cluster
 from .simulator.record_file import record_file
 from .simulator.report import print_report, summary
 from .simulator.simulation import Simulation
@@ -27,23 +27,22 @@ SAMPLE_S = 0.5
 def simulate(settings: SimulateSettings) -> int:
     """The command. Returns its exit status; raises PlannerError and EngineError."""
     trace = the_trace(settings.trace, settings.duration_s, settings.rate)
-    console = Console()
+    cluster, level, console = the_cluster(settings), parse_slo(settings.slo), Console()
+    warn_of_no_effect(cluster, console)
     wants_timeline = settings.plot_file is not None or settings.html_file is not None
     with record_file(settings.records) as on_record:
-        simulation = Simulation(
-            the_cluster(settings),
-            settings.seed,
-            parse_slo(settings.slo).bounds,
-            on_record,
-            SAMPLE_S if wants_timeline else None,
-        )
+        simulation = Simulation(cluster, settings.seed, level.bounds, on_record, SAMPLE_S if wants_timeline else None)
         began = time.process_time()
         simulation.run(trace)
         took = time.process_time() - began
     print_report(simulation, console)
+    said = summary(simulation)
+    if level.says_share:
+        said["attainment_wanted"] = level.attainment
+        console.print(enough(said["attainment"], level.attainment), highlight=False)
     console.print(f"{simulation.num_ended / took:,.0f} simulated requests a second of processor time")
     if settings.json_file is not None:
-        _write(settings.json_file, orjson.dumps(summary(simulation), option=orjson.OPT_INDENT_2))
+        _write(settings.json_file, orjson.dumps(said, option=orjson.OPT_INDENT_2))
     if settings.plot_file is not None:
         from .simulator.plots import draw_timeline
 
@@ -53,6 +52,21 @@ def simulate(settings: SimulateSettings) -> int:
 
         write_view(settings.html_file, simulation.timeline)
     return 0
+
+
+def warn_of_no_effect(cluster: Cluster, console: Console) -> None:
+    """Says what of the cluster's description changes nothing."""
+    warnings = [alone_on_their_hosts(cluster.workers_per_host, (pool.profile for pool in cluster.pools))]
+    if any(pool.flexible for pool in cluster.pools):
+        warnings.append("`flexible: true` changes nothing here: nobody orders a change of role in this simulation.")
+    for warning in filter(None, warnings):
+        console.print(f"[yellow]{warning}[/yellow]", highlight=False)
+
+
+def enough(attainment: float, wanted: float) -> str:
+    """Whether as many requests were good as ``--slo`` asks for."""
+    asked = f"{100 * wanted:g} of a hundred were asked for"
+    return f"That is enough: {asked}." if attainment >= wanted else f"[yellow]That is too few: {asked}.[/yellow]"
 
 
 def the_trace(path: Path, duration_s: float | None, rate: float | None) -> Trace:

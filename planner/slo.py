@@ -14,10 +14,11 @@ NOTATION = r"^$|^(ttft|tpot|e2e)=\d*\.?\d+(@p\d+(\.\d+)?)?(,(ttft|tpot|e2e)=\d*\
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
     """``bounds``: seconds a request may take. ``attainment``: which share of all requests must be within *all* of them at once (as
-    DistServe defines goodput). Several percents are taken by their largest."""
+    DistServe defines goodput). Several percents are taken by their largest. ``says_share``: it was said, and not taken for granted."""
 
     bounds: Slo
     attainment: float = 0.9
+    says_share: bool = False
 
 
 def parse_slo(text: str) -> ServiceLevel:
@@ -34,4 +35,4 @@ def parse_slo(text: str) -> ServiceLevel:
     if any(not 0 < percent < 100 for percent in percents):
         raise SimulationError("--slo: a percentile lies between p0 and p100, as in ttft=0.5@p90")
     bounds = Slo(seconds.get("ttft"), seconds.get("tpot"), seconds.get("e2e"))
-    return ServiceLevel(bounds, max(percents, default=90.0) / 100)
+    return ServiceLevel(bounds, max(percents, default=90.0) / 100, "@p" in text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -96,6 +97,17 @@ class Cluster(_Part):
     def num_hosts(self) -> int:
         """Workers are dealt out to them in turn, in the order of the pools, so that a host has some of each role."""
         return -(-self.num_workers // self.workers_per_host)
+
+
+def alone_on_their_hosts(workers_per_host: int, profiles: Iterable[Profile]) -> str:
+    """A warning where workers share hosts and their profiles do not say what that costs; empty where there is none to give."""
+    unknown = sorted({profile.name for profile in profiles if profile.contention is None}) if workers_per_host > 1 else []
+    if not unknown:
+        return ""
+    return (
+        f"{workers_per_host} workers to a host change nothing for {', '.join(unknown)}, whose profile has no `contention`: what sharing a host "
+        "costs them is not known and left out. `splitserve profile` measures it on CPUs."
+    )
 
 
 def read_cluster(path: Path) -> Cluster:

@@ -14,13 +14,17 @@ from collections.abc import Iterable
 from io import StringIO
 from itertools import islice, pairwise, repeat
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.search.goodput import Load
+from splitserve.planner.settings import SimulateSettings
+from splitserve.planner.simulate_command import simulate
 from splitserve.planner.simulator.cluster import Cluster, Failure, Pool, read_cluster
 from splitserve.planner.simulator.records import COLUMNS, RequestRecord
 from splitserve.planner.simulator.report import print_report, summary
@@ -260,18 +264,13 @@ def test_a_cluster_is_read_from_yaml(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_what_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from splitserve.planner.settings import SimulateSettings
-    from splitserve.planner.simulate_command import simulate
-
     profile().write(tmp_path / "p.json")
-    rows = "".join(f'{{"arrival_s": {0.1 * i}, "num_prompt_tokens": 60, "num_output_tokens": 5}}\n' for i in range(30))
-    (tmp_path / "t.jsonl").write_text('{"format": "splitserve-trace", "version": 1}\n' + rows)
     names = {
         name: tmp_path / file
         for name, file in (("records", "r.csv"), ("json_file", "j.json"), ("plot_file", "p.png"), ("html_file", "h.html"))
     }
     settings = SimulateSettings(
-        trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", prefill=1, decode=1, slo="ttft=0.2,tpot=0.05", **names
+        trace=write_trace(tmp_path / "t.jsonl"), profile=tmp_path / "p.json", prefill=1, decode=1, slo="ttft=0.2,tpot=0.05", **names
     )
     assert simulate(settings) == 0
     records = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
@@ -283,6 +282,43 @@ def test_the_command_writes_what_it_was_asked_for(tmp_path: Path, capsys: pytest
     assert (tmp_path / "p.png").stat().st_size > 10_000
     assert "prefill-0-0" in (tmp_path / "h.html").read_text()
     assert "good requests/s" in " ".join(capsys.readouterr().out.split())
+
+
+def write_trace(path: Path) -> Path:
+    rows = "".join(f'{{"arrival_s": {0.1 * i}, "num_prompt_tokens": 60, "num_output_tokens": 5}}\n' for i in range(30))
+    path.write_text('{"format": "splitserve-trace", "version": 1}\n' + rows)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ({"prefill": 2}, "--prefill cannot .* `role: prefill` and `count`"),
+        ({"decode_profile": "d.json"}, "--decode-profile cannot .* `profile` of the decode pool"),
+        ({"max_num_seqs": 64}, "--max-num-seqs cannot .* `max_num_seqs` of a pool"),
+        ({"workers_per_host": 2}, "--workers-per-host cannot .* as `workers_per_host`"),
+    ],
+)
+def test_what_a_clusters_file_says_is_not_said_by_an_option_too(given: dict[str, Any], place: str) -> None:
+    with pytest.raises(ValidationError, match=place):
+        SimulateSettings(trace=Path("t.jsonl"), cluster=Path("c.yaml"), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"slo": "ttft=0.2@p90"}, "That is enough: 90 of a hundred were asked for."),
+        ({"slo": "ttft=0.001@p95"}, "That is too few: 95 of a hundred were asked for."),
+        ({"workers_per_host": 2}, "2 workers to a host change nothing for toy, whose profile has no `contention`"),
+    ],
+)
+def test_the_command_says_what_came_of_each_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: dict[str, Any], said: str
+) -> None:
+    profile().write(tmp_path / "p.json")
+    usual = {"trace": write_trace(tmp_path / "t.jsonl"), "profile": tmp_path / "p.json", "prefill": 1, "decode": 1}
+    assert simulate(SimulateSettings(**{**usual, **given})) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_timeline_stays_bounded() -> None:
