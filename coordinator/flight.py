@@ -69,12 +69,13 @@ class Flight:
     tokens: list[int] = field(default_factory=list)
     token_at: float = 0.0  # when the newest of them came
     num_attempts: int = 0
-    num_tokens_before: int = 0  # this attempt
+    num_tokens_before: int = 0  # this attempt, or when it was last cleared of deaths
     num_failures: int = 0  # in a row, without progress
     not_before: float = 0.0  # it is dispatched again
     avoid: Worker | None = None  # where the last attempt failed: rather not there again
     recovery: Recovery | None = None  # it was dispatched again, and has no new token yet
-    num_deaths: int = 0  # in a row: workers that died while they ran it
+    num_deaths: int = 0  # in a row, without enough progress: workers that died while they ran it
+    num_deaths_ever: int = 0
     suspect: bool = False  # it may be what kills workers
     move: Move | None = None
     moved_at: float = -1e9  # when a move was last given up
@@ -105,7 +106,7 @@ class Flight:
 
     @property
     def num_gained(self) -> int:
-        """Tokens that this attempt has brought."""
+        """Tokens that this attempt has brought (since it was last cleared of deaths)."""
         return len(self.tokens) - self.num_tokens_before
 
     def enter(self, stage: Stage, now: float) -> None:

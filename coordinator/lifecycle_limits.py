@@ -15,7 +15,7 @@ class LifecycleLimits:
     max_queue: int = 1024
     max_attempts: int = 4  # failed ones in a row, without progress
     suspect_after: int = 2  # worker deaths in a row while a request ran there: from then on it is tried alone
-    max_deaths: int = 4  # so many in a row, and it is tried no more
+    max_deaths: int = 4  # so many in a row, and it is tried no more; after so many in all, more and more progress has to be between two
     dead_after_s: float = 1.5
     unreachable_s: float = 0.25  # with its connection gone it is dead sooner
     progress_timeout_s: float = 30.0

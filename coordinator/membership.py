@@ -112,7 +112,8 @@ class Membership:
         self._remember_lost(worker, reason)
         told = f"{worker.role} worker {worker.hello.worker_id} was lost ({reason})"
         for flight in self._state.suspicion.charge(worker):
-            died = f"{flight.num_deaths} workers in a row died while they ran this request, the last time alone"
+            ever = f" ({flight.num_deaths_ever} in all)" if flight.num_deaths_ever > flight.num_deaths else ""
+            died = f"{flight.num_deaths} workers in a row died while they ran this request{ever}, the last time alone"
             self._attempts.fail(flight, "failed", f"{died}; it is not tried again. The last: {told}", now)
         self._give_back(worker, told, now)
 

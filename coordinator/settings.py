@@ -144,7 +144,11 @@ class CoordinatorSettings(BaseModel):
         default=2, ge=1, le=100, description="A request that ran on so many workers in a row when they died is then run apart from others."
     )
     max_deaths: int = Field(
-        default=4, ge=1, le=100, description="A request that ran on so many workers in a row when they died ends with an error."
+        default=4,
+        ge=1,
+        le=100,
+        description="A request that ran on so many workers in a row when they died ends with an error. In a row: fewer than 16 tokens came "
+        "between them; that number doubles with each death after so many in all.",
     )
     admin_key_file: Path | None = Field(
         default=None,

@@ -1,8 +1,9 @@
 """Which request kills workers? Pure.
 
 A worker's death is charged to the requests that it ran. Who was there at several deaths in a row, without progress between, is a suspect.
-Suspects run one a worker: if that worker dies too, this one was it, and its neighbours are not charged. So one poisonous request costs a
-bounded number of workers, and nobody else's request fails for it.
+Suspects run one a worker: if that worker dies too, this one was it, and its neighbours are not charged. What counts as progress doubles
+with each death beyond the first few of a request: who kills a worker every few tokens is found too, and long answers outlive many deaths
+that are none of theirs. So one poisonous request costs a bounded number of workers, and nobody else's request fails for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from .lifecycle_limits import LifecycleLimits
 from .worker import Worker
 
 PROGRESS_TOKENS = 16
-"""An attempt that brought so many was worth it: what failed before counts no more."""
+"""An attempt that brought so many was worth it: what failed before counts no more. (Of deaths this holds for the first ``max_deaths`` of a
+request; from then on each death doubles it.)"""
 
 
 class Suspicion:
@@ -35,15 +37,19 @@ class Suspicion:
         guilty = [f for f in running if f.suspect] or running
         for flight in guilty:
             flight.num_deaths += 1
+            flight.num_deaths_ever += 1
             if flight.num_deaths >= self._limits.suspect_after:
                 flight.suspect = True
                 self._suspects[flight.request.request_id] = flight
         return [f for f in guilty if f.num_deaths >= self._limits.max_deaths]
 
     def credit(self, flight: Flight) -> None:
-        """Progress clears a request."""
-        if flight.num_gained >= PROGRESS_TOKENS:
-            flight.num_failures = flight.num_deaths = 0
+        """Progress clears a request: of deaths once, and then new progress is asked for."""
+        gained = flight.num_gained
+        if gained >= PROGRESS_TOKENS:
+            flight.num_failures = 0
+        if gained >= PROGRESS_TOKENS << max(0, flight.num_deaths_ever - self._limits.max_deaths):
+            flight.num_deaths, flight.num_tokens_before = 0, len(flight.tokens)
             self.forget(flight)
 
     def credit_all(self) -> None:

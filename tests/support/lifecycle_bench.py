@@ -34,8 +34,8 @@ class Bench:
         self.hello("p", "prefill")
         self.hello("d", "decode")
 
-    def hello(self, name: str, role: Any, incarnation: int = 1, process: str = "", mixed: bool = False) -> list[Action]:
-        more = {"incarnation": incarnation, "process": process, "mixed": mixed, "max_num_seqs": self.max_num_seqs}
+    def hello(self, name: str, role: Any, incarnation: int = 1, process: str = "", mixed: bool = False, **more: Any) -> list[Action]:
+        more = {"incarnation": incarnation, "process": process, "mixed": mixed, "max_num_seqs": self.max_num_seqs, **more}
         hello = make_hello(name, role, peer_address="tcp://x:1", **more)
         return self.core.receive((name, incarnation), hello, self.now)
 
