@@ -1,16 +1,18 @@
 """The pool controller against an oracle, simulated: a load that shifts between code-like and conversation-like traffic.
 
-    python -m splitserve.bench.steer [--phases 4] [--phase-s 180] [--seed 1] [--json bench/results/steer.json]
+    python -m splitserve.bench.steer [--phases 4] [--phase-s 180] [--seeds 1 2 3] [--json bench/results/steer.json]
 
 The oracle knows afterwards which static ratio was best in each phase: it serves the very same requests, each phase's alone on idle workers,
 with every ratio. Goodput is the number of requests a second that met both objectives. Beside it: constant load (no flip may follow another
-back), and a controller whose profile is three times wrong about prompts.
+back), and a controller whose profile is three times wrong about prompts. Ends with status 1 where a goal is missed with any seed, and says
+which: 0.93 of the oracle's goodput, more than the best single ratio's, no oscillation under constant load.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -29,6 +31,7 @@ from ..planner.simulator.simulation import Simulation
 from ..planner.simulator.tallies import Slo
 from ..planner.trace.operators import cut
 from .environment import environment
+from .steer_verdict import missed_in_simulation, num_undone
 from .steer_workload import CHAT, CODE, NUM_WORKERS, TPOT_S, TTFT_S, Phase, load, worker
 
 OPTIONS = SteeringOptions(TTFT_S, TPOT_S, mode="act")
@@ -75,7 +78,9 @@ def run(
 
     counts: tuple[tuple[PoolRole, int], ...] = (("prefill", prefill), ("decode", num_workers - prefill - mixed), ("colocated", mixed))
     pools = [
-        Pool(role=role, count=n, profile=true, max_batch_tokens=2048, max_num_seqs=128, flexible=role != "colocated") for role, n in counts if n
+        Pool(role=role, count=n, profile=true, max_batch_tokens=2048, max_num_seqs=128, flexible=role != "colocated")
+        for role, n in counts
+        if n
     ]
     steering = Steering(OPTIONS, believed or true) if steered else None
     simulation = Simulation(Cluster(pools=tuple(pools), max_queue=1 << 30), seed, SLO, count, steering=steering)
@@ -123,6 +128,7 @@ def study(num_phases: int, phase_s: float, seed: int, ratios: Sequence[int], pro
             "requests_by_phase": found.total,
             "flips": [asdict(decision) for decision in found.flips],
             "flips_under_constant_load": {p.name: len(f.result().flips) for p, f in zip((CODE, CHAT), constant, strict=True)},
+            "undone_under_constant_load": {p.name: num_undone(f.result().flips) for p, f in zip((CODE, CHAT), constant, strict=True)},
             "flips_misled": len(misled.result().flips),
         }
 
@@ -131,32 +137,37 @@ def _ratio(prefill: int) -> str:
     return f"{prefill}P:{NUM_WORKERS - prefill}D"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phases", type=int, default=4, help="of the shifting load")
     parser.add_argument("--phase-s", type=float, default=180.0, help="length of each, in simulated seconds")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="a study with each")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     told = environment()
-    found = study(options.phases, options.phase_s, options.seed, range(1, NUM_WORKERS), options.processes)
-    show(found)
+    found = [study(options.phases, options.phase_s, seed, range(1, NUM_WORKERS), options.processes) for seed in options.seeds]
+    for of_seed in found:
+        show(of_seed)
+    missed = [f"seed {of_seed['seed']}: {sentence}" for of_seed in found for sentence in missed_in_simulation(of_seed)]
+    print("\n".join(f"missed: {sentence}" for sentence in missed) or "every goal was reached")
     if options.json is not None:
-        options.json.write_text(json.dumps({"environment": told, **found}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"environment": told, "missed": missed, "studies": found}, indent=1) + "\n")
+    return 1 if missed else 0
 
 
 def show(found: dict[str, object]) -> None:
-    table = Table("", "good requests/s", title="A load that shifts, on 8 workers (simulated)")
+    table = Table("", "good requests/s", title=f"A load that shifts, on {NUM_WORKERS} workers (simulated, seed {found['seed']})")
     goodput = found["goodput"]
     assert isinstance(goodput, dict)
     for name, value in goodput.items():
         table.add_row(name.replace("_", " "), f"{value:.2f}")
     console = Console()
     console.print(table)
-    for name in ("best_ratio_by_phase", "best_single_static", "of_oracle", "over_best_static", "flips_under_constant_load", "flips_misled"):
+    figures = ("best_ratio_by_phase", "best_single_static", "of_oracle", "over_best_static")
+    for name in (*figures, "flips_under_constant_load", "undone_under_constant_load", "flips_misled"):
         console.print(f"{name.replace('_', ' ')}: {found[name]}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

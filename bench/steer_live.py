@@ -5,6 +5,7 @@
 `splitserve up --flexible --steer act` with workers that take the time of bench/steer_workload.py and compute nothing; sockets, cores and
 coordinator are real. First code-like requests, then conversation-like ones. Every stream must end by its length with every token; the
 objectives count as recovered from the moment on after which every window of 5 s of arrivals has at least 90% good requests.
+Ends with status 1 where a stream was lost, or the objectives had not recovered within 30 s, and says which.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ..deploy.settings import DEMO_MODEL
 from ..deploy.up import free_port
 from ..planner.trace.request import TraceRequest
 from .environment import environment
+from .steer_verdict import missed_live
 from .steer_workload import CHAT, CODE, TPOT_S, TTFT_S, load, worker
 
 WINDOW_S, SHARE = 5.0, 0.9
@@ -74,7 +76,7 @@ class Streamed:
         return self.whole and self.ttft_s <= TTFT_S and self.tpot_s <= TPOT_S
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--mixed", type=int, default=0, help="of these, of both roles for good")
@@ -88,8 +90,11 @@ def main() -> None:
     prefill = options.prefill if options.prefill is not None else min(others, max(1, others * 3 // 4))
     found = asyncio.run(measure(Workers(prefill, others - prefill, options.mixed), options.phase_s, options.seed))
     print(json.dumps({name: value for name, value in found.items() if name != "decisions"}, indent=1))
+    missed = missed_live(found)
+    print("\n".join(f"missed: {sentence}" for sentence in missed) or "every goal was reached")
     if options.json is not None:
-        options.json.write_text(json.dumps({"environment": told, **found}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"environment": told, "missed": missed, **found}, indent=1) + "\n")
+    return 1 if missed else 0
 
 
 async def measure(workers: Workers, phase_s: float, seed: int) -> dict[str, Any]:
@@ -155,11 +160,12 @@ async def send(http: httpx.AsyncClient, requests: list[TraceRequest]) -> list[St
     for number, request in enumerate(requests):
         await asyncio.sleep(max(0.0, began + request.arrival_s - time.monotonic()))
         streamed = Streamed(request.arrival_s, request.num_output_tokens)
-        tasks.append(asyncio.create_task(_stream(http, number, request, streamed)))
+        tasks.append(asyncio.create_task(stream(http, number, request, streamed)))
     return list(await asyncio.gather(*tasks))
 
 
-async def _stream(http: httpx.AsyncClient, number: int, request: TraceRequest, streamed: Streamed) -> Streamed:
+async def stream(http: httpx.AsyncClient, number: int, request: TraceRequest, streamed: Streamed) -> Streamed:
+    """Fills ``streamed`` in until the stream is over; an error of HTTP is its ``finish``. ``number`` makes the prompt."""
     prompt = [number % 200 + 1] + [(number * 31 + i) % 200 + 1 for i in range(request.num_prompt_tokens - 1)]
     body = {
         "prompt": prompt,
@@ -229,4 +235,4 @@ def _share(streams: list[Streamed]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

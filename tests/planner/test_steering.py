@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
+
+from splitserve.bench import steer
 from splitserve.bench.steer import run
+from splitserve.bench.steer_verdict import missed_in_simulation, missed_live, num_undone
 from splitserve.bench.steer_workload import CHAT, CODE, worker
+from splitserve.coordinator.steering.controller import Decision
+from splitserve.transport.messages import Role
 
 PHASE_S, NUM_WORKERS = 45.0, 4
 BUSY = [replace(CODE, rate=1.0), replace(CHAT, rate=1.15, output=450)]  # no single ratio serves both, be they ever so short
@@ -32,3 +40,62 @@ def test_a_profile_that_is_three_times_wrong_does_no_lasting_harm() -> None:
     misled = run([CHAT], PHASE_S, 2, 1, NUM_WORKERS, steered=True, believed=worker("wrong", 3.0))
     assert misled.num_good > 0.9 * sum(misled.total)
     assert len({decision.at for decision in misled.flips}) <= 3
+
+
+REACHED = {
+    "of_oracle": 0.95,
+    "over_best_static": 1.4,
+    "undone_under_constant_load": {"code-like": 0, "conversation-like": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, []),
+        ({"of_oracle": 0.929}, ["0.929 of the oracle's goodput, below 0.93"]),
+        ({"over_best_static": 1.0}, ["1.000 times the goodput of the best single ratio, not above it"]),
+        (
+            {"undone_under_constant_load": {"code-like": 2}},
+            ["oscillation: 2 changes undid the one before, under a constant code-like load"],
+        ),
+    ],
+)
+def test_a_missed_goal_is_said(more: dict[str, object], said: list[str]) -> None:
+    assert missed_in_simulation({**REACHED, **more}) == said
+
+
+@pytest.mark.parametrize(
+    ("lost", "recovery_s", "said"),
+    [
+        (0, 29.0, []),
+        (1, 0.0, ["1 of 10 streams were lost"]),
+        (0, None, ["the objectives had not recovered from the shift when the load ended"]),
+        (0, 31.0, ["the objectives had recovered 31 s after the shift, later than 30 s"]),
+    ],
+)
+def test_a_missed_goal_of_the_live_run_is_said(lost: int, recovery_s: float | None, said: list[str]) -> None:
+    assert missed_live({"num_streams": 10, "num_lost": lost, "recovery_s": recovery_s}) == said
+
+
+def test_changes_that_undo_the_one_before_are_counted_whatever_number_of_flips_they_have() -> None:
+    def flips(*roles: Role) -> list[Decision]:
+        return [Decision(float(at), "flip", worker, role, "") for at, role in enumerate(roles) for worker in ("a", "b")]
+
+    assert num_undone(flips("prefill", "prefill")) == 0
+    assert num_undone(flips("prefill", "decode", "decode", "prefill")) == 2
+
+
+def test_the_command_ends_with_1_where_a_seed_misses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def study(num_phases: int, phase_s: float, seed: int, *_: object) -> dict[str, object]:
+        return {**REACHED, "seed": seed, "of_oracle": 0.95 if seed < 3 else 0.5}
+
+    monkeypatch.setattr(steer, "study", study)
+    monkeypatch.setattr(steer, "show", lambda _: None)
+    record = tmp_path / "steer.json"
+    for seeds, status in (("1 2", 0), ("1 2 3", 1)):
+        monkeypatch.setattr("sys.argv", ["steer", "--seeds", *seeds.split(), "--json", str(record)])
+        assert steer.main() == status
+    written = json.loads(record.read_text())
+    assert [found["seed"] for found in written["studies"]] == [1, 2, 3]
+    assert written["missed"] == ["seed 3: 0.500 of the oracle's goodput, below 0.93"]
