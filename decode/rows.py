@@ -50,6 +50,7 @@ class DecodeStep:
     batch: Batch
     dispatches: NDArray[np.uint32]
     indices: NDArray[np.uint32]  # output index of the token that each row will yield
+    filling: list[int]  # rows whose newest block is full with it
 
 
 class DecodeRows:
@@ -137,12 +138,13 @@ class DecodeRows:
             sampling=[sequence.state for sequence in self.sequences],
             fed_from=fed_from.copy(),
         )
-        step = DecodeStep(self.sequences.copy(), batch, self._dispatches[:n].copy(), indices.copy())
+        filling: list[int] = (seq_lens % self._block_size == 0).nonzero()[0].tolist()
+        step = DecodeStep(self.sequences.copy(), batch, self._dispatches[:n].copy(), indices.copy(), filling)
         fed_from[:] = self._arange[:n]
         positions[:] = seq_lens
         slots += 1
         indices += 1
-        for row in (seq_lens % self._block_size == 0).nonzero()[0].tolist():
+        for row in filling:
             self._find_slot(self.sequences[row], int(seq_lens[row]))
         return step
 

@@ -176,11 +176,9 @@ class DecodeScheduler:
                 reason = finish_reason(token, index, sequence.stops, sequence.state.params.min_tokens, sequence.last_index)
                 if reason is not None:
                     result.finished[row] = reason
-        ends = step.batch.seq_lens
-        full = (ends % self.block_size == 0).nonzero()[0].tolist() if self.prefix_cache else ()
-        for row in full:
+        for row in step.filling if self.prefix_cache else ():
             if step.sequences[row].blocks and not step.sequences[row].doomed:
-                self._commit(step.sequences[row], int(ends[row]) // self.block_size - 1)
+                self._commit(step.sequences[row], int(step.batch.seq_lens[row]) // self.block_size - 1)
         for row in result.finished:
             self._end(step.sequences[row])
         self._free_doomed(step)
