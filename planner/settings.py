@@ -226,6 +226,15 @@ class SimulateSettings(BaseModel):
         description="Bounds in seconds that make a request good: ttft=0.5,tpot=0.05; e2e is known as well. With ttft=0.5@p90 it is also "
         "said whether so many of a hundred were.",
     )
+    steer: bool = Field(
+        default=False,
+        description="Let the pool controller change the roles of flexible workers, as the coordinator's `--steer act`: with --profile all "
+        "prefill and decode workers, with --cluster those of pools with `flexible: true`. Its objectives are those of --slo. It tells of "
+        "its changes, and what they brought beside a second run without.",
+    )
+    steer_profile: Path | None = Field(
+        default=None, description="With --steer: the profile by which the controller predicts. Default: that of the workers themselves."
+    )
     seed: int = Field(default=0, ge=0, le=4_294_967_295, description="The same cluster, trace and seed give the same results.")
     records: Path | None = Field(default=None, description="Write one row for each request to this CSV file; gzip'ed if it ends in .gz.")
     json_file: Path | None = Field(default=None, description="Write the results to this JSON file.")
@@ -236,6 +245,8 @@ class SimulateSettings(BaseModel):
     def _one_cluster(self) -> Self:
         if (self.cluster is None) == (self.profile is None):
             raise ValueError("give --cluster, or --profile with numbers of workers")
+        if self.steer_profile is not None and not self.steer:
+            raise ValueError("--steer-profile is for --steer: give that too")
         for name, place in IN_THE_FILE.items() if self.cluster is not None else ():
             if name in self.model_fields_set:
                 flag = "--" + name.replace("_", "-")

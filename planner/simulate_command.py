@@ -16,7 +16,8 @@ from .simulator.cluster import Cluster, Pool, PoolRole, alone_on_their_hosts, re
 from .simulator.record_file import record_file
 from .simulator.report import print_report, summary
 from .simulator.simulation import Simulation
-from .slo import parse_slo
+from .simulator.steered import RecordedSteering, steering_of, steering_summary, steering_words
+from .slo import ServiceLevel, parse_slo
 from .trace.operators import cut, mean_rate, scaled
 from .trace.readers import open_trace
 from .trace.request import Trace
@@ -28,10 +29,12 @@ def simulate(settings: SimulateSettings) -> int:
     """The command. Returns its exit status; raises PlannerError and EngineError."""
     trace = the_trace(settings.trace, settings.duration_s, settings.rate)
     cluster, level, console = the_cluster(settings), parse_slo(settings.slo), Console()
-    warn_of_no_effect(cluster, console)
+    steering = the_steering(settings, cluster, level)
+    warn_of_no_effect(cluster, console, steers=settings.steer)
     wants_timeline = settings.plot_file is not None or settings.html_file is not None
     with record_file(settings.records) as on_record:
-        simulation = Simulation(cluster, settings.seed, level.bounds, on_record, SAMPLE_S if wants_timeline else None)
+        sample_s = SAMPLE_S if wants_timeline else None
+        simulation = Simulation(cluster, settings.seed, level.bounds, on_record, sample_s, steering=steering)
         began = time.process_time()
         simulation.run(trace)
         took = time.process_time() - began
@@ -40,6 +43,12 @@ def simulate(settings: SimulateSettings) -> int:
     if level.says_share:
         said["attainment_wanted"] = level.attainment
         console.print(enough(said["attainment"], level.attainment), highlight=False)
+    if steering is not None:
+        left_alone = Simulation(cluster, settings.seed, level.bounds)
+        left_alone.run(trace)
+        said["steering"] = steering_summary(simulation, steering, left_alone)
+        for line in steering_words(simulation, steering, left_alone):
+            console.print(line, highlight=False, markup=False)
     console.print(f"{simulation.num_ended / took:,.0f} simulated requests a second of processor time")
     if settings.json_file is not None:
         _write(settings.json_file, orjson.dumps(said, option=orjson.OPT_INDENT_2))
@@ -54,11 +63,18 @@ def simulate(settings: SimulateSettings) -> int:
     return 0
 
 
-def warn_of_no_effect(cluster: Cluster, console: Console) -> None:
+def the_steering(settings: SimulateSettings, cluster: Cluster, level: ServiceLevel) -> RecordedSteering | None:
+    """None: roles stay as they are. Raises SimulationError and ProfileError."""
+    if not settings.steer:
+        return None
+    return steering_of(cluster, level, Profile.read(settings.steer_profile) if settings.steer_profile else None)
+
+
+def warn_of_no_effect(cluster: Cluster, console: Console, steers: bool) -> None:
     """Says what of the cluster's description changes nothing."""
     warnings = [alone_on_their_hosts(cluster.workers_per_host, (pool.profile for pool in cluster.pools))]
-    if any(pool.flexible for pool in cluster.pools):
-        warnings.append("`flexible: true` changes nothing here: nobody orders a change of role in this simulation.")
+    if not steers and any(pool.flexible for pool in cluster.pools):
+        warnings.append("`flexible: true` changes nothing without --steer: nobody orders a change of role.")
     for warning in filter(None, warnings):
         console.print(f"[yellow]{warning}[/yellow]", highlight=False)
 
@@ -91,7 +107,14 @@ def the_cluster(settings: SimulateSettings) -> Cluster:
         ("colocated", settings.colocated, profile),
     )
     pools = tuple(
-        Pool(role=role, count=count, profile=of, max_batch_tokens=settings.max_batch_tokens, max_num_seqs=settings.max_num_seqs)
+        Pool(
+            role=role,
+            count=count,
+            profile=of,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            flexible=settings.steer and role != "colocated",
+        )
         for role, count, of in counts
         if count
     )

@@ -105,8 +105,8 @@ def alone_on_their_hosts(workers_per_host: int, profiles: Iterable[Profile]) -> 
     if not unknown:
         return ""
     return (
-        f"{workers_per_host} workers to a host change nothing for {', '.join(unknown)}, whose profile has no `contention`: what sharing a host "
-        "costs them is not known and left out. `splitserve profile` measures it on CPUs."
+        f"{workers_per_host} workers to a host change nothing for {', '.join(unknown)}, whose profile has no `contention`: what sharing a "
+        "host costs them is not known and left out. `splitserve profile` measures it on CPUs."
     )
 
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from pydantic import ValidationError
 
 from splitserve.bench import steer
 from splitserve.bench.steer import run
 from splitserve.bench.steer_verdict import missed_in_simulation, missed_live, num_undone
-from splitserve.bench.steer_workload import CHAT, CODE, worker
+from splitserve.bench.steer_workload import CHAT, CODE, load, worker
 from splitserve.coordinator.steering.controller import Decision
+from splitserve.planner.errors import SimulationError
+from splitserve.planner.settings import SimulateSettings
+from splitserve.planner.simulate_command import simulate
+from splitserve.planner.trace.own_format import write_trace
 from splitserve.transport.messages import Role
 
 PHASE_S, NUM_WORKERS = 45.0, 4
@@ -99,3 +106,38 @@ def test_the_command_ends_with_1_where_a_seed_misses(monkeypatch: pytest.MonkeyP
     written = json.loads(record.read_text())
     assert [found["seed"] for found in written["studies"]] == [1, 2, 3]
     assert written["missed"] == ["seed 3: 0.500 of the oracle's goodput, below 0.93"]
+
+
+def test_the_command_tells_what_was_changed_on_a_trace_of_ones_own_and_what_that_brought(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker().write(tmp_path / "p.json")
+    write_trace(tmp_path / "t.jsonl", load([CODE], 40.0, 1, NUM_WORKERS))
+    pools = [{"role": role, "count": 3, "profile": "p.json", "max_batch_tokens": 2048, "flexible": True} for role in ("prefill", "decode")]
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"pools": pools}))
+    usual: dict[str, Any] = {"trace": tmp_path / "t.jsonl", "cluster": tmp_path / "c.yaml", "json_file": tmp_path / "j.json"}
+    assert simulate(SimulateSettings(**usual, slo="ttft=1.5,tpot=0.15", steer=True)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    said = json.loads((tmp_path / "j.json").read_text())["steering"]
+    assert said["flips"] == len([d for d in said["decisions"] if d["kind"] == "flip"]) >= 1
+    assert {d["role"] for d in said["decisions"]} == {"prefill"}
+    assert said["decisions"][0]["worker"].startswith("decode-1-")
+    assert said["decisions"][0]["reason"] in text
+    assert "with every worker in the role that it began with" in text
+    alone = said["left_alone"]["attainment"]
+    assert json.loads((tmp_path / "j.json").read_text())["attainment"] > alone
+    assert simulate(SimulateSettings(**usual)) == 0
+    assert "`flexible: true` changes nothing without --steer" in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "j.json").read_text()).get("steering") is None
+
+
+def test_steering_in_the_simulator_needs_objectives_and_somebody_to_steer(tmp_path: Path) -> None:
+    worker().write(tmp_path / "p.json")
+    write_trace(tmp_path / "t.jsonl", load([CODE], 5.0, 1, NUM_WORKERS))
+    usual: dict[str, Any] = {"trace": tmp_path / "t.jsonl", "profile": tmp_path / "p.json", "steer": True}
+    with pytest.raises(SimulationError, match="give --slo with both"):
+        simulate(SimulateSettings(**usual, prefill=1, decode=1, slo="ttft=4"))
+    with pytest.raises(SimulationError, match="nobody to steer"):
+        simulate(SimulateSettings(**usual, colocated=2, slo="ttft=4,tpot=0.15"))
+    with pytest.raises(ValidationError, match="--steer-profile is for --steer"):
+        SimulateSettings(**{**usual, "steer": False}, steer_profile=tmp_path / "p.json")
