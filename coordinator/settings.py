@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .steering.latency_bounds import attainment, notation, parse_bounds
 from .steering.options import SteeringOptions
 
 Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
@@ -87,8 +88,9 @@ class CoordinatorSettings(BaseModel):
     )
     steer_slo: str = Field(
         default="",
-        pattern=r"^$|^ttft=\d*\.?\d+,tpot=\d*\.?\d+(@p\d\d)?$",
-        description="What requests may take, in seconds, and how many of a hundred: ttft=2,tpot=0.05@p90.",
+        pattern=notation("ttft", "tpot"),
+        description="What requests may take, in seconds, and how many of a hundred must keep both at once, as `splitserve plan --slo` has "
+        "it: ttft=2,tpot=0.05@p90 or ttft=2@p90,tpot=0.05@p90; of several percentiles the largest counts.",
     )
     steer_profile: Path | None = Field(
         default=None, description="The workers' latency model, made by `splitserve profile`: by it the pool controller predicts."
@@ -248,12 +250,11 @@ class CoordinatorSettings(BaseModel):
         """None: off."""
         if self.steer == "off":
             return None
-        bounds, _, percent = self.steer_slo.partition("@p")
-        ttft_s, tpot_s = (float(part.partition("=")[2]) for part in bounds.split(","))
+        bounds = parse_bounds(self.steer_slo)
         return SteeringOptions(
-            ttft_s,
-            tpot_s,
-            int(percent or 90) / 100,
+            bounds["ttft"].seconds,
+            bounds["tpot"].seconds,
+            attainment(bounds),
             self.steer,
             min_workers=self.steer_min_workers,
             max_workers=self.steer_max_workers,
@@ -280,6 +281,8 @@ class CoordinatorSettings(BaseModel):
             raise ValueError(f"--dead-after-s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more")
         if self.steer != "off" and not (self.steer_slo and self.steer_profile):
             raise ValueError("--steer needs to know what is good enough and how fast workers are: give --steer-slo and --steer-profile")
+        if self.steer_slo and set(parse_bounds(self.steer_slo)) != {"ttft", "tpot"}:
+            raise ValueError("--steer-slo needs a bound for each, ttft and tpot, as in ttft=2,tpot=0.05@p90")
         if self.steer_scale_down_below >= self.steer_scale_up_above:
             raise ValueError("--steer-scale-down-below must be less than --steer-scale-up-above: else one worker would come and go")
         if self.steer == "act" and self.processes > 1:

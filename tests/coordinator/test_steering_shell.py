@@ -20,6 +20,7 @@ from splitserve.coordinator.steering.shell import SteeringShell
 from splitserve.coordinator.steering.steering import Steering
 from splitserve.coordinator.system_collector import SystemCollector
 from splitserve.coordinator.system_snapshot import SystemSnapshot
+from splitserve.planner.slo import parse_slo
 
 PATIENCE_S = 60.0
 
@@ -163,11 +164,31 @@ def test_metrics() -> None:
         ({"steer": "act"}, "--steer-slo"),
         ({"steer": "act", "steer_slo": "ttft=1,tpot=0.1", "steer_profile": "x", "processes": 2}, "processes 1"),
         ({"steer_scale_down_below": 1.0}, "come and go"),
+        ({"steer_slo": "ttft=1@p90"}, "a bound for each, ttft and tpot"),
+        ({"steer_slo": "ttft=1,ttft=2"}, "names ttft twice"),
+        ({"steer_slo": "ttft=1@p0,tpot=0.1"}, "between p0 and p100"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(more: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         CoordinatorSettings(model=Path("m"), insecure=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("said", "attainment"),
+    [
+        ("ttft=2,tpot=0.05", 0.9),
+        ("ttft=2,tpot=0.05@p80", 0.8),
+        ("ttft=2@p90,tpot=0.05@p90", 0.9),
+        ("tpot=0.05@p99.5,ttft=2@p90", 0.995),
+    ],
+)
+def test_objectives_are_read_as_the_planner_reads_them(said: str, attainment: float) -> None:
+    settings = CoordinatorSettings(model=Path("m"), insecure=True, steer="act", steer_slo=said, steer_profile=Path("x"))
+    assert settings.steering is not None
+    assert (settings.steering.ttft_s, settings.steering.tpot_s, settings.steering.attainment) == (2.0, 0.05, attainment)
+    level = parse_slo(said)
+    assert (level.bounds.ttft_s, level.bounds.tpot_s, level.attainment) == (2.0, 0.05, attainment)
 
 
 def test_settings_as_options() -> None:

@@ -1,0 +1,41 @@
+"""Bounds on latency as people write them, to the planner and to the pool controller: ``ttft=0.5,tpot=0.05@p90`` or
+``ttft=0.5@p90,tpot=0.05@p90``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_PERCENT = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyBound:
+    """So many seconds, for which share of the requests; None: it was not said."""
+
+    seconds: float
+    share: float | None
+
+
+def notation(*names: str) -> str:
+    """The pattern of bounds with these names; the empty text is of it."""
+    bound = rf"({'|'.join(names)})=\d*\.?\d+(@p\d+(\.\d+)?)?"
+    return rf"^$|^{bound}(,{bound})*$"
+
+
+def parse_bounds(text: str) -> dict[str, LatencyBound]:
+    """By name; ``text`` is of the notation. Raises ValueError."""
+    bounds: dict[str, LatencyBound] = {}
+    for part in text.split(",") if text else []:
+        name, _, value = part.partition("=")
+        seconds, _, percent = value.partition("@p")
+        if name in bounds:
+            raise ValueError(f"names {name} twice")
+        if percent and not 0 < float(percent) < 100:
+            raise ValueError("a percentile lies between p0 and p100, as in ttft=0.5@p90")
+        bounds[name] = LatencyBound(float(seconds), float(percent) / 100 if percent else None)
+    return bounds
+
+
+def attainment(bounds: dict[str, LatencyBound]) -> float:
+    """Which share of the requests must be within all bounds at once: the largest that was said, for any of them."""
+    return max((bound.share for bound in bounds.values() if bound.share is not None), default=DEFAULT_PERCENT / 100)
