@@ -46,7 +46,8 @@ def plan(settings: PlanSettings) -> int:
     processes = settings.jobs or os.cpu_count() or 1
     with console.status("bounds") as status:
         found = search(question, goal, processes, status.update, with_curves=settings.plot_file is not None)
-    for line in [*sentences(found), *beyond(settings.trace, found)]:
+    found.warnings += beyond(settings.trace, found)
+    for line in sentences(found):
         console.print(line, highlight=False)
     console.print(f"Took {time.monotonic() - began:.0f} s.", highlight=False)
     if settings.json_file is not None:
@@ -64,7 +65,7 @@ def launch(path: Path, found: Plan, console: Console) -> None:
     """The recommended cluster's configuration: colocated workers are started as mixed ones."""
     hardware, winner, bounds = found.question.hardware, found.winner, slo_words(found.question.level.bounds)
     said = f"splitserve plan: {hardware.words(winner.candidate)}, for {winner.goodput:.2f} requests/s with {bounds}"
-    write_launch(path, hardware, winner.candidate, said)
+    write_launch(path, hardware, winner.candidate, ". ".join([said, *found.warnings]))
     console.print(f"wrote the configuration to {path}: splitserve up --config {path} --model ...", highlight=False)
 
 

@@ -54,7 +54,8 @@ class Means:
 class Plan:
     """``split``: the best of those whose workers do one thing each; ``best``: of all that disaggregate, with or without colocated workers
     beside; ``colocated``: of those that do not. ``sketches``: by candidate, the goodput that the sketch gives to each ratio at its best
-    settings. ``others``: (goodput, look) of the winner under the same load in other orders."""
+    settings. ``others``: (goodput, look) of the winner under the same load in other orders. ``warnings``: where the rest of the trace is
+    harder than what was planned on."""
 
     question: Question
     goal: Goal
@@ -73,6 +74,7 @@ class Plan:
     sustained: float | None = None  # its goodput, by the sketch, where the load comes over and over; None: the load is not short
     curves: dict[Candidate, list[Glance]] = field(default_factory=dict)
     sizes: dict[Candidate, Glance] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def winner(self) -> Answer:

@@ -47,6 +47,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "curves": {hardware.words(c): [_glance(g) for g in seen] for c, seen in plan.curves.items()},
         "sizes": [{"ratio": c.ratio, "price_per_hour": hardware.price_per_hour(c), **_glance(g)} for c, g in plan.sizes.items()],
         "simulated_requests": plan.num_simulated,
+        "warnings": plan.warnings,
         "recommendation": sentences(plan),
     }
 

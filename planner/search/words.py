@@ -41,7 +41,7 @@ def sentences(plan: Plan) -> list[str]:
     extrapolated = plan.at_goodput.extrapolated.items()
     said += [f"Extrapolated: {what} in {share:.1%} of the steps; profile further out." for what, share in extrapolated]
     said.append("TPOT here is (last token - first token) / (tokens - 1). " + _effort(plan))
-    return said
+    return said + plan.warnings
 
 
 def _at_rate(plan: Plan) -> str:

@@ -333,6 +333,27 @@ def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path:
     assert "block sizes" not in said
 
 
+def test_a_harder_rest_of_the_trace_is_told_wherever_the_plan_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts that come one by one, then as many at once as no three workers compute in time."""
+    profile().write(tmp_path / "p.json")
+    easy = [TraceRequest(0.5 * i, 300, 3) for i in range(40)]
+    hard = [TraceRequest(20 + 0.01 * (i % 20) + 10 * (i // 20), 300, 3) for i in range(60)]
+    write_trace(tmp_path / "t.jsonl", Trace("t", lambda: iter([*easy, *hard])))
+    settings = PlanSettings(
+        trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", gpus=3, slo="ttft=0.4@p90,tpot=0.03@p90", jobs=1, chunk_budgets="512",
+        json_file=tmp_path / "j.json", requests=40, launch_file=tmp_path / "up.yaml",
+    )  # fmt: skip
+    assert plan_command(settings) == 0
+    said = json.loads((tmp_path / "j.json").read_text())
+    (warning,) = said["warnings"]
+    assert warning.startswith("Over 100 requests of the trace, at the same compression, only about ")
+    assert warning in said["recommendation"]
+    assert warning in " ".join(capsys.readouterr().out.split())
+    first, *_ = (tmp_path / "up.yaml").read_text().splitlines()
+    assert first.startswith("# ")
+    assert warning in first
+
+
 @pytest.mark.parametrize("candidate", [Candidate(0, 0, 3, 512, 16, mover="zmq"), Candidate(2, 1, 3, 512, 16)])
 def test_colocated_workers_are_launched_as_mixed_ones(tmp_path: Path, candidate: Candidate) -> None:
     write_launch(tmp_path / "up.yaml", Hardware((Kind.of(profile()),)), candidate)
