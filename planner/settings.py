@@ -144,7 +144,7 @@ class ProfileSettings(BaseModel):
     output: Path = Field(default=Path("profile.json"), description="The profile to write.")
     name: str = Field(default="", max_length=200, description="What the profile is called. Default: by model and device.")
     hardware: str = Field(default="", max_length=200, description="The hardware: for people, or which one to take of published data.")
-    plot_file: Path | None = Field(default=None, description="Draw the fit against the measured points into this PNG file.")
+    plot_file: Path | None = Field(default=None, description="With --model: draw the fit against the measured points into this PNG file.")
     model: Path | None = Field(default=None, description="Checkpoint folder to measure. This or --published is needed.")
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one."
@@ -191,6 +191,8 @@ class ProfileSettings(BaseModel):
     def _one_source(self) -> Self:
         if (self.model is None) == (self.published is None):
             raise ValueError("give --model to measure, or --published to import")
+        if self.published is not None and self.plot_file is not None:
+            raise ValueError("--plot-file draws measured points, and what is imported has none here: leave it out, or give --model")
         return self
 
 

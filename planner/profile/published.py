@@ -1,6 +1,7 @@
-"""Profiles from published performance data: splitwise-sim's measurements, DistServe's fitted coefficients, Vidur's network times.
+"""Profiles from published performance data: splitwise-sim's measurements, DistServe's fitted coefficients.
 
-What the data do not tell (the KV cache's size, the link) comes from the model's shape and from what the publication says.
+What the data do not tell (the KV cache's size, the link) comes from the model's shape and from what the publication says. Power stays
+unknown: splitwise-sim's columns are shares of a limit that is not named, without that of an idle GPU, and zero for the H100.
 """
 
 from __future__ import annotations
@@ -95,18 +96,6 @@ def splitwise_curves(path: Path, model: str, hardware: str, tensor_parallel: int
         return StepModel(pieces=(Piece(curve=curve),))
 
     return model_of("prompt_time"), model_of("token_time")
-
-
-def vidur_handoff(path: Path, num_workers: int = 2) -> HandoffModel:
-    """A link from Vidur's measured send/receive times: what a message takes at all, and bytes a second."""
-    rows = [r for r in csv.DictReader(_text(path).splitlines()) if int(float(r["num_workers"])) == num_workers]
-    if not rows:
-        raise ProfilingError(f"{path} has no rows for {num_workers} workers")
-    points = [StepPoint(float(r["size"]), 0, 1, float(r["time_stats.send_recv.median"]) / 1e3) for r in rows]
-    fitted = fit_steps(points, [min(p.units for p in points), max(p.units for p in points)], ())
-    (x0, y0), (x1, y1) = fitted.pieces[0].curve
-    rate = (x1 - x0) / max(y1 - y0, 1e-12)
-    return HandoffModel(put_s=max(0.0, y0 - x0 / rate), bytes_per_s=rate, residuals=fitted.residuals)
 
 
 def _distserve(path: Path, content: dict[str, Any], model: str, tensor_parallel: int) -> Profile:

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from splitserve.engine.batch import Batch, SamplingParams, SamplingState
 from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, ProfileError, StepClock, StepModel, shipped_names
 from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.fit import StepPoint, fit_steps
-from splitserve.planner.profile.published import import_published, splitwise_curves, vidur_handoff
+from splitserve.planner.profile.published import import_published, splitwise_curves
 from splitserve.planner.profile_commands import show
+from splitserve.planner.settings import ProfileSettings
 
 ROOT = Path(__file__).parents[2]
 MEMORY = Memory(block_size=16, num_blocks=100, block_bytes=4096, num_layers=4, max_model_len=512)
@@ -183,11 +185,10 @@ def test_distserve_coefficients_keep_their_formula(tmp_path: Path) -> None:
         import_published(path, "facebook/opt-13b", "", 2)
 
 
-def test_a_link_from_vidurs_times(tmp_path: Path) -> None:
-    path = tmp_path / "send_recv.csv"
-    rows = [f"{0.02 + size / 25e6},2,{size}" for size in (2048, 1 << 20, 1 << 28)]
-    path.write_text("time_stats.send_recv.median,num_workers,size\n" + "\n".join(rows) + "\n")
-    link = vidur_handoff(path)
-    assert link.bytes_per_s == pytest.approx(25e9, rel=0.05)
-    assert link.put_s == pytest.approx(2e-5, rel=0.05)
+def test_a_handoff_takes_a_time_for_each_put_and_one_for_the_bytes() -> None:
     assert HandoffModel(put_s=1e-3, bytes_per_s=1e9).seconds(1e9, 2) == pytest.approx(1.002)
+
+
+def test_an_imported_profile_has_no_points_to_draw() -> None:
+    with pytest.raises(ValidationError, match="--plot-file draws measured points"):
+        ProfileSettings(published=Path("perf_model.csv"), plot_file=Path("fit.png"))
