@@ -121,7 +121,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
             console.print(f"{role} steps that were not fitted to: off by {residuals.mean:.1%} on average, {residuals.worst:.1%} at worst")
     contention = _contention(settings, worker, model, bounds, console)
     loop_s = decode_loop_s(min(16, settings.max_num_seqs))
-    movers = measure_movers(block_bytes, model.num_layers)
+    movers = measure_movers(block_bytes, model.num_layers, settings.precision)
     flip_s = measure_flip(
         model,
         PrefillSettings(model=folder, insecure=True, max_batch_tokens=settings.max_batch_tokens, **shared),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count as count_up
+from typing import TypeVar
 
 import numpy as np
 import zmq
@@ -20,23 +22,26 @@ from ...transport.movers.tcp_source import TcpSource
 from ...transport.movers.tcp_target import TcpTarget
 from ..errors import ProfilingError
 from .fit import StepPoint, fit_steps
+from .measure import middle_of, uncertainty_of
 
 POOL_BYTES = 64 << 20
-REPEATS = 9
+MIN_REPEATS, MAX_REPEATS = 9, 100
 ARRIVED_S = 30.0
 Blocks = NDArray[np.uint8]  # [num_blocks, num_layers, bytes]
+Work = TypeVar("Work")
 
 
-def measure_movers(block_bytes: int, num_layers: int) -> dict[str, HandoffModel]:
-    """The movers that any two workers of this machine share, between two pools of blocks like these."""
+def measure_movers(block_bytes: int, num_layers: int, precision: float = 0.02) -> dict[str, HandoffModel]:
+    """The movers that any two workers of this machine share, between two pools of blocks like these; each put so often that its time is
+    known to ``precision`` (relative, 95%), up to ``MAX_REPEATS`` times."""
     num_blocks = max(2, POOL_BYTES // block_bytes)
     shape = (num_blocks, num_layers, -(-block_bytes // num_layers))
     own = np.random.default_rng(0).integers(0, 256, int(np.prod(shape)), np.uint8).reshape(shape)
     message_s = measure_message()
-    return {"shm": _shm(own, message_s), "zmq": _zmq(own, message_s)}
+    return {"shm": _shm(own, message_s, precision), "zmq": _zmq(own, message_s, precision)}
 
 
-def _shm(own: Blocks, message_s: float) -> HandoffModel:
+def _shm(own: Blocks, message_s: float, precision: float) -> HandoffModel:
     """One copy, and the sum of what was copied; then the receiver's check."""
     shared = SharedPool.create(own.nbytes)
     target = ShmTarget(shared)
@@ -47,12 +52,12 @@ def _shm(own: Blocks, message_s: float) -> HandoffModel:
         source.put(1, b"", [(i, i, i) for i in range(count)])
         sums.add(list(range(count)))
 
-    found = _model(own, put, theirs, message_s)
+    found = _model(own, put, theirs, message_s, precision)
     source.close()
     return found
 
 
-def _zmq(own: Blocks, message_s: float) -> HandoffModel:
+def _zmq(own: Blocks, message_s: float, precision: float) -> HandoffModel:
     """Over loopback, enciphered, from the put until all of it has arrived. Both ends are in this process and share its cores."""
     theirs = np.zeros_like(own)
     target = TcpTarget("tcp://127.0.0.1:*", theirs)
@@ -79,26 +84,21 @@ def _zmq(own: Blocks, message_s: float) -> HandoffModel:
 
     put(1)  # it connects
     try:
-        return _model(own, put, theirs, message_s)
+        return _model(own, put, theirs, message_s, precision)
     finally:
         source.close()
         target.close_all()
 
 
-def _model(own: Blocks, put: Callable[[int], None], theirs: Blocks, message_s: float) -> HandoffModel:
+def _model(own: Blocks, put: Callable[[int], None], theirs: Blocks, message_s: float, precision: float) -> HandoffModel:
     """What a put costs at all is told from its size by puts of one and of many blocks."""
-    points, checks = [], []
+    points: list[StepPoint] = []
+    checks: list[float] = []
     for count in sorted({1, len(own) // 8 or 1, len(own)}):
-        puts = []
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            put(count)
-            puts.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            for block in range(count):
-                block_checksum(theirs[block])
-            checks.append(count * own[0].nbytes / (time.perf_counter() - began))
-        points.append(StepPoint(count * own[0].nbytes, 0, 1, statistics.median(puts)))
+        num_bytes = count * own[0].nbytes
+        puts = repeated(partial(seconds_of, put, count), precision)
+        checks += [num_bytes / seconds_of(_check, theirs[:count]) for _ in range(MIN_REPEATS)]
+        points.append(StepPoint(num_bytes, 0, 1, statistics.fmean(middle_of(puts))))
     model = fit_steps(points, [points[0].units, points[-1].units], ())
     (x0, y0), (x1, y1) = model.pieces[0].curve
     rate = (x1 - x0) / max(y1 - y0, 1e-9)
@@ -109,6 +109,25 @@ def _model(own: Blocks, put: Callable[[int], None], theirs: Blocks, message_s: f
         check_bytes_per_s=statistics.median(checks),
         residuals=model.residuals,
     )
+
+
+def _check(blocks: Blocks) -> None:
+    for block in blocks:
+        block_checksum(block)
+
+
+def seconds_of(work: Callable[[Work], None], of: Work) -> float:
+    began = time.perf_counter()
+    work(of)
+    return time.perf_counter() - began
+
+
+def repeated(measure: Callable[[], float], precision: float) -> list[float]:
+    """Its values, of so many calls that their mean is known to ``precision`` (relative, 95%), or of ``MAX_REPEATS``."""
+    found: list[float] = []
+    while len(found) < MIN_REPEATS or (len(found) < MAX_REPEATS and uncertainty_of(found) > precision):
+        found.append(measure())
+    return found
 
 
 def measure_message(num_messages: int = 200) -> float:

@@ -25,6 +25,18 @@ TRIMMED = 0.1
 """This share of the repeats at either end is left out: the machine had something else to do."""
 
 
+def middle_of(times: Sequence[float]) -> list[float]:
+    """Without the slowest and the quickest."""
+    cut = int(len(times) * TRIMMED)
+    return sorted(times)[cut : len(times) - cut]
+
+
+def uncertainty_of(times: Sequence[float]) -> float:
+    """Half of the 95% confidence interval of their mean, relative; needs two times."""
+    middle = middle_of(times)
+    return float(1.96 * statistics.stdev(middle) / len(middle) ** 0.5 / statistics.fmean(middle))
+
+
 @dataclass(slots=True)
 class Repeats:
     """One experiment's times, in seconds."""
@@ -34,8 +46,7 @@ class Repeats:
 
     @property
     def middle(self) -> list[float]:
-        cut = int(len(self.times) * TRIMMED)
-        return sorted(self.times)[cut : len(self.times) - cut]
+        return middle_of(self.times)
 
     @property
     def seconds(self) -> float:
@@ -44,9 +55,7 @@ class Repeats:
     @property
     def uncertainty(self) -> float:
         """Half of the 95% confidence interval, relative."""
-        if len(self.times) < MIN_REPEATS:
-            return float("inf")
-        return float(1.96 * statistics.stdev(self.middle) / len(self.middle) ** 0.5 / self.seconds)
+        return float("inf") if len(self.times) < MIN_REPEATS else uncertainty_of(self.times)
 
     def point(self) -> StepPoint:
         e = self.experiment

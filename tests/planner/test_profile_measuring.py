@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.planner.profile.design import Bounds, experiments
 from splitserve.planner.profile.flip import measure_flip
-from splitserve.planner.profile.handoff import measure_movers
-from splitserve.planner.profile.measure import MIN_REPEATS, batch_of, decode_loop_s, fitted, measure, noise_cv
+from splitserve.planner.profile.handoff import MAX_REPEATS as MAX_PUTS
+from splitserve.planner.profile.handoff import MIN_REPEATS as MIN_PUTS
+from splitserve.planner.profile.handoff import measure_movers, repeated
+from splitserve.planner.profile.measure import MIN_REPEATS, batch_of, decode_loop_s, fitted, measure, noise_cv, uncertainty_of
 from splitserve.planner.profile.power import measure_power
 from splitserve.prefill.settings import PrefillSettings
 from splitserve.prefill.worker import PrefillWorker
@@ -74,6 +77,16 @@ def test_the_time_allowed_ends_the_measuring_but_not_before_each_step_ran_a_few_
     assert {len(r.times) for r in found} == {MIN_REPEATS}
     assert known[-1] == len(found)
     assert noise_cv(found) >= 0
+
+
+@pytest.mark.parametrize(
+    ("noise", "least", "most"), [(0.0, MIN_PUTS, MIN_PUTS), (0.1, MIN_PUTS + 1, MAX_PUTS - 1), (2.0, MAX_PUTS, MAX_PUTS)]
+)
+def test_a_put_is_repeated_until_its_time_is_known_or_it_has_run_often_enough(noise: float, least: int, most: int) -> None:
+    draw = random.Random(1)
+    found = repeated(lambda: 1.0 + noise * draw.random(), precision=0.02)
+    assert least <= len(found) <= most
+    assert (uncertainty_of(found) <= 0.02) == (noise < 1)
 
 
 def test_the_handoff_and_the_loop_of_this_machine_can_be_measured() -> None:
