@@ -196,7 +196,6 @@ class PrefillScheduler:
     def schedule(self, now: float) -> PrefillStep | None:
         """The next step's chunks, or None where there is nothing to compute. New prompts are taken from ``waiting`` as they fit. Steps
         before it need not have been booked."""
-        self._raise_budget()
         if not self.waiting and not self.running:
             return None
         budget = self._budget
@@ -231,7 +230,10 @@ class PrefillScheduler:
             sequence.num_scheduled += count
             sequence.num_steps += 1
             budget = 0 if sequence.alone else budget - count
-        return PrefillStep(chunks, self._batch(chunks)) if chunks else None
+        if not chunks:
+            return None
+        self._raise_budget()
+        return PrefillStep(chunks, self._batch(chunks))
 
     def take_started(self) -> list[PrefillSequence]:
         """Those that have their blocks since the last call: in a step, or before one while their grammar is compiled."""
@@ -274,7 +276,7 @@ class PrefillScheduler:
                 self.drop(sequence.key)
 
     def _raise_budget(self) -> None:
-        """Twice as much after every so many good steps."""
+        """Twice as much after every so many steps that did not run out of memory."""
         if self._budget < self._max_batch_tokens:
             self._steps_at_budget += 1
             if self._steps_at_budget > STEPS_AT_BUDGET:

@@ -211,6 +211,21 @@ def test_the_budget_grows_back_after_good_steps() -> None:
     assert sizes[-2] == 16
 
 
+def test_the_budget_does_not_grow_back_while_nothing_is_computed() -> None:
+    scheduler = make(num_blocks=300, budget=16)
+    scheduler.add(spec(1, list(range(1000))), PEER, 0.0)
+    step = scheduler.schedule(0.0)
+    assert step is not None
+    assert scheduler.shrink(step)
+    scheduler.drop((1, 1))
+    for _ in range(100):
+        assert scheduler.schedule(0.0) is None  # a loop that finds nothing to do
+    scheduler.add(spec(2, list(range(1000))), PEER, 0.0)
+    step = scheduler.schedule(0.0)
+    assert step is not None
+    assert step.batch.num_tokens == 8
+
+
 def test_a_prompt_cancelled_during_a_step_out_of_memory_is_gone() -> None:
     scheduler = make()
     scheduler.add(spec(1, list(range(40))), PEER, 0.0)
