@@ -113,7 +113,7 @@ class Membership:
         told = f"{worker.role} worker {worker.hello.worker_id} was lost ({reason})"
         for flight in self._state.suspicion.charge(worker):
             ever = f" ({flight.num_deaths_ever} in all)" if flight.num_deaths_ever > flight.num_deaths else ""
-            died = f"{flight.num_deaths} workers in a row died while they ran this request{ever}, the last time alone"
+            died = f"{flight.num_deaths} workers in a row died while they ran this request{ever}, the last time apart from other suspects"
             self._attempts.fail(flight, "failed", f"{died}; it is not tried again. The last: {told}", now)
         self._give_back(worker, told, now)
 

@@ -58,7 +58,9 @@ class Adversary:
     def hang(self) -> None:
         """Longer than the coordinator's patience with a busy worker, or shorter."""
         self.counts["hangs"] += 1
-        self.world.workers[self._some_worker()].hung_until = self.world.queue.now + 2 * self._some_seconds()
+        worker = self.world.workers[self._some_worker()]
+        worker.hung_until = self.world.queue.now + 2 * self._some_seconds()
+        self.world.struck.add(worker.id)
 
     def slow_down(self) -> None:
         self.counts["slow workers"] += 1
@@ -67,6 +69,7 @@ class Adversary:
     def partition(self) -> None:
         """Between any two processes, one way or both."""
         one, other = self.random.sample([*sorted(self.world.workers), *self.world.coordinator_names], 2)
+        self.world.struck.update(self.world.workers[name].id for name in (one, other) if name in self.world.workers)
         seconds, holds = self._some_seconds(), self.random.random() < 0.5
         self.world.network.cut(one, other, seconds, holds)
         if self.random.random() < 0.5:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from splitserve.coordinator.attempts import Attempts
 from splitserve.coordinator.flight import Flight
 from splitserve.coordinator.flight_table import FlightTable
 from splitserve.coordinator.lifecycle import Lifecycle
 from splitserve.coordinator.progress import Progress
+from splitserve.coordinator.suspicion import Suspicion
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.rows import DecodeRows
 from splitserve.decode.scheduler import DecodeScheduler
@@ -149,6 +151,31 @@ def keep_blocks_promised_to_what_is_over(patch: Patch) -> None:
     patch.setattr(FlightTable, "unpromise_blocks", lambda self, flight: None)
 
 
+def clear_a_request_of_its_deaths_at_any_progress(patch: Patch) -> None:
+    credit = Suspicion.credit
+
+    def broken(self: Any, flight: Any) -> None:
+        flight.num_deaths_ever = 0
+        credit(self, flight)
+
+    patch.setattr(Suspicion, "credit", broken)
+
+
+def charge_a_death_twice(patch: Patch) -> None:
+    charge = Suspicion.charge
+    patch.setattr(Suspicion, "charge", lambda self, worker: charge(self, worker) + charge(self, worker))
+
+
+def give_up_an_attempt_too_soon(patch: Patch) -> None:
+    retry = Attempts.retry
+
+    def broken(self: Any, flight: Any, *args: Any, counts: bool = True, **how: Any) -> None:
+        flight.num_failures += counts and not flight.num_failures
+        retry(self, flight, *args, counts=counts, **how)
+
+    patch.setattr(Attempts, "retry", broken)
+
+
 # --- several coordinators --------------------------------------------------------------------------
 
 
@@ -221,6 +248,9 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (dispatch_again_without_the_tokens_the_client_has, "processes"),
     (never_compare_notes, "network"),
     (keep_blocks_promised_to_what_is_over, "calm"),
+    (clear_a_request_of_its_deaths_at_any_progress, "poison"),
+    (charge_a_death_twice, "poison"),
+    (give_up_an_attempt_too_soon, "patience"),
     (drop_the_work_of_all_when_one_coordinator_is_gone, "coordinators"),
     (cancel_whoever_has_that_dispatch_number, "coordinators"),
     (end_a_role_while_somebody_may_still_write, "flips"),

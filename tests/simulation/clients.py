@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from simulation.model import EOS, VOCABULARY, expected_output, logprob
-from simulation.worker_process import MAX_MODEL_LEN
+from simulation.poison import FUSES, PoisonousRequest
+from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN, PeerId
 
 from splitserve.coordinator.flight import End, Push, PushPromptLogprobs
+from splitserve.coordinator.lifecycle_limits import LifecycleLimits
 from splitserve.coordinator.request import Ended, GenerationRequest
-from splitserve.transport.messages import Sampling
+from splitserve.transport.messages import Prefill, Sampling
 
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess
@@ -22,7 +24,7 @@ SHARED, OWN = (0, 0, 8, 16, 32), (2, 5, 9, 24)
 """Tokens of a prompt that others begin with too, and those of its own."""
 MAX_TOKENS = (1, 2, 2, 4, 6, 24)
 FAIR_ENDS = ("deadline", "unavailable", "overloaded")
-"""Errors that a client may meet; whether each was due is checked."""
+"""Errors that a client may meet; whether each was due is checked. (Under the product's limits also ``failed``.)"""
 
 
 class NullSink:
@@ -47,6 +49,7 @@ class Client:
     reason: str
     num_tokens: int = 0
     has_prompt_logprobs: bool = False
+    tries: dict[tuple[int, int], tuple[PeerId, PeerId]] = field(default_factory=dict)  # by coordinator and dispatch: who was to run it
     ended: Ended | None = None
     cancelled: bool = False
     orphaned: bool = False
@@ -73,6 +76,9 @@ class Clients:
         sampling, prompt_logprobs = self._sampling()
         timeout = draw.uniform(0.02, 2.0) if self.faults.short_deadline and draw.random() < self.faults.short_deadline else 90.0
         coordinator = self.world.some_coordinator()
+        if self.faults.poison and draw.random() < self.faults.poison:
+            prompt, sampling, num_choices, timeout = prompt[: min(OWN)], self._long_answer(), 1, 90.0
+            self.world.poison.requests[f"r{number}"] = PoisonousRequest(draw.choice(FUSES))
         for i in range(num_choices):
             request = GenerationRequest(f"r{number + i}", prompt, sampling, SINK, 0.0, timeout, priority, salt)
             request.prompt_logprobs, request.session = prompt_logprobs, draw.choice(("", "a", "b"))
@@ -103,6 +109,11 @@ class Clients:
         )
         return sampling, prompt_logprobs
 
+    def _long_answer(self) -> Sampling:
+        cluster = self.world.scenario.cluster
+        room = min(MAX_MODEL_LEN, BLOCK_SIZE * min(cluster.prefill_blocks, cluster.decode_blocks))
+        return Sampling(max_tokens=room - BLOCK_SIZE, temperature=0.0, ignore_eos=True)
+
     def _submit(self, request: GenerationRequest, coordinator: CoordinatorProcess) -> None:
         """The coordinator reads it: it counts from now on."""
         request.arrival, request.deadline = coordinator.now, coordinator.now + request.deadline
@@ -126,6 +137,11 @@ class Clients:
             if client.coordinator is coordinator:
                 client.orphaned = True
                 del self.pending[client.request.request_id]
+
+    def tried(self, prefill: Prefill, worker: PeerId) -> None:
+        """A coordinator dispatches a request."""
+        spec, decode = prefill.spec, prefill.decode
+        self.all[spec.request_id].tries[spec.coordinator, spec.dispatch] = (worker, (decode.worker_id, decode.incarnation))
 
     # --- what they see ---------------------------------------------------------------------------
 
@@ -164,7 +180,10 @@ class Clients:
 
     def _problems(self, client: Client, ended: Ended, coordinator: CoordinatorProcess) -> Iterable[str]:
         request, now = client.request, coordinator.now
-        if ended.error is not None and ended.error not in FAIR_ENDS:
+        if ended.error == "failed" and self.world.scenario.product_limits:
+            if not self._was_due(client, ended.message):
+                yield f"given up too soon: {ended.message}"
+        elif ended.error is not None and ended.error not in FAIR_ENDS:
             yield f"{ended.error}: {ended.message}"
         if ended.error == "overloaded" and request.deadline - request.arrival > 2.0 and not self._anybody_was_slow:
             yield ended.message  # the forecast is wrong
@@ -180,6 +199,27 @@ class Clients:
             yield "the prompt's logprobs never came"
         if abs(ended.stages.total - (now - request.arrival)) > 1e-3:
             yield "its stages do not add up to its time"
+
+    def _was_due(self, client: Client, message: str) -> bool:
+        """Whether a request may be given up: by the product's limits, and by what the world has seen."""
+        limits, tries = LifecycleLimits(), client.tries
+        if "workers in a row died" in message:
+            poisonous = self.world.poison.requests
+            if self.world.is_merely_poisoned and len(poisonous) == 1 and client.request.request_id not in poisonous:
+                return False  # one alone takes nobody along
+            ran_on = {worker for pair in tries.values() for worker in pair}
+            moves = self.faults.drain_every or self.faults.flip_every  # then it may have run elsewhere too
+            struck = self.world.struck if moves else self.world.struck & ran_on
+            return len(struck) >= limits.max_deaths and len(tries) >= limits.max_deaths
+        failed = tries.keys() if self._anything_is_lost else tries.keys() & self.world.given_back
+        return message.startswith("gave up after") and len(failed) >= limits.max_attempts
+
+    @property
+    def _anything_is_lost(self) -> bool:
+        """Whether an attempt may fail without a worker's word."""
+        faults = self.faults
+        ends = faults.kill_every or faults.die_in_put or faults.poison or faults.drain_every or faults.flip_every
+        return bool(faults.drop or faults.mangle or faults.late or faults.coordinator_restart_every or ends) or self._anybody_was_slow
 
     @property
     def _anybody_was_slow(self) -> bool:

@@ -13,12 +13,13 @@ from splitserve.coordinator.flight import Action, End, Push, PushPromptLogprobs,
 from splitserve.coordinator.flips import FlipRecord
 from splitserve.coordinator.lifecycle import Lifecycle, LifecycleLimits
 from splitserve.coordinator.request import GenerationRequest
-from splitserve.transport.messages import Message, Role
+from splitserve.transport.messages import Message, Prefill, Role
 
 if TYPE_CHECKING:
     from simulation.world import World
 
 TICK_S = 0.1
+PRODUCT_LIMITS = LifecycleLimits()
 LIMITS = LifecycleLimits(
     max_queue=10**6,
     max_attempts=40,
@@ -38,7 +39,8 @@ class CoordinatorProcess(Process):
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name)
         siblings = tuple(other for other in world.coordinator_names if other != name)
-        self.core = Lifecycle(world.next_number(), world.scenario.cluster.policy, replace(LIMITS, siblings=siblings))
+        limits = replace(PRODUCT_LIMITS if world.scenario.product_limits else LIMITS, siblings=siblings)
+        self.core = Lifecycle(world.next_number(), world.scenario.cluster.policy, limits)
         self._num_ticks = 0
         # Half of them see that a worker's connection is gone, as ZeroMQ tells; the others go by its silence.
         kills = world.scenario.faults.kill_every > 0
@@ -89,6 +91,8 @@ class CoordinatorProcess(Process):
                 raise TypeError(f"the simulator does not know the action {action}")
 
     def _send(self, send: Send) -> None:
+        if type(send.message) is Prefill:
+            self.world.clients.tried(send.message, send.worker)
         worker = self.world.workers.get(send.worker[0])
         if self._sees_connections:
             self._see_connection(send.worker, worker is not None and worker.alive and worker.id == send.worker)

@@ -74,6 +74,9 @@ class DecodeProcess(WorkerProcess):
     def shrink_step(self, step: Any) -> None:
         self.core.shrink_step(step)
 
+    def request_ids(self, step: Any) -> Iterable[str]:
+        return (sequence.request_id for sequence in step.sequences)
+
     def still_held(self, keys: set[Key]) -> Iterable[Key]:
         moving = self.core.moving.keys() if self.core.moving is not None else ()
         return keys.intersection((*self.core.scheduler.held, *self.core.receiver.keys(), *moving))

@@ -62,6 +62,9 @@ class PrefillProcess(WorkerProcess):
     def shrink_step(self, step: Any) -> None:
         self.core.shrink_step(step, "the adversary says so")
 
+    def request_ids(self, step: Any) -> Iterable[str]:
+        return (chunk.sequence.spec.request_id for chunk in step.chunks)
+
     def still_held(self, keys: set[Key]) -> Iterable[Key]:
         yield from keys.intersection(self.core.sender.held)
         for key in keys.intersection(self.core.scheduler.held):

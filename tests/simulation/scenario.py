@@ -50,6 +50,7 @@ class Faults:
     clock_drift: float = 0.0  # share by which a process's clock may run too fast or too slow
     cancel: float = 0.0  # share of requests whose client leaves at some time
     short_deadline: float = 0.0  # share of requests with less than two seconds
+    poison: float = 0.0  # share of requests that kill each worker that runs them, at once or after a few steps
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Scenario:
     faults: Faults = field(default_factory=Faults)
     cluster: Cluster = field(default_factory=Cluster)
     rate: float = 100.0  # requests a second
+    product_limits: bool = False  # coordinators are as patient as the product's, and may give a request up; else they hardly ever do
 
 
 NETWORK = Faults(drop=0.01, double=0.02, late=0.02, mangle=0.002, partition_every=0.8, cancel=0.1)
@@ -115,6 +117,7 @@ EVERYTHING = replace(
     short_deadline=0.03,
     failed_rendezvous=0.1,
     broken_communicator=0.01,
+    poison=0.002,
 )
 FLIPS = Faults(flip_every=0.15, freeze_in_put=0.03, partition_every=0.3, drop=0.02, double=0.05, late=0.02, cancel=0.1)
 MIXED = replace(PROCESSES, drop=0.005, late=0.01, drain_every=1.0, partition_every=1.5, spill_every=1.0, lost_put=0.01, corrupt_put=0.01)
@@ -153,12 +156,17 @@ NAMED = {
     ),
     "mixed": Scenario(MIXED, Cluster(num_prefill=1, num_decode=1, num_mixed=2, prefill_blocks=80, decode_blocks=80)),
     "rendezvous": Scenario(RENDEZVOUS, Cluster(num_hosts=2, one_sided=0.0, rendezvous=1.0, walled=0.25)),
-    "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5)),
+    "patience": Scenario(
+        Faults(step_error=0.03, corrupt_put=0.2, partial_put=0.1, mover_error=0.05, step_no_memory=0.02, cancel=0.05), product_limits=True
+    ),
+    "deaths": Scenario(Faults(kill_every=0.12, cancel=0.05), Cluster(num_prefill=2, num_decode=2), product_limits=True),
+    "poison": Scenario(Faults(poison=0.005), Cluster(num_prefill=3, num_decode=3), product_limits=True),
+    "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5), product_limits=True),
 }
 
 
 OF_A_RENDEZVOUS = ("failed_rendezvous", "broken_communicator")
-DRAWN_APART = {"flip_every", *OF_A_RENDEZVOUS}
+DRAWN_APART = {"flip_every", "poison", *OF_A_RENDEZVOUS}
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -177,6 +185,9 @@ def draw_scenario(seed: int) -> Scenario:
     for name in OF_A_RENDEZVOUS if rendezvous else ():
         if meetings.random() < 0.7:
             chosen[name] = vars(EVERYTHING)[name] * 2 ** meetings.uniform(-1.0, 1.0)
+    limits = Random(f"limits {seed}")
+    if (product_limits := limits.random() < 0.3) and limits.random() < 0.4:
+        chosen["poison"] = EVERYTHING.poison * 2 ** limits.uniform(-1.0, 1.0)
     cluster = Cluster(
         rendezvous=rendezvous,
         walled=meetings.choice([0.0, 0.0, 0.2]),
@@ -193,4 +204,4 @@ def draw_scenario(seed: int) -> Scenario:
         num_coordinators=random.choice([1, 1, 2, 3]),
         prefill_ahead=random.choice([0.0, 0.5, 1.0]),
     )
-    return Scenario(Faults(**chosen), cluster, rate=random.choice([120.0, 240.0, 480.0]))
+    return Scenario(Faults(**chosen), cluster, random.choice([120.0, 240.0, 480.0]), product_limits)

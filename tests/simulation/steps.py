@@ -76,6 +76,8 @@ class Steps:
         if (left := process.hung_until - world.queue.now) > 0:
             process.after(left, self._end, step, output)
             return
+        if world.poison.fells(process, step):
+            return
         if output is None:
             output = process.finish(step)
         process.blocks.end_step(step)

@@ -57,6 +57,7 @@ steps failed|steps out of memory|steps skipped|steps made ahead|prefill steps ma
 kills|connections found gone|freezes|hangs|slow workers|partitions|one-way partitions|spills
 coordinator restarts|coordinator freezes|fenced by one of several|drains by signal|drains by the coordinator|workers drained
 layers put|cancellations|flips ordered|roles begun
+deaths by poison|ended: failed
 ended: stop|ended: length|ended: deadline|ended: cancelled|ended: overloaded
 given back: preempted|given back: handoff_failed|given back: peer_lost|given back: internal
 """

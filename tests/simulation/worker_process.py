@@ -102,6 +102,10 @@ class WorkerProcess(Process, ABC):
         """A step ran out of memory."""
 
     @abstractmethod
+    def request_ids(self, step: Any) -> Iterable[str]:
+        """Of the requests that a step computes."""
+
+    @abstractmethod
     def still_held(self, keys: set[Key]) -> Iterable[Key]:
         """Those of which something is here that no step in flight uses."""
 
@@ -194,6 +198,7 @@ class WorkerProcess(Process, ABC):
         return self.process.alive if self.process is not None else self.alive
 
     def freeze(self, seconds: float) -> None:
+        self.world.struck.update(role.id for role in (self.process.roles.values() if self.process is not None else (self,)))
         if self.process is not None:
             self.process.freeze(seconds)
         else:
@@ -285,6 +290,8 @@ class WorkerProcess(Process, ABC):
     def _tell(self, message: Message | None, me: PeerId | None = None) -> None:
         if type(message) is RequestFailed:
             self.world.counts[f"given back: {message.kind}"] += 1
+            if message.kind != "preempted":
+                self.world.given_back.add((message.coordinator, message.dispatch))
         if message is not None:
             self.lines.tell(message, me or self.id)
 

@@ -8,7 +8,7 @@ Nothing of a core is written again here. To be read in this order:
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
     worker_process.py, prefill_process.py, decode_process.py, coordinator_process.py, lines.py      shells, as thin as the live ones
     flexible_process.py      one that is of either role, and changes it
-    adversary.py             what befalls processes
+    adversary.py, poison.py  what befalls processes
     clients.py, watched_blocks.py, checks.py      what must be true
     campaign.py              many worlds, and what they found
 """
@@ -27,8 +27,9 @@ from simulation.coordinator_process import CoordinatorProcess
 from simulation.decode_process import DecodeProcess
 from simulation.flexible_process import FlexibleProcess
 from simulation.network import Network
+from simulation.poison import Poison
 from simulation.prefill_process import PrefillProcess
-from simulation.scenario import Scenario
+from simulation.scenario import Faults, Scenario
 from simulation.worker_process import PeerId, WorkerProcess
 
 from splitserve.transport.messages import Message, Role
@@ -46,12 +47,15 @@ class World:
         self.traceback = ""  # of an assertion inside a core
         self.counts: Counter[str] = Counter()
         self.contents: dict[bytes, int] = {}  # the checksum of what each block hash stands for
+        self.given_back: set[tuple[int, int]] = set()  # dispatches that a worker has said to have failed
+        self.struck: set[PeerId] = set()  # workers that have ended, stood still or been cut off at some time
         self.communicator_ends: dict[int, CommunicatorEnd] = {}  # by what each says of itself
         self._number = 0
         self.queue = EventQueue()
         self.network = Network(self)
         self.checks = Checks(self)
         self.clients = Clients(self)
+        self.poison = Poison(self)
         cluster = scenario.cluster
         self.coordinator_names = ("coordinator", "coordinator-1", "coordinator-2")[: cluster.num_coordinators]
         self.restarted: set[str] = set()  # coordinators that died at some time
@@ -80,6 +84,11 @@ class World:
 
     def violated(self, what: str) -> None:
         self.violations.append(f"{self.queue.now:.3f} s: {what}")
+
+    @property
+    def is_merely_poisoned(self) -> bool:
+        """Whether nothing goes wrong here but for poisonous requests."""
+        return self.scenario.faults == Faults(poison=self.scenario.faults.poison)
 
     def strikes(self, chance: float, name: str) -> bool:
         """Whether a fault of this probability happens now."""
@@ -113,12 +122,14 @@ class World:
             self.kill_process(worker.process)
             return
         worker.die()
+        self.struck.add(worker.id)
         self._has_ended(worker)
         self.queue.after(0.05 + 1.5 * self.random.random() ** 3, self._start_again, worker)
 
     def kill_process(self, process: FlexibleProcess) -> None:
         """With all its roles. It is started again in the last one."""
         roles = list(process.roles.values())
+        self.struck.update(role.id for role in roles)
         process.die()
         self._has_ended(*roles)
         self.queue.after(0.05 + 1.5 * self.random.random() ** 3, self._start_process, process)
