@@ -100,7 +100,8 @@ class HandoffReceiver:
         return [*self._granting.waiting, *self._leases.granted]
 
     def waits(self) -> Iterator[Wait]:
-        """Every handoff here. (A lease in quarantine waits for its writer's word or death: time alone cannot end it.)"""
+        """Every handoff here that time ends. (A lease in quarantine waits for its writer's word or death, one that is being verified for
+        this worker's own check.)"""
         for offer in self._granting.waiting.values():
             yield Wait(offer.key, "room, while its offer is repeated", offer.heard + self._times.waiting)
         for incoming in self._leases.granted.values():
