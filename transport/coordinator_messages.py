@@ -17,6 +17,7 @@ from .message_fields import (
     Incarnation,
     Message,
     Name,
+    ProcessNumber,
     RowColumn,
     Text,
     TokenId,
@@ -36,7 +37,7 @@ class Hello(Message, frozen=True, kw_only=True):
     incarnation: Incarnation
     role: Role
     host: Name
-    pid: Count
+    pid: ProcessNumber
     model: ModelIdentity
     max_model_len: Count
     vocab_size: Count

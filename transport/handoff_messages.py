@@ -22,6 +22,7 @@ from .message_fields import (
     Message,
     Name,
     ParcelColumn,
+    ProcessNumber,
     Text,
     TokenId,
 )
@@ -36,7 +37,7 @@ class Meet(Message, frozen=True, kw_only=True):
     worker_id: Name
     incarnation: Incarnation
     host: Name
-    pid: Count
+    pid: ProcessNumber
     model: ModelIdentity
     movers: Annotated[tuple[Name, ...], Meta(max_length=16)]
     addressee: Incarnation = 0  # the decode worker's incarnation that is meant; 0: whichever it is
@@ -94,7 +95,7 @@ class Retire(Message, frozen=True, kw_only=True):
     """What this process was called, by that name up to this incarnation, writes no more: whatever it was granted is free. Said again until
     Retired."""
 
-    pid: Count
+    pid: ProcessNumber
     incarnation: Incarnation
 
 

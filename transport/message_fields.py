@@ -35,6 +35,8 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Address = Annotated[str, Meta(max_length=512)]
 Count = Annotated[int, Meta(ge=0, le=_INT63)]
+ProcessNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
+"""Of an operating system: what it is asked of takes no larger ones."""
 Incarnation = Annotated[int, Meta(ge=0, le=_INT63)]
 Dispatch = Annotated[int, Meta(ge=0, lt=1 << 32)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]

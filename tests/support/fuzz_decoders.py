@@ -20,6 +20,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +30,14 @@ from splitserve.transport.codec import WIRE, decode, encode
 from splitserve.transport.coordinator_link import identity_of, opened_to, worker_of
 from splitserve.transport.errors import BadMessage, KeyFileError, MoverError
 from splitserve.transport.keys import key_from_text, new_key
+from splitserve.transport.movers.cuda_ipc import CudaIpcSource, CudaIpcTarget
+from splitserve.transport.movers.cuda_runtime import HANDLE_BYTES
 from splitserve.transport.movers.data_address import DataAddress
 from splitserve.transport.movers.inbound import BadPeer, Desk, Inbound
 from splitserve.transport.movers.lease_book import LeaseBook
 from splitserve.transport.movers.parcel import SIZE, ParcelHeader, pack_header, unpack_header
 from splitserve.transport.movers.session import ANSWER_BYTES, GCM, HELLO_BYTES, NONCE_BYTES, OCB, PLAIN, TAG_BYTES, Hello, Transcript
+from splitserve.transport.movers.shm import SharedPool, ShmSource
 
 MAX_SECONDS = 2.0
 HANG_SECONDS = 60.0
@@ -43,6 +47,7 @@ BATCH = 1000
 EVERY_TYPE = frozenset(kind for kind, _ in WIRE.values())
 SECRET, GRANT = bytes(32), b"0123456789abcdef"
 LAYER_BYTES = 512
+POOL = np.zeros((8, 4, LAYER_BYTES), dtype=np.uint8)
 EDGES = [
     *(b"\x00", b"\xff", b"\xff" * 4, b"\xff" * 8, b"\x7f\xff\xff\xff"),
     *(kind + b"\xff\xff\xff\xff" for kind in (b"\xdd", b"\xdf", b"\xc6", b"\xc9", b"\xdb")),  # msgpack: huge lists, maps, bytes, text
@@ -59,6 +64,7 @@ class Decoder:
     decode: Callable[[bytes], bool]
     error: type[Exception] | None
     examples: list[bytes]
+    weight: int = 1  # how often it has its turn, beside the others
 
 
 @dataclass
@@ -79,14 +85,60 @@ def decoders() -> list[Decoder]:
     address = DataAddress("127.0.0.1", 7711, SECRET, True)
     key = new_key()
     text = f"splitserve-cluster-key 1\npublic {key.public.decode()}\nsecret {key.secret.decode()}\n"
+    shared = _shared_pool()
+    cuda_address = CudaIpcTarget(0, _AnyCuda()).address(("p0", 1))
+    messages = [encode(example) for example in EXAMPLES]
     return [
-        Decoder("message", lambda data: bool(decode(data, EVERY_TYPE)), BadMessage, [encode(example) for example in EXAMPLES]),
-        Decoder("parcel header", lambda data: unpack_header(data, 1024) is not None, None, [header]),
-        Decoder("data connection", _converse, BadPeer, _conversations(header)),
+        Decoder("message", lambda data: bool(decode(data, EVERY_TYPE)), BadMessage, messages, 8),
+        Decoder("parcel header", lambda data: unpack_header(data, 1024) is not None, None, [header], 2),
+        Decoder("data connection", _converse, BadPeer, _conversations(header), 4),
         Decoder("data address", _as_text(DataAddress.parse), MoverError, [str(address).encode()]),
         Decoder("socket identity", lambda data: worker_of(data) is not None and opened_to(data) > 0, None, [identity_of("p0", 17, 4)]),
         Decoder("key file", lambda data: bool(key_from_text(data, "key")), KeyFileError, [text.encode()]),
+        Decoder("shared memory's name", _as_text(_map_shared), MoverError, [shared.name.encode()]),
+        Decoder("cuda_ipc address", _map_cuda, MoverError, [cuda_address]),
     ]
+
+
+@cache
+def _shared_pool() -> SharedPool:
+    """It stays, so that its name is that of memory which can be mapped."""
+    return SharedPool.create(POOL.nbytes)
+
+
+def _map_shared(name: str) -> bool:
+    ShmSource(name, len(POOL), POOL).close()
+    return True
+
+
+class _AnyCuda:
+    """A stand-in for CUDA that maps whatever it is given: only it reads the handle."""
+
+    def share(self, pointer: int) -> tuple[bytes, int]:
+        return bytes(HANDLE_BYTES), 512
+
+    def map(self, handle: bytes) -> int:
+        return 1 << 40
+
+    def unmap(self, pointer: int) -> None: ...
+
+    def new_stream(self) -> object:
+        return None
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: object) -> None: ...
+
+    def record(self, stream: object) -> object:
+        return None
+
+    def is_over(self, event: object) -> bool:
+        return True
+
+    def end_stream(self, stream: object) -> None: ...
+
+
+def _map_cuda(address: bytes) -> bool:
+    CudaIpcSource(address, len(POOL), 0, POOL.shape, _AnyCuda()).close()
+    return True
 
 
 def _as_text(parse: Callable[[str], object]) -> Callable[[bytes], bool]:
@@ -177,7 +229,7 @@ def mutated(rng: random.Random, examples: list[bytes]) -> bytes:
 def fuzz(num_inputs: int, seed: int, before_batch: Callable[[], None] = lambda: None) -> Record:
     """Raises AssertionError with the input where a decoder misbehaves. ``before_batch`` is called every BATCH inputs."""
     rng, record, all_decoders = random.Random(seed), Record(), decoders()
-    weights = [8, 2, 4, 1, 1, 1]
+    weights = [decoder.weight for decoder in all_decoders]
     began = time.perf_counter()
     for number in range(num_inputs):
         if number % BATCH == 0:

@@ -115,6 +115,8 @@ _NAN, _INF = float("nan"), float("inf")
         (m.StepTokens, "finished", [{"1": "stop"}, {1: "stopped"}, {1: b"stop"}, {1.0: "stop"}, {True: "stop"}]),
         (m.StepTokens, "tokens", ["x" * 256, None, [1, 2]]),
         (m.Meet, "movers", ["shm", ["shm", 1], [b"shm"], [""], ["shm"] * 17, None]),
+        (m.Meet, "pid", [1 << 31, -1, "1", None]),
+        (m.Hello, "pid", [1 << 31]),
         (m.Meet, "model", [None, [], {"fingerprint": "f"}]),
         (m.Offer, "num_tokens", [0, (1 << 20) + 1, 3.0]),
         (m.Offer, "grammar", [bytes((256 << 10) + 1), "g", None]),

@@ -150,7 +150,11 @@ def test_putting_into_a_dead_process_is_an_error(pair: Pair) -> None:
         source.close()
 
 
-@pytest.mark.parametrize("address", [b"", b"x" * 10, cuda_ipc._ADDRESS.pack(b"other", 0, os.getpid())], ids=["empty", "short", "other"])
+@pytest.mark.parametrize(
+    "address",
+    [b"", b"x" * 10, cuda_ipc._ADDRESS.pack(b"other", 0, os.getpid()), b"\xff" * cuda_ipc._ADDRESS.size],
+    ids=["empty", "short", "other", "no-number-of-a-process"],
+)
 def test_an_address_that_is_none_is_an_error(pair: Pair, address: bytes) -> None:
     with pytest.raises(MoverError):
         pair.meet(address)

@@ -221,8 +221,28 @@ def test_a_pool_cannot_be_shrunk_under_its_writers(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "memfd", "memfd:x:1:2", "/dev/shm/x", f"memfd:{os.getpid()}:0:1", f"memfd:{os.getpid()}:99999:1", "memfd:-1:0:0", "memfd:0:0:0"],
-    ids=["empty", "memfd", "no-pid", "path", "no-descriptor-0", "no-descriptor-99999", "negative-pid", "no-process"],
+    [
+        "",
+        "memfd",
+        "memfd:x:1:2",
+        "/dev/shm/x",
+        f"memfd:{os.getpid()}:0:1",
+        f"memfd:{os.getpid()}:99999:1",
+        "memfd:-1:0:0",
+        "memfd:0:0:0",
+        f"memfd:{1 << 40}:0:0",
+    ],
+    ids=[
+        "empty",
+        "memfd",
+        "no-pid",
+        "path",
+        "no-descriptor-0",
+        "no-descriptor-99999",
+        "negative-pid",
+        "no-process",
+        "no-number-of-a-process",
+    ],
 )
 def test_names_of_something_else_are_refused(name: str) -> None:
     with pytest.raises(MoverError, match=r"shared memory|cannot map"):

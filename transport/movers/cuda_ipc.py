@@ -24,7 +24,7 @@ from .target_kinds import OneSidedTarget
 
 PUT_S, SLOWEST_BYTES_PER_S = 5.0, 1e9  # a put may take that long, and as long as its bytes at that rate
 CLOSE_S, LOOK_S = 5.0, 0.001
-_ADDRESS = struct.Struct(f"<{HANDLE_BYTES}sQI")  # handle, offset of the pool, process id
+_ADDRESS = struct.Struct(f"<{HANDLE_BYTES}sQi")  # handle, offset of the pool, process id
 
 
 class CudaIpcTarget(OneSidedTarget):

@@ -21,6 +21,7 @@ from ..handoff import PeerId
 from .interface import Arrival, Item, Pool, layer_slice
 from .target_kinds import OneSidedTarget
 
+_LARGEST_PID = (1 << 31) - 1
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -126,7 +127,7 @@ def _map(shm_name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
     try:
         kind, *numbers = shm_name.split(":")
         pid, descriptor, inode = (int(number) for number in numbers)
-        if kind != "memfd":
+        if kind != "memfd" or pid > _LARGEST_PID:
             raise ValueError
     except ValueError:
         raise MoverError(f"{shm_name!r} names no shared memory") from None
