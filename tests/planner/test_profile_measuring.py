@@ -80,7 +80,7 @@ def test_the_time_allowed_ends_the_measuring_but_not_before_each_step_ran_a_few_
 
 
 @pytest.mark.parametrize(
-    ("noise", "least", "most"), [(0.0, MIN_PUTS, MIN_PUTS), (0.1, MIN_PUTS + 1, MAX_PUTS - 1), (2.0, MAX_PUTS, MAX_PUTS)]
+    ("noise", "least", "most"), [(0.0, MIN_PUTS, MIN_PUTS), (0.3, MIN_PUTS + 1, MAX_PUTS - 1), (2.0, MAX_PUTS, MAX_PUTS)]
 )
 def test_a_put_is_repeated_until_its_time_is_known_or_it_has_run_often_enough(noise: float, least: int, most: int) -> None:
     draw = random.Random(1)
