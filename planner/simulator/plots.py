@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -13,19 +14,27 @@ import numpy as np
 from .timeline import Timeline
 
 
+def rows_by_pool(names: Sequence[str]) -> dict[str, list[int]]:
+    """``names``: of workers, ``ROLE-POOL-NUMBER`` or, where a process may have both roles, ``ROLE-POOL-NUMBER:ROLE``. A pool is called by
+    its role where no other one has it, else ``ROLE-POOL``."""
+    found: dict[str, list[int]] = {}
+    for row, name in enumerate(names):
+        found.setdefault(name.rpartition("-")[0], []).append(row)
+    roles = [pool.partition("-")[0] for pool in found]
+    return {role if roles.count(role) == 1 else pool: rows for role, (pool, rows) in zip(roles, found.items(), strict=True)}
+
+
 def draw_timeline(path: Path, timeline: Timeline) -> None:
-    """Requests in the system, busy devices, KV caches, by role; a PNG."""
+    """Requests in the system, busy devices, KV caches, by pool; a PNG."""
     at = [s.at_s for s in timeline.samples]
-    roles = sorted({name.split("-")[0] for name in timeline.names})
     figure, axes = plt.subplots(4, 1, figsize=(12, 11), sharex=True)
     axes[0].plot(at, [s.open for s in timeline.samples], label="in the system")
     axes[0].plot(at, [s.queued for s in timeline.samples], label="waiting in the coordinator")
     axes[0].set(ylabel="requests")
-    for role in roles:
-        chosen = [i for i, name in enumerate(timeline.names) if name.startswith(role)]
+    for pool, chosen in rows_by_pool(timeline.names).items():
         for axis, value in ((1, "busy"), (2, "used"), (3, "running")):
             values = np.array([[getattr(s.workers[i], value) for i in chosen] for s in timeline.samples])
-            (line,) = axes[axis].plot(at, values.mean(axis=1), label=role)
+            (line,) = axes[axis].plot(at, values.mean(axis=1), label=pool)
             axes[axis].fill_between(at, values.min(axis=1), values.max(axis=1), alpha=0.2, color=line.get_color())
     for axis, label in ((1, "busy share"), (2, "KV cache used"), (3, "sequences in steps, each")):
         axes[axis].set(ylabel=label, ylim=(0, None))

@@ -86,23 +86,26 @@ def test_where_there_is_room_nothing_is_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("picture", "fleet"),
+    ("picture", "fleet", "scaled"),
     [
-        (LoadPicture(0, 0.0), Fleet(4, 4, {})),
-        (LoadPicture(100, 5.0), Fleet(4, 4, {"prefill": ["a"], "decode": ["b"]})),
-        (replace(CHAT, output_tokens=0.0, context=0.0), Fleet(1, 1, {"prefill": ["a"], "decode": ["b"]})),
-        (CODE, Fleet(0, 4, {"decode": ["b"]})),
-        (CODE, Fleet(0, 0, {})),
-        (CODE, Fleet(4, 4, {})),
-        (replace(CODE, new_tokens=float("nan"), rate=float("nan")), Fleet(4, 4, {"decode": ["b"]})),
-        (replace(CODE, new_tokens=float("inf")), Fleet(4, 4, {"decode": ["b"]})),
-        (replace(CODE, output_tokens=float("nan")), Fleet(4, 4, {"decode": ["b", "c"]})),
+        (LoadPicture(0, 0.0), Fleet(4, 4, {}), []),
+        (LoadPicture(100, 5.0), Fleet(4, 4, {"prefill": ["a"], "decode": ["b"]}), []),
+        (replace(CHAT, output_tokens=0.0, context=0.0), Fleet(1, 1, {"prefill": ["a"], "decode": ["b"]}), [("scale_up", "prefill")]),
+        (CODE, Fleet(0, 4, {"decode": ["b"]}), [("scale_up", "prefill")]),
+        (CODE, Fleet(0, 0, {}), []),
+        (CODE, Fleet(4, 4, {}), [("scale_up", "prefill")]),
+        (replace(CODE, new_tokens=float("nan"), rate=float("nan")), Fleet(4, 4, {"decode": ["b"]}), []),
+        (replace(CODE, new_tokens=float("inf")), Fleet(4, 4, {"decode": ["b"]}), []),
+        (replace(CODE, output_tokens=float("nan")), Fleet(4, 4, {"decode": ["b", "c"]}), []),
     ],
 )
-def test_missing_and_impossible_inputs_change_nothing(picture: LoadPicture, fleet: Fleet) -> None:
-    controller = PoolController(replace(OPTIONS, max_workers=8), worker())
+def test_missing_and_impossible_inputs_change_no_role_and_only_a_known_load_asks_for_workers(
+    picture: LoadPicture, fleet: Fleet, scaled: list[tuple[str, str]]
+) -> None:
+    controller = PoolController(replace(OPTIONS, max_workers=16), worker())
     for now in range(60):
-        assert not [d for d in controller.decide(picture, fleet, float(now)) if d.kind == "flip"]
+        controller.decide(picture, fleet, float(now))
+    assert [(decision.kind, decision.role) for decision in controller.decisions] == scaled
 
 
 def test_without_a_latency_model_no_role_is_changed() -> None:

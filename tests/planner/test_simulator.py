@@ -26,6 +26,7 @@ from splitserve.planner.search.goodput import Load
 from splitserve.planner.settings import SimulateSettings
 from splitserve.planner.simulate_command import simulate
 from splitserve.planner.simulator.cluster import Cluster, Failure, Pool, read_cluster
+from splitserve.planner.simulator.plots import rows_by_pool
 from splitserve.planner.simulator.records import COLUMNS, RequestRecord
 from splitserve.planner.simulator.report import print_report, summary
 from splitserve.planner.simulator.simulation import Simulation
@@ -319,6 +320,11 @@ def test_the_command_says_what_came_of_each_option(
     usual = {"trace": write_trace(tmp_path / "t.jsonl"), "profile": tmp_path / "p.json", "prefill": 1, "decode": 1}
     assert simulate(SimulateSettings(**{**usual, **given})) == 0
     assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_timeline_is_drawn_by_pool_and_two_pools_of_a_role_are_two() -> None:
+    names = ["prefill-0-0", "decode-1-0", "decode-1-1", "decode-10-0:decode", "colocated-3-0:decode", "colocated-3-0:prefill"]
+    assert rows_by_pool(names) == {"prefill": [0], "decode-1": [1, 2], "decode-10": [3], "colocated": [4, 5]}
 
 
 def test_the_timeline_stays_bounded() -> None:
