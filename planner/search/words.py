@@ -60,7 +60,7 @@ def _spread(plan: Plan) -> str:
     known = [plan.winner.goodput, *(goodput for goodput, _ in plan.others)]
     how = "Each half of the load by itself" if plan.question.load.is_tied else "The same lengths in other orders"
     least = f"{min(known):.2f}" if min(known) > 0 else f"less than {plan.winner.bound / LOWEST:.2f}"
-    return f" {how}: {least} to {max(known):.2f}."
+    return f" {how}: {least} to {max(known):.2f} (that is chance alone: errors of the profile and of the simulator come on top)."
 
 
 def _at_most(plan: Plan) -> list[str]:
