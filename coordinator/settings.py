@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .steering.latency_bounds import attainment, notation, parse_bounds
+from .steering.latency_bounds import LatencyBound, attainment, notation, parse_bounds
 from .steering.options import SteeringOptions
 
 Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
@@ -22,6 +22,14 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _bounds(name: str, text: str) -> dict[str, LatencyBound]:
+    """Raises ValueError that names the option."""
+    try:
+        return parse_bounds(text)
+    except ValueError as error:
+        raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
 
 
 class CoordinatorSettings(BaseModel):
@@ -115,10 +123,29 @@ class CoordinatorSettings(BaseModel):
     steer_scale_down_below: float = Field(
         default=0.6, ge=0, le=10, description="One fewer will do where the best ratio without it is predicted to be loaded less than this."
     )
+    steer_scale_up_latency: str = Field(
+        default="",
+        pattern=notation("ttft", "tpot"),
+        description="One more worker is wanted too where what was measured is slower: with ttft=1@p95,tpot=0.08@p99 where more than 5 of a "
+        "hundred had their first token after 1 s (then a prefill worker), or more than 1 a longer time per token (a decode worker).",
+    )
+    steer_scale_up_utilisation: float = Field(
+        default=1,
+        gt=0,
+        le=1,
+        description="One more worker of a role is wanted too where more of its workers is in use: of prefill workers the share of time "
+        "with prompts to compute, of decode workers that of rows or KV blocks taken. 1: it never is.",
+    )
     steer_scale_up_after_s: float = Field(default=10, ge=0, le=86_400, description="Seconds for which more must have been wanted.")
     steer_scale_down_after_s: float = Field(default=120, ge=0, le=86_400, description="Seconds for which fewer must have been enough.")
     steer_cooldown_s: float = Field(
         default=60, ge=1, le=86_400, description="Seconds after a proposal of more or fewer workers before the next one."
+    )
+    steer_keep: str = Field(
+        default="",
+        max_length=65_536,
+        description="Workers that scaling down leaves alone, such as those that something starts again: names with commas between, in "
+        "which * stands for anything. `splitserve up` adds the workers that it starts itself.",
     )
     steer_webhook: str | None = Field(
         default=None, pattern=r"^https?://\S+$", description="Every decision of the pool controller is posted here, as JSON."
@@ -250,7 +277,7 @@ class CoordinatorSettings(BaseModel):
         """None: off."""
         if self.steer == "off":
             return None
-        bounds = parse_bounds(self.steer_slo)
+        bounds, slow = (_bounds(name, getattr(self, name)) for name in ("steer_slo", "steer_scale_up_latency"))
         return SteeringOptions(
             bounds["ttft"].seconds,
             bounds["tpot"].seconds,
@@ -260,10 +287,14 @@ class CoordinatorSettings(BaseModel):
             max_workers=self.steer_max_workers,
             queue_depth=self.steer_queue_depth,
             scale_up_above=self.steer_scale_up_above,
+            scale_up_ttft=slow.get("ttft"),
+            scale_up_tpot=slow.get("tpot"),
+            scale_up_utilisation=self.steer_scale_up_utilisation,
             scale_down_below=self.steer_scale_down_below,
             scale_up_after_s=self.steer_scale_up_after_s,
             scale_down_after_s=self.steer_scale_down_after_s,
             scale_cooldown_s=self.steer_cooldown_s,
+            keep=tuple(filter(None, self.steer_keep.split(","))),
         )
 
     @property
@@ -281,7 +312,8 @@ class CoordinatorSettings(BaseModel):
             raise ValueError(f"--dead-after-s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more")
         if self.steer != "off" and not (self.steer_slo and self.steer_profile):
             raise ValueError("--steer needs to know what is good enough and how fast workers are: give --steer-slo and --steer-profile")
-        if self.steer_slo and set(parse_bounds(self.steer_slo)) != {"ttft", "tpot"}:
+        _bounds("steer_scale_up_latency", self.steer_scale_up_latency)
+        if self.steer_slo and set(_bounds("steer_slo", self.steer_slo)) != {"ttft", "tpot"}:
             raise ValueError("--steer-slo needs a bound for each, ttft and tpot, as in ttft=2,tpot=0.05@p90")
         if self.steer_scale_down_below >= self.steer_scale_up_above:
             raise ValueError("--steer-scale-down-below must be less than --steer-scale-up-above: else one worker would come and go")

@@ -123,7 +123,14 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     workers = _on_devices(wanted, gpus)
     for runner in {worker.runner for worker in workers}:
         require_runner(runner)
+    if coordinator.steer != "off":
+        coordinator = coordinator.model_copy(update={"steer_keep": _kept(coordinator.steer_keep, workers)})
     return Plan(up, run_dir, up.run_dir is None, coordinator, workers)
+
+
+def _kept(said: str, workers: list[PrefillSettings | DecodeSettings]) -> str:
+    """Whom scaling down leaves alone: what was said, and who would be started again."""
+    return ",".join([*filter(None, [said]), *(worker.name for worker in workers)])
 
 
 def _on_devices(wanted: list[_OnDevices], gpus: int) -> list[PrefillSettings | DecodeSettings]:

@@ -37,7 +37,8 @@ MAX_HOLD_S = 1800.0
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """Who could do what. ``flexible``: processes that can change their role, by the one they have, those with least to do first;
-    ``changing``: how many are in mid-flip; ``spare``: the worker of a role that could go most easily, where it is not the last;
+    ``changing``: how many are in mid-flip; ``spare``: the worker of a role that could go most easily, where there is one that may and it is
+    not the last; ``in_use``: how much of the workers of a role is, measured;
     ``mixed``: how many are of both roles for good, and counted in neither."""
 
     prefill: int
@@ -48,6 +49,7 @@ class Fleet:
     max_num_seqs: int = 64  # of a decode batch
     spare: dict[Role, str] = field(default_factory=dict)
     mixed: int = 0
+    in_use: dict[Role, float] = field(default_factory=dict)
 
     @property
     def num_workers(self) -> int:
@@ -124,7 +126,8 @@ class PoolController:
         found = self._hold(fleet, now) if holds else self._flips(picture, fleet, now)
         self._holds_for_mixed = holds
         if not found and not fleet.changing:
-            scaled = self._scaling.decide(picture, self._capacity, fleet.prefill, fleet.decode, now, fleet.mixed)
+            counts = (fleet.prefill, fleet.decode, fleet.mixed)
+            scaled = self._scaling.decide(picture, self._capacity, *counts, now, in_use=fleet.in_use, spare=fleet.spare.keys())
             found = [] if scaled is None else [_scale(*scaled, fleet, now)]
             self.wanted = {"prefill": fleet.prefill, "decode": fleet.decode}
             if fleet.mixed:

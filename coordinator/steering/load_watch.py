@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from ..flight import Flight
 from ..request import Ended, GenerationRequest
+from .latency_bounds import LatencyBound
 from .options import SteeringOptions
 
 PRIOR_REQUESTS = 8.0  # that the newest ended ones of a kind weigh in its mean
@@ -72,6 +73,8 @@ class LoadPicture:
     attainment: float = 1.0  # of the judged: ended lately, or late already
     in_time: float = 1.0  # share of them with a first token in time
     in_pace: float = 1.0  # share of them that made their TPOT
+    ttft_kept: float = 1.0  # share that keeps ``scale_up_ttft``: 1 where there is none, or too few to judge by
+    tpot_kept: float = 1.0  # likewise ``scale_up_tpot``
 
 
 class LoadWatch:
@@ -93,11 +96,12 @@ class LoadWatch:
 
     def look(self, flights: Iterable[Flight], now: float) -> LoadPicture:
         """``flights``: all that have not ended."""
+        options = self._options
         running = [_note_of(flight, now) for flight in flights]
         notes = [*self._ended, *running]
         window = self._window([note.arrival for note in notes], now)
         arrived = [note for note in notes if note.arrival > now - window]
-        judged = self._judged(running, now)
+        judged = self._judged(running, now, self._good)
         means = self._means(running, now)
         decoding = [n for n in running if n.has_token]
         remaining = sum(max(REMAINING * means[n.kind], 1.0) for n in decoding) / max(1, len(decoding))
@@ -111,6 +115,8 @@ class LoadWatch:
             attainment=_share(judged, self._good),
             in_time=_share(judged, self._in_time),
             in_pace=_share(judged, self._in_pace),
+            ttft_kept=self._kept(running, now, options.scale_up_ttft, lambda note: note.ttft_s),
+            tpot_kept=self._kept(running, now, options.scale_up_tpot, lambda note: note.tpot_s or 0.0),
         )
         return self._with_mix(picture, arrived, means)
 
@@ -159,9 +165,17 @@ class LoadWatch:
         prior = {kind: sum(outputs) / len(outputs) if outputs else every for kind, outputs in newest.items()}
         return {kind: (tokens[kind] + PRIOR_REQUESTS * mean) / (ends[kind] + PRIOR_REQUESTS) for kind, mean in prior.items()}
 
-    def _judged(self, running: list[Note], now: float) -> list[Note]:
+    def _judged(self, running: list[Note], now: float, holds: Callable[[Note], bool]) -> list[Note]:
+        """Those that have ended lately, and those of which it is clear already that they do not keep what they should."""
         recent = [n for n in self._ended if n.ended is not None and n.ended > now - self._options.work_off_s]
-        return recent + [n for n in running if not self._good(n)]
+        return recent + [n for n in running if not holds(n)]
+
+    def _kept(self, running: list[Note], now: float, bound: LatencyBound | None, took: Callable[[Note], float]) -> float:
+        """Share of requests within the bound."""
+        if bound is None:
+            return 1.0
+        judged = self._judged(running, now, lambda note: took(note) <= bound.seconds)
+        return _share(judged, lambda note: took(note) <= bound.seconds) if len(judged) >= MIN_JUDGED else 1.0
 
     def _good(self, note: Note) -> bool:
         return self._in_time(note) and self._in_pace(note)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .latency_bounds import LatencyBound
+
 Mode = Literal["off", "advise", "act"]
 
 
@@ -36,7 +38,11 @@ class SteeringOptions:
     max_workers: int = 0  # 0: whatever is there; scaling up is never proposed
     queue_depth: int = 50  # requests waiting in the coordinator: more is too many
     scale_up_above: float = 1.0  # load of the best ratio
+    scale_up_ttft: LatencyBound | None = None  # fewer requests than its share keep it: too slow
+    scale_up_tpot: LatencyBound | None = None
+    scale_up_utilisation: float = 1.0  # of the workers of one role: what is in use of them, measured; see ``PoolUse``
     scale_down_below: float = 0.6  # load of the best ratio of one worker fewer
     scale_up_after_s: float = 10.0
     scale_down_after_s: float = 120.0
     scale_cooldown_s: float = 60.0
+    keep: tuple[str, ...] = ()  # workers that never go for having little to do, by name or pattern

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from ...engine.latency_profile import Profile
@@ -15,6 +16,7 @@ from ..worker import Worker
 from .controller import Decision, Fleet, PoolController
 from .load_watch import LoadWatch
 from .options import SteeringOptions
+from .pool_use import PoolUse
 
 
 class Steering:
@@ -22,7 +24,8 @@ class Steering:
 
     def __init__(self, options: SteeringOptions, profile: Profile | None) -> None:
         self.options = options
-        self._watch = LoadWatch(options)
+        self._watch, self._use = LoadWatch(options), PoolUse(options.work_off_s)
+        self._in_use: dict[Role, float] = {}
         self.controller = PoolController(options, profile)
 
     def note(self, request: GenerationRequest, ended: Ended, now: float) -> None:
@@ -31,7 +34,9 @@ class Steering:
 
     def look(self, lifecycle: Lifecycle, now: float) -> list[Decision]:
         """What is to be done. Flips are carried out by ``Lifecycle.flip``, where the mode is act."""
-        return self.controller.decide(self._watch.look(lifecycle.flights, now), fleet_of(lifecycle), now)
+        self._in_use = self._use.look(lifecycle.pools.workers.values(), now)
+        fleet = replace(fleet_of(lifecycle, self.options.keep), in_use=self._in_use)
+        return self.controller.decide(self._watch.look(lifecycle.flights, now), fleet, now)
 
     def as_json(self, now: float) -> dict[str, Any]:
         """For /debug/state and the dashboard."""
@@ -42,6 +47,7 @@ class Steering:
             "state": controller.state,
             "load": None if pressure is None else {"prefill": round(pressure.prefill, 3), "decode": round(pressure.decode, 3)},
             "mix": None if picture is None else {name: round(value, 4) for name, value in asdict(picture).items()},
+            "in_use": {role: round(use, 3) for role, use in self._in_use.items()},
             "wanted_workers": controller.wanted,
             "decisions": [
                 {"ago_s": round(now - d.at, 1), **{k: v for k, v in asdict(d).items() if k != "at"}} for d in reversed(controller.decisions)
@@ -49,8 +55,8 @@ class Steering:
         }
 
 
-def fleet_of(lifecycle: Lifecycle) -> Fleet:
-    """Who takes new work, and who of those could change its role."""
+def fleet_of(lifecycle: Lifecycle, keep: Sequence[str] = ()) -> Fleet:
+    """Who takes new work, and who of those could change its role, or go: not those whose name is in ``keep`` or of a pattern there."""
     pools = lifecycle.pools
     mixed = [w for w in pools.open_of_role("decode") if w.hello.mixed]
     prefills, decodes = ([w for w in pools.open_of_role(role) if not w.hello.mixed] for role in ("prefill", "decode"))
@@ -63,9 +69,14 @@ def fleet_of(lifecycle: Lifecycle) -> Fleet:
         sum(record.began_s is None for record in changing.values()),
         min((w.hello.max_batch_tokens for w in prefills), default=512),
         min((w.hello.max_num_seqs for w in decodes), default=64),
-        {role: workers[0].hello.worker_id for role, workers in by_load.items() if len(workers) > 1},
+        {role: going[0] for role, workers in by_load.items() if len(workers) > 1 and (going := _may_go(workers, keep))},
         len(mixed),
     )
+
+
+def _may_go(workers: list[Worker], keep: Sequence[str]) -> list[str]:
+    names = [(w.hello.worker_id, w.hello.process or w.hello.worker_id) for w in workers]
+    return [worker_id for worker_id, name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
 
 
 def _by_load(workers: list[Worker]) -> list[Worker]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from splitserve.coordinator.flight import Flight
 from splitserve.coordinator.request import Ended, GenerationRequest
+from splitserve.coordinator.steering.latency_bounds import LatencyBound
 from splitserve.coordinator.steering.load_watch import LoadPicture, LoadWatch
 from splitserve.coordinator.steering.options import SteeringOptions
 from splitserve.coordinator.time_ledger import TimeLedger
@@ -114,3 +117,15 @@ def test_what_waits_counts_as_requests_with_such_prompts_did_before() -> None:
     picture = watch.look([*talk, *code], 100.0)
     assert picture.output_tokens == pytest.approx(30, rel=0.2)
     assert picture.remaining_tokens > 200, "of those that run"
+
+
+def test_which_share_keeps_the_bounds_of_the_scaling_rules() -> None:
+    """Each for itself, whatever the objectives are; what has waited too long already does not."""
+    watch = LoadWatch(replace(OPTIONS, scale_up_ttft=LatencyBound(2.0, 0.95), scale_up_tpot=LatencyBound(0.01, None)))
+    for number in range(40):
+        end(watch, 95.0, 2.5 if number < 10 else 0.5, 0.02 if number < 4 else 0.005, 5)
+    assert watch.look([], 100.0).ttft_kept == pytest.approx(0.75)
+    assert watch.look([], 100.0).tpot_kept == pytest.approx(0.9)
+    waiting = [Flight(request(97.5), 97.5) for _ in range(10)]
+    assert watch.look(waiting, 100.0).ttft_kept == pytest.approx(0.6)
+    assert watch.look([], 200.0).ttft_kept == 1.0, "of none it is not said"

@@ -10,8 +10,10 @@ import pytest
 from splitserve.bench.steer_workload import worker
 from splitserve.coordinator.steering.capacity import Capacity
 from splitserve.coordinator.steering.controller import Decision, Fleet, PoolController
+from splitserve.coordinator.steering.latency_bounds import LatencyBound
 from splitserve.coordinator.steering.load_watch import LoadPicture
 from splitserve.coordinator.steering.options import SteeringOptions
+from splitserve.transport.messages import Role
 
 OPTIONS = SteeringOptions(ttft_s=4.0, tpot_s=0.15, mode="act")
 CODE = LoadPicture(200, 8.0, new_tokens=2600, pairs=3.4e6, output_tokens=30, context=2615, num_judged=100)
@@ -176,6 +178,47 @@ def test_scaling_down_when_one_fewer_would_do_but_not_below_the_least() -> None:
     tried.run(1, idle)
     assert tried.controller.wanted == {"prefill": tried.fleet.prefill, "decode": tried.fleet.decode}
     assert not tried.run(300, idle)
+
+
+def test_scaling_down_takes_only_workers_that_may_go() -> None:
+    """Of the role that the best ratio has too many of there is none: one of the other goes if the ratio that is left has room."""
+    controller = PoolController(replace(OPTIONS, max_workers=8, scale_down_after_s=30.0), worker())
+    idle, now = replace(CODE, rate=0.2), 0.0
+
+    def decided(spare: dict[Role, str]) -> list[tuple[str, str, str]]:
+        nonlocal now
+        found = []
+        for now in (now + second for second in range(1, 120)):
+            found += controller.decide(idle, Fleet(4, 4, {}, 0, 2048, 128, spare), now)
+        return [(d.kind, d.worker, d.role) for d in found]
+
+    assert not decided({})
+    assert controller.wanted == {"prefill": 4, "decode": 4}
+    assert set(decided({"prefill": "p"})) == {("scale_down", "p", "prefill")}
+    assert set(decided({"decode": "d"})) == {("scale_down", "d", "decode")}
+
+
+@pytest.mark.parametrize(
+    ("rule", "shows", "in_use", "role", "said"),
+    [
+        ({"scale_up_ttft": LatencyBound(1.0, 0.95)}, {"ttft_kept": 0.94}, {}, "prefill", "the TTFT of 94% of requests was at most 1 s"),
+        ({"scale_up_tpot": LatencyBound(0.08, None)}, {"tpot_kept": 0.89}, {}, "decode", "fewer than 90%"),
+        ({"scale_up_utilisation": 0.8}, {}, {"prefill": 0.7, "decode": 0.81}, "decode", "81% of the decode workers was in use"),
+        ({"scale_up_utilisation": 0.8}, {}, {"prefill": 0.9, "decode": 0.1}, "prefill", "90% of the prefill workers was in use"),
+        ({"scale_up_utilisation": 0.9}, {}, {"prefill": 0.9, "decode": 0.9}, "", ""),
+        ({"scale_up_ttft": LatencyBound(1.0, 0.95)}, {"ttft_kept": 0.95, "tpot_kept": 0.1}, {}, "", ""),
+        ({}, {"ttft_kept": 0.0, "tpot_kept": 0.0}, {"prefill": 1.0, "decode": 1.0}, "", ""),
+    ],
+)
+def test_scaling_up_by_what_was_measured(
+    rule: dict[str, object], shows: dict[str, float], in_use: dict[Role, float], role: str, said: str
+) -> None:
+    options = replace(OPTIONS, max_workers=9, scale_up_after_s=10.0, **rule)  # type: ignore[arg-type]
+    controller = PoolController(options, worker())
+    picture, fleet = replace(CHAT, rate=1.0, **shows), replace(cluster(4, 4).fleet, in_use=in_use)  # type: ignore[arg-type]
+    found = [d for now in range(15) for d in controller.decide(picture, fleet, float(now))]
+    assert [(d.at, d.kind, d.role) for d in found] == ([(10.0, "scale_up", role)] if role else [])
+    assert said in "".join(d.reason for d in found)
 
 
 class Advised(Cluster):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,28 @@ def test_debian_packages_that_cannot_be_installed_fail_nothing(tmp_path: Path, a
     assert "tests of the dashboard in a browser are skipped" in result.stderr
     assert result.stderr.count("installing Debian packages") == (os.geteuid() == 0)  # tried once, not at every run
     assert not (tmp_path / "policy").exists()
+
+
+def test_the_example_for_scaling_starts_a_worker_and_tidies_up(tmp_path: Path) -> None:
+    (tmp_path / "splitserve").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "splitserve").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+
+    def scale(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return bash(str(ROOT / "deploy" / "scale.sh"), *arguments, PATH=path, SCALE_FOLDER=str(tmp_path / "logs"))
+
+    started = scale("--model", "a b", "up", "decode")
+    assert started.returncode == 0, started.stderr
+    name = started.stdout.split()[0]
+    log = tmp_path / "logs" / f"{name}.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert log.read_text() == f"worker --model a b --start-as decode --name {name}\n"
+    assert scale("--model", "a b", "down", name).returncode == 0
+    assert not log.exists()
+    assert scale("sideways", "decode").returncode == 2
+    assert scale("up").returncode == 2
 
 
 def test_the_configuration_page_is_current() -> None:

@@ -110,6 +110,15 @@ def test_torch_is_asked_for_gpus_only_where_there_may_be_some(
     assert gpus.num_gpus(devices) == found
 
 
+def test_scaling_down_leaves_alone_what_would_be_started_again(model: Path, tmp_path: Path) -> None:
+    steering = {"steer": "act", "steer_slo": "ttft=1,tpot=0.1", "steer_profile": "x"}
+    made = planned(model, tmp_path, decode="2", steer_keep="base-*", **steering)
+    assert made.coordinator.steering is not None
+    assert made.coordinator.steering.keep == ("base-*", "prefill-0", "decode-0", "decode-1")
+    flexible = planned(model, tmp_path, flexible="true", **steering)
+    assert flexible.coordinator.steer_keep == "worker-0,worker-1"
+
+
 def test_without_a_key_only_if_told_so(model: Path, tmp_path: Path) -> None:
     made = planned(model, tmp_path, insecure="true")
     assert made.coordinator.key_file is None

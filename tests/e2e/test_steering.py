@@ -1,14 +1,21 @@
-"""`splitserve up --steer act` under a load that its workers are in the wrong roles for: one changes, and no stream is lost."""
+"""`splitserve up --steer act` under a load that its workers are in the wrong roles for, or too few: one changes its role, one more comes
+and goes again, and no stream is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
-from e2e.cluster import NEVER_DEAD, PATIENCE_S, Cluster, running
+import pytest
+from e2e.cluster import NEVER_DEAD, PATIENCE_S, Cluster, free_port, running, wait_for
 
 from splitserve.bench.steer_live import Streamed, stream
 from splitserve.deploy.settings import DEMO_MODEL
@@ -17,6 +24,8 @@ from splitserve.planner.trace.request import TraceRequest
 
 RATE = 12.0  # requests a second: half as many again as one prefill worker can take
 FLIPPED_WITHIN_S = 40.0
+COOLDOWN_S = 20.0  # longer than a worker takes to start
+SCALE = Path(__file__).resolve().parents[2] / "deploy" / "scale.sh"
 NUM_PROMPT_TOKENS, NUM_TOKENS = 400, 4
 PROFILE = Profile(
     name="slow at prompts",
@@ -26,13 +35,18 @@ PROFILE = Profile(
 )
 
 
-def test_a_worker_changes_its_role_where_the_load_calls_for_it_and_no_stream_is_lost(tmp_path: Path) -> None:
-    model = tmp_path / "model"
+def model_and_profile(folder: Path) -> tuple[Path, Path]:
+    """What paced workers need of a model, and their profile."""
+    model, profile = folder / "model", folder / "profile.json"
     model.mkdir()
     for file in DEMO_MODEL.glob("*.json"):
         shutil.copy(file, model)
-    profile = tmp_path / "profile.json"
     PROFILE.write(profile)
+    return model, profile
+
+
+def test_a_worker_changes_its_role_where_the_load_calls_for_it_and_no_stream_is_lost(tmp_path: Path) -> None:
+    model, profile = model_and_profile(tmp_path)
     workers = ("--flexible", "--prefill", "1", "--decode", "2", "--runner", f"paced:{profile}", *NEVER_DEAD)
     steering = ("--steer", "act", "--steer-slo", "ttft=1,tpot=0.2@p90", "--steer-profile", str(profile))
     with running(model, tmp_path, *workers, *steering) as cluster:
@@ -45,6 +59,53 @@ def test_a_worker_changes_its_role_where_the_load_calls_for_it_and_no_stream_is_
     assert [(d["worker"], d["role"]) for d in decided] == [(flip["process"], "prefill") for flip in state["flips"]]
     assert "load" in decided[0]["reason"]
     assert (state["counters"]["workers_lost"], state["counters"]["flips"]) == (0, 1)
+
+
+@pytest.fixture
+def command_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`splitserve` is on the path; what it has started in the background ends with the test."""
+    pids = tmp_path / "pids"
+    pids.touch()
+    (tmp_path / "splitserve").write_text(f'#!/bin/sh\necho $$ >>{pids}\nexec {sys.executable} -m splitserve.deploy.cli "$@"\n')
+    (tmp_path / "splitserve").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    yield
+    for pid in pids.read_text().split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("command_found")
+def test_a_worker_is_started_for_a_queue_and_it_is_the_one_that_goes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the example command; those that `up` would start again stay."""
+    monkeypatch.setenv("SCALE_FOLDER", str(tmp_path / "scaled"))
+    model, profile = model_and_profile(tmp_path)
+    control = f"tcp://127.0.0.1:{free_port()}"
+    command = f"{SCALE} --insecure --model {model} --coordinator {control} --runner paced:{profile}"
+    workers = ("--runner", f"paced:{profile}", "--insecure", "--control-address", control, *NEVER_DEAD)
+    steering = ("--steer", "act", "--steer-slo", "ttft=1,tpot=0.2@p90", "--steer-profile", str(profile), "--steer-command", command)
+    rules = ("--steer-max-workers", "3", "--steer-queue-depth", "20", "--steer-cooldown-s", str(COOLDOWN_S))
+    rules += ("--steer-scale-up-after-s", "0", "--steer-scale-down-after-s", "1")
+    with running(model, tmp_path, *workers, *steering, *rules) as cluster:
+        cluster.wait_whole(1, 1)
+        before = {w["worker_id"]: w["pid"] for w in cluster.state()["workers"]}
+        streams = asyncio.run(burst(cluster, 60))
+        wait_for("a worker came and has gone", lambda: decided(cluster, "scale_down") and len(cluster.state()["workers"]) == 2)
+        assert {w["worker_id"]: w["pid"] for w in cluster.state()["workers"]} == before
+        wait_for("the command was told", lambda: not list((tmp_path / "scaled").iterdir()))
+        assert not [s for s in streams if not s.whole]
+        assert decided(cluster, "scale_down")[0].startswith("scaled-")
+
+
+def decided(cluster: Cluster, kind: str) -> list[str]:
+    return [d["worker"] for d in cluster.state()["steering"]["decisions"] if d["kind"] == kind]
+
+
+async def burst(cluster: Cluster, count: int) -> list[Streamed]:
+    """So many streams at once."""
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S, trust_env=False) as http:
+        request = TraceRequest(0.0, NUM_PROMPT_TOKENS, NUM_TOKENS)
+        return list(await asyncio.gather(*(stream(http, number, request, Streamed(0.0, NUM_TOKENS)) for number in range(count))))
 
 
 async def load_until_flipped(cluster: Cluster) -> list[Streamed]:

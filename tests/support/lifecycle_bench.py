@@ -59,7 +59,7 @@ class Bench:
     def load(self, name: str, held: list[int], steps: int = 0, busy: bool = False, draining: bool = False, **other: Any) -> list[Action]:
         numbers = dict.fromkeys(("blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens"), 0)
         more = {"blocks_free": 50, "steps": steps, "busy": busy, "accepting": True, "draining": draining, "dispatches": u32(held), **other}
-        return self.say(name, Load(worker_id=name, incarnation=1, **numbers, **more))
+        return self.say(name, Load(worker_id=name, incarnation=1, **{**numbers, **more}))
 
 
 def tokens(actions: list[Action]) -> list[int]:
