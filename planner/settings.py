@@ -285,7 +285,12 @@ class PlanSettings(BaseModel):
     max_price_per_hour: float | None = Field(default=None, gt=0, description="Highest price of all workers together.")
     max_watts: float | None = Field(default=None, gt=0, description="Highest power of all workers together, each at what its role draws.")
     workers_per_host: int = Field(default=1, ge=1, le=100_000, description=WORKERS_PER_HOST)
-    requests: int = Field(default=1000, ge=20, le=10_000_000, description="Plan on the trace's first so many requests.")
+    requests: int = Field(
+        default=1000,
+        ge=20,
+        le=10_000_000,
+        description="Plan on the trace's first so many requests: it takes time in proportion, and says where so few cannot tell.",
+    )
     chunk_budgets: str = Field(
         default="512,2048", pattern=r"^[1-9]\d{0,6}(,[1-9]\d{0,6})*$", description="Prompt tokens in a step to choose from, with commas."
     )
