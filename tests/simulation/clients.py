@@ -136,6 +136,7 @@ class Clients:
         for client in list(self.pending.values()):
             if client.coordinator is coordinator:
                 client.orphaned = True
+                self.counts["orphaned: their coordinator died"] += 1
                 del self.pending[client.request.request_id]
 
     def tried(self, prefill: Prefill, worker: PeerId) -> None:

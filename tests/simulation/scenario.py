@@ -189,6 +189,7 @@ def draw_scenario(seed: int) -> Scenario:
     if (product_limits := limits.random() < 0.3) and limits.random() < 0.4:
         chosen["poison"] = EVERYTHING.poison * 2 ** limits.uniform(-1.0, 1.0)
     cluster = Cluster(
+        num_mixed=Random(f"mixed {seed}").choice([0, 0, 0, 0, 1, 2]),
         rendezvous=rendezvous,
         walled=meetings.choice([0.0, 0.0, 0.2]),
         num_flexible=flips.choice([1, 2, 3]) if flexible else 0,
