@@ -3,7 +3,9 @@
 With ``--runner paced`` (default) the workers take profiled times and compute nothing; with ``--runner model`` they run the model that was
 profiled. First come single requests on the idle cluster: from those, and from nothing under load, ``coordinator_s``, the loop around a
 decode step and the time of a join on *this* machine are set. Then the workloads: percentiles of TTFT, TPOT and E2E, live against simulated.
-The exit status is 1 where one is off by more than 5% (a model: 10%, its p99 15%).
+The exit status is 1 where one is off by more than 5% (a model: 10%, its p99 15%). A load generator is never on time to the millisecond, and
+who comes first decides who shares a step with whom: what the simulator says when arrivals are up to 2 ms late, drawn anew eight times, is
+told beside each percentile that is missed.
 
     python -m splitserve.bench.validate_live --clusters 2P2D 4P4D 6P2D 12P12D 1M --seconds 90 \\
         --traces AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv --json out.json
@@ -19,11 +21,12 @@ import asyncio
 import contextlib
 import itertools
 import json
+import random
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,8 @@ PACED = Profile(
     prefill=StepModel(pieces=(Piece(curve=((0, 0.02), (512, 0.08)), read_s=5e-8),)),
     decode=StepModel(pieces=(Piece(curve=((0, 0.03), (64, 0.06)), read_s=3e-7),)),
 )
+LATE_S, NUM_LATE = 0.002, 8
+"""What lateness of arrivals alone does to the simulated percentiles: up to so much, drawn so often."""
 ALONE = ((64, 1), (64, 33), (400, 2))
 """Single requests for the calibration: prompt and output tokens."""
 
@@ -89,7 +94,9 @@ def missed(found: dict[str, Any]) -> Iterator[str]:
             for name, errors in result["error"].items():
                 for percentile, error in errors.items():
                     if abs(error) > (allowed := one["bounds"][percentile]):
-                        yield f"{cluster}, {workload}: {name} {percentile} is off by {error:+.1%}, {allowed:.0%} are allowed"
+                        low, high = result["error_when_late"][name][percentile]
+                        told = f"{low:+.1%} to {high:+.1%} with arrivals up to {1e3 * LATE_S:.0f} ms late"
+                        yield f"{cluster}, {workload}: {name} {percentile} is off by {error:+.1%} ({told}), {allowed:.0%} are allowed"
 
 
 def validated(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -222,7 +229,7 @@ def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder
         path = folder / f"alone-{index}.jsonl"
         write_trace(path, Trace("alone", lambda requests=requests: iter(requests)))  # type: ignore[misc]
         live.append(medians(of_samples(asyncio.run(replayed(url, path, next(seeds))))))
-        modelled.append(medians(of_records(simulated(simulated_cluster(arguments, profile, 0.0), path))))
+        modelled.append(medians(of_records(simulated(simulated_cluster(arguments, profile, 0.0), open_trace(path)))))
     coordinator_s = max(0.0, live[0]["ttft"] - modelled[0]["ttft"])
     first = live[2]["tpot"] - modelled[2]["tpot"]  # its only other token has waited for the join
     loop_s = max(0.0, ((live[1]["tpot"] - modelled[1]["tpot"]) * 32 - first) / 31)
@@ -242,10 +249,17 @@ def simulated_cluster(arguments: argparse.Namespace, profile: Profile, coordinat
     return Cluster(pools=pools, coordinator_s=coordinator_s, workers_per_host=on_one_host)
 
 
-def simulated(cluster: Cluster, path: Path) -> list[RequestRecord]:
+def simulated(cluster: Cluster, trace: Trace) -> list[RequestRecord]:
     records: list[RequestRecord] = []
-    Simulation(cluster, on_record=records.append).run(open_trace(path))
+    Simulation(cluster, on_record=records.append).run(trace)
     return records
+
+
+def late(trace: Trace, seed: int) -> Trace:
+    """Each request up to ``LATE_S`` later."""
+    draw = random.Random(seed)
+    requests = sorted((replace(r, arrival_s=r.arrival_s + draw.uniform(0, LATE_S)) for r in trace), key=lambda r: r.arrival_s)
+    return Trace(trace.name, lambda: iter(requests), trace.block_size)
 
 
 Times = dict[str, list[float]]
@@ -276,11 +290,12 @@ def medians(times: Times) -> dict[str, float]:
 def compared(runs: Sequence[Sequence[Sample]], cluster: Cluster, path: Path) -> dict[str, Any]:
     """Percentiles of both, and by how much the simulated are off. Live ones are each the median over the runs of the same trace."""
     began = time.process_time()
-    records = simulated(cluster, path)
+    records = simulated(cluster, open_trace(path))
     took = time.process_time() - began
     each = [percentiles(of_samples(samples)) for samples in runs]
     live = {name: {p: float(np.median([run[name][p] for run in each])) for p in each[0][name]} for name in each[0]}
     modelled = percentiles(of_records(records))
+    when_late = [percentiles(of_records(simulated(cluster, late(open_trace(path), seed)))) for seed in range(NUM_LATE)]
     return {
         "requests": len(records),
         "rate": mean_rate(open_trace(path)),
@@ -288,8 +303,16 @@ def compared(runs: Sequence[Sequence[Sample]], cluster: Cluster, path: Path) -> 
         "live_runs": each,
         "simulated": modelled,
         "error": {name: {p: modelled[name][p] / live[name][p] - 1 for p in live[name]} for name in live},
+        "error_when_late": {
+            name: {p: extremes(one[name][p] / at - 1 for one in when_late) for p, at in of_name.items()} for name, of_name in live.items()
+        },
         "simulated_requests_per_cpu_s": len(records) / took,
     }
+
+
+def extremes(values: Iterable[float]) -> tuple[float, float]:
+    known = sorted(values)
+    return known[0], known[-1]
 
 
 def percentiles(times: Times) -> dict[str, dict[str, float]]:

@@ -12,20 +12,33 @@ import pytest
 from splitserve.bench import validate_live
 from splitserve.bench.load_sample import Sample
 from splitserve.bench.settings import LoadSettings
-from splitserve.bench.validate_live import BOUNDS, PACED, limited, missed, parsed, simulated, simulated_cluster, validated
+from splitserve.bench.validate_live import BOUNDS, LATE_S, PACED, late, limited, missed, parsed, simulated, simulated_cluster, validated
 from splitserve.bench.workload import planned_requests
 from splitserve.planner.trace.readers import open_trace
 
 
 def result(ttft_p99: float, runner: str) -> dict[str, Any]:
     errors = {"ttft": {"p50": 0.04, "p90": -0.049, "p99": ttft_p99}, "e2e": {"p50": 0.0, "p90": 0.0, "p99": 0.0}}
-    return {"bounds": BOUNDS[runner], "workloads": {"code": {"error": errors}}}
+    when_late = {name: dict.fromkeys(of_name, (-0.07, 0.02)) for name, of_name in errors.items()}
+    return {"bounds": BOUNDS[runner], "workloads": {"code": {"error": errors, "error_when_late": when_late}}}
 
 
 def test_a_percentile_that_is_further_off_than_allowed_is_named() -> None:
     found = {"2P2D": result(0.03, "paced"), "4P4D": result(-0.12, "paced")}
-    assert list(missed(found)) == ["4P4D, code: ttft p99 is off by -12.0%, 5% are allowed"]
+    late = "-7.0% to +2.0% with arrivals up to 2 ms late"
+    assert list(missed(found)) == [f"4P4D, code: ttft p99 is off by -12.0% ({late}), 5% are allowed"]
     assert not list(missed({"1P1D": result(-0.12, "model")}))
+
+
+def test_late_arrivals_are_the_same_requests_a_little_later(tmp_path: Path) -> None:
+    options = {"prefill": 1, "decode": 1, "mixed": 0, "max_batch_tokens": 512, "max_num_seqs": 64, "traces": None}
+    arguments = argparse.Namespace(**options, requests=40, seconds=0.0, load=0.7)
+    trace = open_trace(limited(arguments, PACED, "conversation", tmp_path))
+    once, again, otherwise = (list(late(trace, seed)) for seed in (1, 1, 2))
+    assert once == again != otherwise
+    assert sorted(r.num_prompt_tokens for r in once) == sorted(r.num_prompt_tokens for r in trace)
+    on_time = sorted(r.arrival_s for r in trace)
+    assert all(0 <= moved.arrival_s - at <= LATE_S for moved, at in zip(once, on_time, strict=True))
 
 
 def test_a_workload_lasts_as_long_as_asked_however_large_the_cluster(tmp_path: Path) -> None:
@@ -48,7 +61,7 @@ def test_a_mixed_worker_is_held_against_a_colocated_one(tmp_path: Path, monkeypa
     arguments.prefill, arguments.decode, arguments.mixed = arguments.clusters["1M"]
     cluster = simulated_cluster(arguments, PACED, 0.0)
     assert [(pool.role, pool.count) for pool in cluster.pools] == [("colocated", 1)]
-    records = simulated(cluster, limited(arguments, PACED, "code", tmp_path))
+    records = simulated(cluster, open_trace(limited(arguments, PACED, "code", tmp_path)))
     assert len(records) == 30
     monkeypatch.setattr("sys.argv", ["validate_live", "--clusters", "2D1X"])
     with pytest.raises(SystemExit):
