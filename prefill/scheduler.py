@@ -248,8 +248,7 @@ class PrefillScheduler:
         return step.batch.num_tokens >= self._max_batch_tokens or len(step.chunks) == self._max_num_seqs
 
     def shrink(self, step: PrefillStep) -> bool:
-        """The step ran out of memory: its chunks are computed again, in steps of half as many tokens for a while. False: it is down to
-        a block already, and nothing was done."""
+        """The step ran out of memory: half as many tokens a step for a while. False: it is down to a block, and nothing was done."""
         if step.batch.num_tokens <= self.block_size:
             return False
         self._budget, self._steps_at_budget = step.batch.num_tokens // 2, 0
@@ -257,8 +256,7 @@ class PrefillScheduler:
         return True
 
     def separate(self, step: PrefillStep) -> bool:
-        """The step raised: each of its prompts is computed with nobody else in its steps from now on. False: one was alone in it, and
-        nothing was done."""
+        """The step raised: each of its prompts is computed alone from now on. False: one was alone in it, and nothing was done."""
         if len(step.chunks) == 1:
             return False
         for chunk in step.chunks:

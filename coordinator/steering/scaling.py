@@ -116,10 +116,9 @@ class Scaling:
         if capacity is None:
             return None
         wanted, _ = capacity.best(picture, prefill + decode - 1)
-        first, second = ("prefill", "decode") if wanted < prefill else ("decode", "prefill")
+        order: tuple[Role, Role] = ("prefill", "decode") if wanted < prefill else ("decode", "prefill")
+        first, second = order
         if first in spare:
-            return "prefill" if first == "prefill" else "decode"
+            return first
         left = capacity.pressure(picture, prefill - 1, decode) if second == "prefill" else capacity.pressure(picture, prefill, decode - 1)
-        if second in spare and left.worst < self._options.scale_down_below:
-            return "prefill" if second == "prefill" else "decode"
-        return None
+        return second if second in spare and left.worst < self._options.scale_down_below else None

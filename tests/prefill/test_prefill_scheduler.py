@@ -195,12 +195,18 @@ def test_a_step_out_of_memory_is_done_again_in_halves_until_it_is_one_block() ->
     assert [s.num_computed for s in scheduler.pinned.values()] == [40]
 
 
-def test_the_budget_grows_back_after_good_steps() -> None:
+def make_shrunk() -> PrefillScheduler:
+    """Its first step, of 16 tokens, has run out of memory."""
     scheduler = make(num_blocks=300, budget=16)
     scheduler.add(spec(1, list(range(1000))), PEER, 0.0)
     step = scheduler.schedule(0.0)
     assert step is not None
     assert scheduler.shrink(step)
+    return scheduler
+
+
+def test_the_budget_grows_back_after_good_steps() -> None:
+    scheduler = make_shrunk()
     sizes = []
     while (step := scheduler.schedule(0.0)) is not None:
         check(step)
@@ -212,11 +218,7 @@ def test_the_budget_grows_back_after_good_steps() -> None:
 
 
 def test_the_budget_does_not_grow_back_while_nothing_is_computed() -> None:
-    scheduler = make(num_blocks=300, budget=16)
-    scheduler.add(spec(1, list(range(1000))), PEER, 0.0)
-    step = scheduler.schedule(0.0)
-    assert step is not None
-    assert scheduler.shrink(step)
+    scheduler = make_shrunk()
     scheduler.drop((1, 1))
     for _ in range(100):
         assert scheduler.schedule(0.0) is None  # a loop that finds nothing to do
