@@ -18,7 +18,7 @@ from ..transport.handoff import PeerId
 from ..transport.host import advertised_address, host_identity
 from ..transport.keys import ClusterKey
 from ..transport.liveness import ProcessIdentity
-from ..transport.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Message, Met, Retired
+from ..transport.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Message, Met, Retire, Retired
 from ..transport.movers.checksum import checksums
 from ..transport.movers.opening import ON_DEVICE, offered
 from ..transport.movers.shm import SharedPool
@@ -102,14 +102,10 @@ class ReceivingEnd:
         """A prefill process of this host that has ended writes no more: what it had leased is free. One of another host that has gone
         silent is shut out first, where its mover can."""
         for peer, process in list(self._processes.items()):
-            if process is None or not process.alive():
+            if (process is None or not process.alive()) and self._movers.ways_in.process_ended(peer, core.receiver):
                 del self._processes[peer]
                 self._identities.pop(peer, None)
-                core.receiver.writer_gone(peer)
-                self._movers.shut_out(peer)
-        for peer in core.receiver.silent_writers(now) | self._movers.leaving:
-            if peer not in self._processes:  # those of this host end with their process
-                self._shut_out(peer, core)
+        self._movers.ways_in.look(self._processes, core.receiver, now)
 
     def close(self) -> None:
         """Ends the channel and all movers."""
@@ -124,6 +120,8 @@ class ReceivingEnd:
                     self._identities[peer] = identity
                 if isinstance(message, Meet) and not self._note_writer(peer, message, core):
                     continue  # it will be said again
+                if isinstance(message, Retire) and not self._movers.ways_in.may_retire(peer, message, core.receiver):
+                    continue  # likewise
                 if isinstance(message, BETWEEN_MOVERS):
                     self._movers.hear(peer, message)
                 else:
@@ -131,17 +129,15 @@ class ReceivingEnd:
                     core.from_peer(peer, message, now)
 
     def _note_writer(self, peer: PeerId, meet: Meet, core: DecodeCore) -> bool:
-        """Whether its end will be noticed: only then may it be given anything."""
-        if meet.host == host_identity():
+        """Whether its end will be noticed, and what it began before can land no more: only then may it be given anything."""
+        here = meet.host == host_identity()
+        if here:
             try:
                 self._processes[peer] = ProcessIdentity.of(meet.pid)
             except OSError as error:
                 _log.warning("cannot look at the process of %s: %s", peer[0], error.strerror)
                 return False
-        else:
-            for earlier in self._movers.earlier(peer):  # it has been started anew: what it wrote before need not be waited for
-                self._shut_out(earlier, core)
-        return True
+        return self._movers.ways_in.may_meet(peer, meet, here, core.receiver)
 
     def _tell(self, peer: PeerId, message: Message) -> None:
         said = self._movers.complete(message, peer) if isinstance(message, Met) else message
@@ -150,7 +146,7 @@ class ReceivingEnd:
         if isinstance(message, Retired) and message.incarnation >= peer[1]:  # nothing more comes from it
             self._identities.pop(peer, None)
             self._processes.pop(peer, None)
-            self._movers.forget(peer)
+            self._movers.ways_in.forget(peer)
 
     def _verify(self, check: Verify, core: DecodeCore, now: float) -> None:
         on_device = self._model.device_blocks if core.receiver.mover_of(check.lease) in ON_DEVICE else None
@@ -162,11 +158,6 @@ class ReceivingEnd:
         if on_device is None:
             self._model.store([block for position, block in zip(check.positions, check.blocks, strict=True) if position not in wrong])
         core.receiver.verified(check.lease, check.positions, sorted(wrong), now)
-
-    def _shut_out(self, peer: PeerId, core: DecodeCore) -> None:
-        if self._movers.shut_out(peer):
-            _log.warning("%s can write no more KV blocks here: it has not answered, or has been started anew", peer[0])
-            core.receiver.writer_shut_out(peer)
 
 
 def advertised_host(settings: DecodeSettings) -> str:

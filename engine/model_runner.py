@@ -79,9 +79,9 @@ class ModelRunner:
     def __init__(self, engine: EngineConfig) -> None:
         self.phases = StartPhases()
         self._num_torch_threads = 1 if engine.exact else engine.num_threads  # torch's own sums change with it
-        torch.set_num_threads(self._num_torch_threads)
         self.config = ModelConfig.from_folder(engine.model_path)
         self.device = select_device(engine.device)
+        self._use_this_thread()
         self.max_model_len = _max_model_len(engine.max_model_len, self.config)
         self.fingerprint = model_fingerprint(engine.model_path)
         self.phases.done("fingerprint")

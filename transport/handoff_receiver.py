@@ -153,7 +153,7 @@ class HandoffReceiver:
     def mover_of(self, lease: int) -> str:
         """The mover that this lease's writer uses; empty where there is no such lease."""
         incoming = self._leases.by_lease.get(lease)
-        return self._writers.movers.get(incoming.peer, "") if incoming is not None else ""
+        return incoming.mover if incoming is not None else ""
 
     def verified(self, lease: int, positions: list[int], wrong: list[int], now: float) -> None:
         """The answer to a Verify action, or to a part of it: ``wrong`` are those of ``positions`` that differ."""
@@ -187,8 +187,8 @@ class HandoffReceiver:
         return self._leases.quarantine.silent_writers(self._times.silence, now)
 
     def writer_shut_out(self, peer: PeerId) -> None:
-        """This peer, dead or not, can write nothing any more by the mover that it was met with: its leases end, what they held is free."""
-        for incoming in self._leases.of_writer(peer):
+        """This peer, dead or not, writes nothing by itself any more that it has begun: those leases end, what they held is free."""
+        for incoming in [i for i in self._leases.of_writer(peer) if i.one_sided]:
             self._end(incoming, "the decode worker has shut its writer out, which did not answer")
         self._leases.free_of_writer(peer)
 
@@ -205,6 +205,7 @@ class HandoffReceiver:
         """Grants offers in order of arrival, until one has no room."""
         while (incoming := self._granting.grant_next(self._worker[1], now)) is not None:
             assert incoming.grant is not None, "it was just made"
+            incoming.mover = self._writers.movers.get(incoming.peer, "")
             self._leases.grant(incoming)
             targets = dict(enumerate(incoming.blocks[incoming.num_cached :], start=incoming.num_cached))
             self._actions.append(OpenLease(incoming.lease, incoming.grant.secret, targets))
@@ -277,7 +278,7 @@ class HandoffReceiver:
     def _hear_checksums(self, incoming: Incoming, first: int, column: bytes) -> None:
         checksums = from_u64(column)
         if incoming.told(first, checksums):
-            if self._writers.one_sided.get(incoming.peer, False):
+            if incoming.one_sided:
                 incoming.arrive(range(first, first + len(checksums)))
             self._check(incoming)
 
@@ -330,7 +331,7 @@ class HandoffReceiver:
 
     def _end(self, incoming: Incoming, reason: str) -> None:
         """The lease ends without a join: the writer must stop, and with a one-sided mover be believed to have stopped."""
-        self._leases.end(incoming, self._writers.one_sided.get(incoming.peer, False))
+        self._leases.end(incoming, incoming.one_sided)
         self._actions.append(CloseLease(incoming.lease))
         self._revoke(incoming.key, incoming.lease, incoming.peer, reason)
 

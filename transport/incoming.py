@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .actions import Verify
-from .handoff import Key, PeerId
+from .handoff import ONE_SIDED_MOVERS, Key, PeerId
 from .messages import Grant, Handoff
 
 
@@ -22,6 +22,7 @@ class Incoming:
     hashes: list[bytes]
     heard: float
     lease: int = 0
+    mover: str = ""  # that its writer has for it
     grant: Grant | None = None
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
@@ -35,6 +36,11 @@ class Incoming:
     checking: set[int] = field(default_factory=set)
     right: set[int] = field(default_factory=set)
     wrong: set[int] = field(default_factory=set)
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether its writer writes this worker's memory by itself."""
+        return self.mover in ONE_SIDED_MOVERS
 
     @property
     def num_travelling(self) -> int:

@@ -76,6 +76,7 @@ class SendingEnd:
         self._wanted_at: dict[PeerId, float] = {}  # when each peer was last asked for anew
         self._looked = 0.0
         self._held_back: dict[PeerId, list[tuple[int, Callable[[], None]]]] = {}
+        self._unsettled: set[int] = set()  # leases under which something may still land that a closed mover had begun
         self.transfers = TransferClock()
 
     @property
@@ -217,8 +218,11 @@ class SendingEnd:
             self._channels[peer].send(message)
 
     def _when_written(self, peer: PeerId, lease: int, say: Callable[[], None]) -> None:
-        """``say`` tells the peer that blocks of this lease can be read, or given to others: not while a put may still be writing."""
+        """``say`` tells the peer that blocks of this lease can be read, or given to others: not while a put may still be writing. Where
+        nobody will know it is not said: the peer shuts us out before it gives those blocks to others."""
         mover = self._movers.get(peer)
+        if lease in self._unsettled:
+            return
         if lease and mover is not None and mover.writing(lease):
             self._held_back.setdefault(peer, []).append((lease, say))
         else:
@@ -264,7 +268,7 @@ class SendingEnd:
 
     def _close_mover(self, peer: PeerId) -> None:
         if (mover := self._movers.pop(peer, None)) is not None:
-            mover.close()
+            self._unsettled.update(mover.close())
             self._say_words(peer, mover)  # its last ones
             self.transfers.forget(peer)
         self._held_back.pop(peer, None)  # Handoff is of no use any more, and Release is said again where it is asked for

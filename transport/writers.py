@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from .handoff import FALLBACK_MOVER, ONE_SIDED_MOVERS, SAME_HOST_MOVERS, PeerId
+from .handoff import FALLBACK_MOVER, SAME_HOST_MOVERS, PeerId
 from .messages import Meet, Met, ModelIdentity, Retire
 from .past import remember
 
@@ -25,8 +25,6 @@ class Writers:
 
     def __init__(self, identity: ModelIdentity, endpoints: MoverEndpoints, num_blocks: int) -> None:
         self._identity, self._endpoints, self._num_blocks = identity, endpoints, num_blocks
-        self.one_sided: dict[PeerId, bool] = {}
-        """By writer, whether it writes this worker's memory by itself."""
         self.movers: dict[PeerId, str] = {}
         """By writer, the one in use."""
         self.pids: dict[PeerId, int] = {}
@@ -35,7 +33,7 @@ class Writers:
 
     def __contains__(self, peer: PeerId) -> bool:
         """Whether a mover was agreed on."""
-        return peer in self.one_sided
+        return peer in self.movers
 
     def meet(self, peer: PeerId, meet: Meet, worker: PeerId) -> Met:
         """The answer to Meet. ``worker``: this decode worker as it is called now. An echo is told that name and nothing else: what it
@@ -51,7 +49,6 @@ class Writers:
         if refused := _difference(self._identity, meet.model) or self._nothing_common(meet, common, same_host):
             return Met(worker_id=worker_id, incarnation=incarnation, refused=refused)
         self._num_failed[peer] = len(meet.failed)
-        self.one_sided[peer] = common[0] in ONE_SIDED_MOVERS
         self.movers[peer] = common[0]
         return Met(
             worker_id=worker_id,
@@ -81,7 +78,6 @@ class Writers:
 
     def forget(self, peer: PeerId) -> None:
         """Its process has ended."""
-        self.one_sided.pop(peer, None)
         self.movers.pop(peer, None)
         self._num_failed.pop(peer, None)
         self.pids.pop(peer, None)

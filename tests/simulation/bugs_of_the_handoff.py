@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from simulation.agents import AgentSource
 from simulation.model import NUM_LAYERS
 
 from splitserve.prefill.core import PrefillCore
@@ -17,6 +18,7 @@ from splitserve.transport.lease_table import LeaseTable
 from splitserve.transport.movers.lease_book import Claim, LeaseBook
 from splitserve.transport.movers.sending_session import SendingSession
 from splitserve.transport.outgoing import Outgoing
+from splitserve.transport.ways_in import WaysIn
 
 Patch = pytest.MonkeyPatch
 
@@ -28,10 +30,8 @@ def reuse_blocks_that_a_stalled_writer_may_still_write(patch: Patch) -> None:
     end = HandoffReceiver._end
 
     def broken(self: Any, incoming: Any, *args: Any) -> None:
-        how = self._writers.one_sided
-        one_sided, how[incoming.peer] = how[incoming.peer], False
+        incoming.mover = "zmq"
         end(self, incoming, *args)
-        how[incoming.peer] = one_sided
 
     patch.setattr(HandoffReceiver, "_end", broken)
 
@@ -186,6 +186,22 @@ def wait_for_ever_for_a_rendezvous(patch: Patch) -> None:
     patch.setattr(SendingSession, "hangs_at", None)
 
 
+# --- a one-sided mover whose puts linger -----------------------------------------------------------
+
+
+def free_what_a_dead_writer_held_while_its_puts_are_on_their_way(patch: Patch) -> None:
+    patch.setattr(WaysIn, "_is_over", lambda self, peer: True)
+
+
+def say_release_though_puts_may_still_land(patch: Patch) -> None:
+    close = AgentSource.close
+    patch.setattr(AgentSource, "close", lambda self: close(self) and ())
+
+
+def wait_for_ever_for_a_writer_that_says_nothing(patch: Patch) -> None:
+    patch.setattr(HandoffReceiver, "silent_writers", lambda self, now: set())
+
+
 BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (reuse_blocks_that_a_stalled_writer_may_still_write, "movers"),
     (let_the_quarantine_end_with_time, "movers"),
@@ -207,5 +223,8 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (leave_the_other_end_of_a_closed_communicator_alone, "rendezvous"),
     (make_a_mover_that_breaks_anew_again_and_again, "rendezvous"),
     (wait_for_ever_for_a_rendezvous, "rendezvous"),
+    (free_what_a_dead_writer_held_while_its_puts_are_on_their_way, "agents"),
+    (say_release_though_puts_may_still_land, "agents"),
+    (wait_for_ever_for_a_writer_that_says_nothing, "agents"),
 ]
 """Each with the scenario in which it is found quickly."""

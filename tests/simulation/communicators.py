@@ -164,9 +164,10 @@ class RendezvousSource(Source):
         self._cancelled.add(lease)
         self.session.cancel(lease)
 
-    def close(self) -> None:
+    def close(self) -> tuple[()]:
         self.session.close()
         self._end.is_torn = True
+        return ()
 
     def _met(self) -> None:
         self.world.counts["communicators made"] += 1

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+from simulation.agents import AgentTarget
 from simulation.communicators import RendezvousTarget
 from simulation.model import EOS
 from simulation.movers import Parcel, ParcelTarget
@@ -17,7 +19,8 @@ from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.transport import actions as act
 from splitserve.transport.handoff import Key
 from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.messages import BETWEEN_MOVERS, FROM_DECODE, Meet, Message, Met, Retired
+from splitserve.transport.messages import BETWEEN_MOVERS, FROM_DECODE, Meet, Message, Met, Retire, Retired
+from splitserve.transport.ways_in import Way, WaysIn
 
 if TYPE_CHECKING:
     from simulation.flexible_process import FlexibleProcess
@@ -25,6 +28,29 @@ if TYPE_CHECKING:
 
 Channel = tuple[SendingEnd, PeerId]
 """Its other end, and the incarnation of ours that it was opened to: who opened it takes all that comes on it for that one's word."""
+
+
+class Mapped:
+    """The way in of who has mapped the memory: open as long as that process lives."""
+
+    one_sided, lingers = True, False
+
+    def shut_out(self, peer: PeerId) -> bool:
+        return False
+
+
+class Booked:
+    """The way in where this process itself writes what comes."""
+
+    one_sided = lingers = False
+
+    def __init__(self, rendezvous: RendezvousTarget | None) -> None:
+        self._rendezvous = rendezvous
+
+    def shut_out(self, peer: PeerId) -> bool:
+        if self._rendezvous is not None:
+            self._rendezvous.shut_out(peer)
+        return True
 
 
 class DecodeProcess(WorkerProcess):
@@ -38,6 +64,9 @@ class DecodeProcess(WorkerProcess):
         super().__init__(world, name, host, num_blocks, process)
         self._target = ParcelTarget(self.memory)
         self.rendezvous = RendezvousTarget(self) if self.world.scenario.cluster.rendezvous else None
+        self._agents = AgentTarget(self)
+        ways: dict[str, Way] = {"shm": Mapped(), "nccl": Booked(self.rendezvous), "nixl": self._agents, "zmq": Booked(None)}
+        self.ways_in = WaysIn(ways, lambda _: world.counts.update(("writers shut out",)))
         self._books = [self._target.book, *([self.rendezvous.book] if self.rendezvous is not None else [])]
         self._checks: deque[act.Verify] = deque()
         self._peers: dict[PeerId, Channel] = {}  # who can be answered
@@ -56,7 +85,7 @@ class DecodeProcess(WorkerProcess):
 
     def make_core(self) -> DecodeCore:
         scheduler = DecodeScheduler(self.blocks, BLOCK_SIZE, self.world.scenario.cluster.max_num_seqs, MAX_MODEL_LEN, EOS)
-        endpoints = MoverEndpoints(("shm", "nccl", "zmq"), self.host, shm_name="shm", data_address=str(self.endpoint))
+        endpoints = MoverEndpoints(("shm", "nccl", "nixl", "zmq"), self.host, shm_name="shm", data_address=str(self.endpoint))
         receiver = HandoffReceiver(
             self.id, MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: self.world.random.randbytes(16), TIMES
         )
@@ -94,20 +123,23 @@ class DecodeProcess(WorkerProcess):
 
     def heartbeat(self) -> None:
         for peer, writer in list(self._watched.items()):
-            if not writer.process_alive:
+            if not writer.process_alive and self.ways_in.process_ended(peer, self.core.receiver):
                 del self._watched[peer]
                 self._peers.pop(peer, None)
-                self.core.receiver.writer_gone(peer)
-                if self.rendezvous is not None:
-                    self.rendezvous.shut_out(peer)
+        self.ways_in.look(self._watched, self.core.receiver, self.now)
         super().heartbeat()
 
     def hear_peer(self, peer: PeerId, channel: Channel, message: Message) -> None:
         known = self._peers.get(peer)
         if known is None or channel[1][1] >= known[1][1]:  # what an older channel still brings is no way back
             self._peers[peer] = channel
-        if isinstance(message, Meet) and message.host == self.host:
-            self._watched[peer] = channel[0].writer
+        if isinstance(message, Meet):
+            if here := message.host == self.host:
+                self._watched[peer] = channel[0].writer
+            if not self.ways_in.may_meet(peer, message, here, self.core.receiver):
+                return
+        if isinstance(message, Retire) and not self.ways_in.may_retire(peer, message, self.core.receiver):
+            return
         if not isinstance(message, BETWEEN_MOVERS):
             self.core.from_peer(peer, message, self.now)
             self.turn()
@@ -132,11 +164,26 @@ class DecodeProcess(WorkerProcess):
             if isinstance(action.message, Retired) and action.message.incarnation >= action.peer[1]:  # nothing more comes from it
                 del self._peers[action.peer]
                 self._watched.pop(action.peer, None)
-                if self.rendezvous is not None:
-                    self.rendezvous.shut_out(action.peer)
-            if isinstance(action.message, Met) and action.message.mover == "nccl" and self.rendezvous is not None:
-                self.rendezvous.sessions.meet(action.peer)
-            self.world.network.send(self.name, end.process.name, action.message, end.process.run, end.hear, opened_to, action.peer)
+                self.ways_in.forget(action.peer)
+            said = self._complete(action.message, action.peer) if isinstance(action.message, Met) else action.message
+            if said is not None:
+                self.world.network.send(self.name, end.process.name, said, end.process.run, end.hear, opened_to, action.peer)
+
+    def _complete(self, met: Met, peer: PeerId) -> Met | None:
+        """With what this peer's mover needs. None: not ready, it will ask again."""
+        if met.mover == "nccl" and self.rendezvous is not None:
+            self.rendezvous.sessions.meet(peer)
+        if met.mover == "nixl":
+            if (address := self._agents.address(peer)) is None:
+                return None
+            met = replace(met, mover_address=address)
+        if met.mover:
+            self.ways_in.met(peer, met.mover)
+        return met
+
+    def die(self) -> None:
+        super().die()
+        self._agents.close_all()
 
     # --- blocks that come ------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 """KV blocks on their way: a one-sided mover that writes the peer's memory, and a two-sided one that sends parcels. (The one
-that needs a rendezvous: communicators.py.)"""
+that needs a rendezvous: communicators.py; the one-sided one whose puts linger: agents.py.)"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,9 +56,13 @@ class Source(ABC):
     def cancel(self, lease: int) -> None:
         """What has not left need not leave."""
 
+    def writing(self, lease: int) -> bool:
+        """Whether puts of this lease may be landing by themselves."""
+        return False
+
     @abstractmethod
-    def close(self) -> None:
-        """The connection ends; what has not left is lost."""
+    def close(self) -> Collection[int]:
+        """The connection ends; what has not left is lost. The leases under which something may still land."""
 
 
 class SharedMemorySource(Source):
@@ -84,8 +88,8 @@ class SharedMemorySource(Source):
     def cancel(self, lease: int) -> None:
         """What is put has left."""
 
-    def close(self) -> None:
-        """There is nothing to end."""
+    def close(self) -> tuple[()]:
+        return ()
 
     def _strike_writer(self) -> None:
         if self.world.strikes(self.faults.freeze_in_put, "freezes in mid-put"):
@@ -127,8 +131,9 @@ class ParcelSource(Source):
     def cancel(self, lease: int) -> None:
         self._cancelled.add(lease)
 
-    def close(self) -> None:
+    def close(self) -> tuple[()]:
         self._closed = True
+        return ()
 
     def _leave(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int, given: list[int]) -> None:
         if self._closed or lease in self._cancelled:

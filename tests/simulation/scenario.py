@@ -61,6 +61,7 @@ class Cluster:
     num_hosts: int = 1  # workers of one host hand blocks over by a one-sided mover, if they have it
     one_sided: float = 0.5  # share of prefill workers that have it
     rendezvous: float = 0.0  # share of workers that have a mover that needs a rendezvous
+    agents: float = 0.0  # share of workers that have a one-sided mover whose puts linger, also between hosts
     walled: float = 0.0  # share of pairs of workers for which it has never worked and never will
     prefill_blocks: int = 160
     decode_blocks: int = 160
@@ -133,6 +134,19 @@ RENDEZVOUS = Faults(
     cancel=0.2,
 )
 FEW_BLOCKS = Cluster(prefill_blocks=40, decode_blocks=28)
+AGENTS = Faults(
+    late_put=0.05,
+    lost_put=0.02,
+    mover_error=0.01,
+    corrupt_put=0.01,
+    kill_every=0.5,
+    freeze_every=0.8,
+    partition_every=1.2,
+    drop=0.01,
+    late=0.02,
+    cancel=0.2,
+    spill_every=1.0,
+)
 NAMED = {
     "calm": Scenario(),
     "network": Scenario(NETWORK),
@@ -156,6 +170,11 @@ NAMED = {
     ),
     "mixed": Scenario(MIXED, Cluster(num_prefill=1, num_decode=1, num_mixed=2, prefill_blocks=80, decode_blocks=80)),
     "rendezvous": Scenario(RENDEZVOUS, Cluster(num_hosts=2, one_sided=0.0, rendezvous=1.0, walled=0.25)),
+    "agents": Scenario(AGENTS, Cluster(num_prefill=3, num_hosts=2, one_sided=0.0, agents=1.0, decode_blocks=80)),
+    "names": Scenario(
+        Faults(late_put=0.1, flip_every=0.3, coordinator_restart_every=1.0, coordinator_freeze_every=2.0, cancel=0.3, kill_every=2.0),
+        Cluster(num_prefill=1, num_decode=1, num_flexible=3, num_hosts=2, one_sided=0.0, agents=1.0, decode_blocks=60),
+    ),
     "patience": Scenario(
         Faults(step_error=0.03, corrupt_put=0.2, partial_put=0.1, mover_error=0.05, step_no_memory=0.02, cancel=0.05), product_limits=True
     ),
@@ -185,12 +204,14 @@ def draw_scenario(seed: int) -> Scenario:
     for name in OF_A_RENDEZVOUS if rendezvous else ():
         if meetings.random() < 0.7:
             chosen[name] = vars(EVERYTHING)[name] * 2 ** meetings.uniform(-1.0, 1.0)
+    agents = Random(f"agents {seed}").choice([0.0, 0.0, 0.5, 1.0])
     limits = Random(f"limits {seed}")
     if (product_limits := limits.random() < 0.3) and limits.random() < 0.4:
         chosen["poison"] = EVERYTHING.poison * 2 ** limits.uniform(-1.0, 1.0)
     cluster = Cluster(
         num_mixed=Random(f"mixed {seed}").choice([0, 0, 0, 0, 1, 2]),
         rendezvous=rendezvous,
+        agents=agents,
         walled=meetings.choice([0.0, 0.0, 0.2]),
         num_flexible=flips.choice([1, 2, 3]) if flexible else 0,
         num_prefill=random.choice([1, 2, 2, 3]),

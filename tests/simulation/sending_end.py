@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from simulation.agents import AgentSource
 from simulation.communicators import RendezvousSource
 from simulation.memory import Memory
 from simulation.model import MASK, NUM_LAYERS
@@ -15,7 +16,7 @@ from simulation.movers import ParcelSource, SharedMemorySource, Source
 from splitserve.transport import actions as act
 from splitserve.transport.errors import MoverError
 from splitserve.transport.handoff_sender import HandoffSender
-from splitserve.transport.messages import BETWEEN_MOVERS, Ack, Message, Placed, u64
+from splitserve.transport.messages import BETWEEN_MOVERS, Ack, Message, Placed, Release, u64
 
 if TYPE_CHECKING:
     from simulation.retiring_role import RetiringRole
@@ -33,11 +34,13 @@ class SendingEnd:
         self._sources: dict[PeerId, Source] = {}
         self._num_broken: Counter[PeerId] = Counter()  # movers that are made anew, since one of them has handed something over
         self._checksums = RunningChecksums(process.memory)
+        self._held_back: dict[PeerId, list[tuple[int, Callable[[], None]]]] = {}  # by lease
+        self._unsettled: set[int] = set()  # leases under which something may still land that a closed mover had begun
         self._doing: dict[type, Callable[[Any], None]] = {
-            act.ToPeer: lambda action: self._send(action.peer, action.message),
+            act.ToPeer: self._say,
             act.Put: self._put,
-            act.SendPlaced: self._send_placed,
-            act.SendHandoff: self._send_handoff,
+            act.SendPlaced: lambda action: self._when_written(action.peer, action.lease, lambda: self._send_placed(action)),
+            act.SendHandoff: lambda action: self._when_written(action.peer, action.lease, lambda: self._send_handoff(action)),
             act.CancelPuts: self._cancel_puts,
             act.Connect: self._connect,
             act.OpenMover: lambda action: self._with_mover(action.peer, lambda: self._open_mover(action)),
@@ -74,6 +77,20 @@ class SendingEnd:
     def carry_out(self, action: Any) -> None:
         self._doing[type(action)](action)
 
+    def _say(self, action: act.ToPeer) -> None:
+        lease = action.message.lease if isinstance(action.message, Release) else 0
+        self._when_written(action.peer, lease, lambda: self._send(action.peer, action.message))
+
+    def _when_written(self, peer: PeerId, lease: int, say: Callable[[], None]) -> None:
+        source = self._sources.get(peer)
+        if lease in self._unsettled:
+            return
+        if lease and source is not None and source.writing(lease):
+            self.world.counts["words held back"] += 1
+            self._held_back.setdefault(peer, []).append((lease, say))
+        else:
+            say()
+
     def _send_placed(self, action: act.SendPlaced) -> None:
         if action.peer in self.channels:
             sums = u64(self._checksums.of(action.source_blocks))
@@ -101,15 +118,21 @@ class SendingEnd:
             self._sources[action.peer] = rendezvous
             self._say_words(action.peer, rendezvous)
             return
+        if met.mover == "nixl":
+            agent = self.world.agents[int(met.mover_address)]
+            self._sources[action.peer] = AgentSource(self.writer, worker_id, agent, lambda source: self._stir(action.peer, source))
+            return
         source = (SharedMemorySource if met.mover == "shm" else ParcelSource)(self.writer, worker_id, process)
         if met.mover == "shm" and source.target() is None:
             raise MoverError("that memory is gone")
         self._sources[action.peer] = source
 
-    def _stir(self, peer: PeerId, source: RendezvousSource) -> None:
+    def _stir(self, peer: PeerId, source: RendezvousSource | AgentSource) -> None:
         """What the live loop does in each turn."""
         if self._sources.get(peer) is source:
             self._with_mover(peer, source.poll)
+            for lease, say in self._held_back.pop(peer, []):
+                self._when_written(peer, lease, say)
             self._say_words(peer, source)
             self.process.turn()
 
@@ -155,8 +178,9 @@ class SendingEnd:
 
     def _close_mover(self, peer: PeerId) -> None:
         if (source := self._sources.pop(peer, None)) is not None:
-            source.close()
+            self._unsettled.update(source.close())
             self._say_words(peer, source)
+        self._held_back.pop(peer, None)
 
     def _forget(self, peer: PeerId) -> None:
         self._close_mover(peer)

@@ -41,7 +41,7 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 160
 MODEL = ModelIdentity(fingerprint="simulated", dtype="int", block_size=BLOCK_SIZE, layout="simulated", block_bytes=8 * BLOCK_SIZE)
 TICK_S, HEARTBEAT_S = 0.1, 0.2
-TIMES = HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0)
+TIMES = HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0, silence=2.5)
 DRAIN_S = 1.5
 LINGER_S = 0.45  # of a role that is over, in a process that goes on: its peers ask again every TIMES.resend
 PeerId = tuple[str, int]
@@ -73,7 +73,10 @@ class WorkerProcess(Process, ABC):
         one_sided = world.random.random() < world.scenario.cluster.one_sided
         rendezvous = world.scenario.cluster.rendezvous
         by_rendezvous = rendezvous > 0.0 and world.random.random() < rendezvous
-        self._movers = (*(("shm",) if one_sided else ()), *(("nccl",) if by_rendezvous else ()), "zmq")
+        agents = world.scenario.cluster.agents
+        by_agent = agents > 0.0 and world.random.random() < agents
+        able = {"shm": one_sided, "nccl": by_rendezvous, "nixl": by_agent, "zmq": True}
+        self._movers = tuple(mover for mover, has in able.items() if has)
         self.core: Any = self.make_core()
         self.after(TICK_S * world.random.random(), self._tick)
 

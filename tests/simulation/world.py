@@ -4,7 +4,7 @@ Nothing of a core is written again here. To be read in this order:
 
     scenario.py              which faults, which cluster
     clock.py, process.py     events, and processes that die, freeze and have clocks of their own
-    network.py, movers.py, communicators.py      what carries messages and KV blocks, badly
+    network.py, movers.py, agents.py, communicators.py      what carries messages and KV blocks, badly
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
     worker_process.py, prefill_process.py, decode_process.py, coordinator_process.py, lines.py      shells, as thin as the live ones
     flexible_process.py      one that is of either role, and changes it
@@ -19,6 +19,7 @@ import random
 from collections import Counter
 
 from simulation.adversary import Adversary
+from simulation.agents import Agent
 from simulation.checks import Checks
 from simulation.clients import Clients
 from simulation.clock import EventQueue
@@ -50,6 +51,7 @@ class World:
         self.given_back: set[tuple[int, int]] = set()  # dispatches that a worker has said to have failed
         self.struck: set[PeerId] = set()  # workers that have ended, stood still or been cut off at some time
         self.communicator_ends: dict[int, CommunicatorEnd] = {}  # by what each says of itself
+        self.agents: dict[int, Agent] = {}  # likewise
         self._number = 0
         self.queue = EventQueue()
         self.network = Network(self)

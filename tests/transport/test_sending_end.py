@@ -77,8 +77,10 @@ class SlowMover:
     def cancel(self, lease: int) -> None:
         """It cannot be called back."""
 
-    def close(self) -> None:
+    def close(self) -> set[int]:
+        leases = {lease for lease, _ in self.under_way}
         self.under_way.clear()
+        return leases
 
 
 class Channel:
@@ -143,8 +145,9 @@ class TalkingMover(SlowMover):
     def words(self) -> list[Message]:
         return [SessionOver(session=1, reason="closed")] if self.is_closed else []
 
-    def close(self) -> None:
+    def close(self) -> set[int]:
         self.is_closed = True
+        return super().close()
 
 
 def test_a_movers_last_words_are_said_when_it_is_closed(end: SendingEnd) -> None:
@@ -152,6 +155,19 @@ def test_a_movers_last_words_are_said_when_it_is_closed(end: SendingEnd) -> None
     mover.fails = True
     assert said(end) == [SessionOver]
     assert end._movers == {}
+
+
+def test_of_what_may_still_land_when_its_mover_is_closed_nothing_is_said_any_more(end: SendingEnd) -> None:
+    """The peer would give those blocks to others."""
+    end._movers[PEER] = mover = TalkingMover()
+    end.carry_out(Put(PEER, 1, b"s" * 16, [(0, 1, 1)]))
+    end.carry_out(Put(PEER, 2, b"s" * 16, [(0, 1, 2)]))
+    mover.finish(2)
+    mover.fails = True
+    assert said(end) == [SessionOver]
+    for lease in (1, 2):
+        end.carry_out(ToPeer(PEER, Release(lease=lease, coordinator=1, dispatch=2)))
+    assert [message.lease for message in end._channels[PEER].said if isinstance(message, Release)] == [2]  # type: ignore[attr-defined]
 
 
 class Reached:

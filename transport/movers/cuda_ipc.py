@@ -105,7 +105,7 @@ class CudaIpcSource:
     def cancel(self, lease: int) -> None:
         """What is under way cannot be called back: see ``writing``."""
 
-    def close(self) -> None:
+    def close(self) -> tuple[()]:
         """Waits for what is under way. Raises MoverError where the GPU does not end it: only the end of this process can then be believed
         to end the writing, so nobody may catch it and go on."""
         os.close(self._process)
@@ -119,3 +119,4 @@ class CudaIpcSource:
                 time.sleep(LOOK_S)
         self._cuda.unmap(self._mapped)
         self._cuda.end_stream(self._stream)
+        return ()

@@ -6,7 +6,7 @@ here blocks; nothing is safe to use from two threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Protocol, TypeAlias, cast, runtime_checkable
 
@@ -29,6 +29,8 @@ class PutTarget(Protocol):
 
     one_sided: bool
     """The writer writes our memory by itself: ``poll`` tells nothing, and closing a lease does not stop a stalled writer."""
+    lingers: bool
+    """What a writer has begun may land when its process has ended, or its end of the mover, until it is shut out."""
 
     @property
     def fd(self) -> int | None:
@@ -79,8 +81,9 @@ class PutSource(Protocol):
     def cancel(self, lease: int) -> None:
         """Forgets this lease: what has not left does not leave, or leaves with whatever its block then holds."""
 
-    def close(self) -> None:
-        """Ends the connection; what has not left is lost."""
+    def close(self) -> Collection[int]:
+        """Ends the connection; what has not left is lost. The leases under which something may still land all the same: their peer has to
+        find out by itself when that is over."""
 
 
 @runtime_checkable

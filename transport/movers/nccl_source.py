@@ -86,7 +86,7 @@ class NcclSource:
         with self._changed:
             self._session.cancel(lease)
 
-    def close(self) -> None:
+    def close(self) -> tuple[()]:
         with self._changed:
             self._session.close()
             self._changed.notify_all()
@@ -94,6 +94,7 @@ class NcclSource:
         if self._communicator is not None:
             self._communicator.close()
         self._thread.join(CLOSE_S)  # one that waits for the peer ends by its own time-out
+        return ()
 
     def _say_entry(self, key: str, value: bytes) -> None:
         with self._changed:

@@ -45,6 +45,8 @@ class NixlTarget(OneSidedTarget):
     """The receiving side: an agent for each peer met, and one spare for the next, made in the background (it takes half a second, or as
     long as registering the pool with an adapter takes)."""
 
+    lingers = True
+
     def __init__(self, pool: Pool) -> None:
         """Raises MoverError where NIXL cannot work here."""
         self._pool = pool
@@ -161,11 +163,13 @@ class NixlSource:
     def cancel(self, lease: int) -> None:
         """What is under way cannot be called back: see ``writing``."""
 
-    def close(self) -> None:
-        """With the agent its connections end: what is under way is written no more."""
+    def close(self) -> set[int]:
+        """With the agent its connections end. What had left by them is with the adapters, or in sockets' buffers, and may still land."""
+        leases = {write.lease for write in self._writes}
         while self._writes:
             self._agent.release(self._writes.pop().handle)
         self._agent.close()
+        return leases
 
 
 class _Agent:

@@ -115,11 +115,12 @@ class ShmSource:
     def cancel(self, lease: int) -> None:
         """Nothing is ever under way."""
 
-    def close(self) -> None:
+    def close(self) -> tuple[()]:
         """Unmaps the peer's pool."""
         del self._target
         self._mapping.close()
         os.close(self._process)
+        return ()
 
 
 def _map(shm_name: str, num_bytes: int) -> tuple[int, mmap.mmap]:

@@ -15,6 +15,7 @@ class OneSidedTarget:
     """The receiving side has nothing to do: the writer writes, and Handoff tells that it has."""
 
     one_sided = True
+    lingers = False
     fd: int | None = None
 
     def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
@@ -38,6 +39,7 @@ class BookedTarget:
     and what has arrived."""
 
     one_sided = False
+    lingers = False
 
     def __init__(self, num_layers: int, layer_bytes: int) -> None:
         self._lock = threading.Lock()

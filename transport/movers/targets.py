@@ -13,6 +13,7 @@ from ..handoff import FALLBACK_MOVER, PeerId
 from ..handoff_receiver import MoverEndpoints
 from ..host import host_identity
 from ..messages import Message, Met
+from ..ways_in import WaysIn
 from .block_memory import DevicePool, HostMemory
 from .cuda_ipc import CudaIpcTarget
 from .cuda_runtime import LoadedCudart
@@ -41,8 +42,6 @@ class MoverTargets:
         """Of the movers ``offered`` those that work here, and zmq: ``shared`` is the pool's memory for shm; zmq listens on
         ``data_listen``, is reached as ``host``. Raises AddressError, or MoverError where the only one does not work."""
         self._targets: dict[str, PutTarget] = {}
-        self._met_by: dict[PeerId, set[str]] = {}
-        self.leaving: set[PeerId] = set()  # of whom ``shut_out`` has to be asked again
         shm_name = ""
         if "cuda_ipc" in offered and device is not None:
             self._targets["cuda_ipc"] = CudaIpcTarget(device.pointer, LoadedCudart(device.device.index or 0))
@@ -54,6 +53,7 @@ class MoverTargets:
         if "nccl" in offered:
             self._targets["nccl"] = NcclTarget(device or HostMemory(pool), pool.shape)
         self._targets[FALLBACK_MOVER] = tcp = TcpTarget(data_listen, pool, plaintext)  # also where another one is forced: it may fail
+        self.ways_in = WaysIn(self._targets, _log.warning)
         movers = tuple(mover for mover in self._targets if mover in offered)
         self.endpoints = MoverEndpoints(movers, host_identity(), shm_name, tcp.data_address(host))
 
@@ -77,29 +77,8 @@ class MoverTargets:
         address = self._targets[met.mover].address(peer)
         if address is None:
             return None
-        self._met_by.setdefault(peer, set()).add(met.mover)
+        self.ways_in.met(peer, met.mover)
         return replace(met, mover_address=address)
-
-    def shut_out(self, peer: PeerId) -> bool:
-        """Whether this peer can write nothing any more by any mover that it was met with."""
-        still = [mover for mover in self._met_by.get(peer, ()) if not self._targets[mover].shut_out(peer)]
-        if not still:
-            self._met_by.pop(peer, None)
-            self.leaving.discard(peer)
-        else:
-            self.leaving.add(peer)
-        return not still
-
-    def forget(self, peer: PeerId) -> None:
-        """It writes no more, and has said so."""
-        for mover in self._met_by.pop(peer, ()):
-            self._targets[mover].shut_out(peer)
-        self.leaving.discard(peer)
-
-    def earlier(self, peer: PeerId) -> list[PeerId]:
-        """Earlier incarnations of this worker that were met and may be writing."""
-        others = [other for other in self._met_by if other[0] == peer[0] and other[1] < peer[1]]
-        return [other for other in others if any(self._targets[mover].one_sided for mover in self._met_by[other])]
 
     def open(self, lease: int, secret: bytes, positions: Mapping[int, int]) -> None:
         for target in self._targets.values():

@@ -92,7 +92,7 @@ class TcpSource:
             self._waiting = deque(parcel for parcel in self._waiting if parcel.lease != lease)
             self._left = [arrival for arrival in self._left if arrival[0] != lease]
 
-    def close(self) -> None:
+    def close(self) -> tuple[()]:
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -101,6 +101,7 @@ class TcpSource:
             connection.interrupt()
         for connection in self._connections:
             connection.join(CLOSE_S)  # one that is still connecting ends by itself, within CONNECT_TIMEOUT_S
+        return ()
 
     def _raise_failure(self) -> None:
         if self._failure:

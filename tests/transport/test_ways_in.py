@@ -1,0 +1,127 @@
+"""Blocks are free only when nothing that was begun to be written into them can land any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from splitserve.transport.handoff import PeerId
+from splitserve.transport.messages import Meet, ModelIdentity, Retire
+from splitserve.transport.ways_in import WaysIn
+
+MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=1)
+OLD, NEW = ("p0", 1), ("p0", 2)
+
+
+@dataclass
+class Target:
+    one_sided: bool
+    lingers: bool
+    closes: bool  # whether it can shut anybody out
+    shut: set[PeerId] = field(default_factory=set)  # who is
+    asked: list[PeerId] = field(default_factory=list)
+
+    def shut_out(self, peer: PeerId) -> bool:
+        self.asked.append(peer)
+        return self.closes if not self.lingers else peer in self.shut
+
+
+@dataclass
+class Receiver:
+    pids: dict[PeerId, int]
+    silent: set[PeerId] = field(default_factory=set)
+    told: list[tuple[str, PeerId]] = field(default_factory=list)
+
+    def writers(self) -> dict[PeerId, int]:
+        return self.pids
+
+    def writer_gone(self, peer: PeerId) -> None:
+        self.told.append(("gone", peer))
+
+    def writer_shut_out(self, peer: PeerId) -> None:
+        self.told.append(("shut out", peer))
+        self.silent.discard(peer)
+
+    def silent_writers(self, now: float) -> set[PeerId]:
+        return set(self.silent)
+
+
+def meet(incarnation: int, pid: int = 7, failed: tuple[str, ...] = ()) -> Meet:
+    return Meet(worker_id="p0", incarnation=incarnation, host="h", pid=pid, model=MODEL, movers=("nixl", "zmq"), failed=failed)
+
+
+class Ways:
+    def __init__(self, mover: str) -> None:
+        self.nixl = Target(one_sided=True, lingers=True, closes=True)
+        targets = {"shm": Target(True, False, False), "nixl": self.nixl, "zmq": Target(False, False, True)}
+        self.sentences: list[str] = []
+        self.ways = WaysIn(targets, self.sentences.append)
+        self.ways.met(OLD, mover)
+        self.receiver = Receiver({OLD: 7})
+
+
+@pytest.mark.parametrize(("mover", "at_once"), [("shm", True), ("zmq", True), ("nixl", False)])
+def test_a_dead_writers_blocks_are_free_when_nothing_of_it_is_under_way(mover: str, at_once: bool) -> None:
+    w = Ways(mover)
+    assert w.ways.process_ended(OLD, w.receiver) is at_once
+    assert w.receiver.told == ([("gone", OLD)] if at_once else [])
+    w.nixl.shut.add(OLD)
+    if not at_once:
+        assert w.ways.process_ended(OLD, w.receiver)
+    assert w.receiver.told == [("gone", OLD)]
+    w.ways.look((), w.receiver, 0.0)
+    assert w.receiver.told == [("gone", OLD)], "nobody is asked for it again"
+
+
+@pytest.mark.parametrize(("mover", "at_once"), [("shm", True), ("nixl", False)])
+def test_a_process_of_another_name_is_met_when_nothing_of_the_old_one_is_under_way(mover: str, at_once: bool) -> None:
+    w = Ways(mover)
+    assert w.ways.may_meet(NEW, meet(2), True, w.receiver) is at_once
+    w.nixl.shut.add(OLD)
+    assert w.ways.may_meet(NEW, meet(2), True, w.receiver)
+    assert w.receiver.told == [], "the core itself sees that it is the same process"
+
+
+@pytest.mark.parametrize(("mover", "at_once"), [("shm", True), ("nixl", False)])
+def test_retire_is_answered_when_nothing_of_that_name_is_under_way(mover: str, at_once: bool) -> None:
+    w = Ways(mover)
+    retire = Retire(pid=7, incarnation=1)
+    assert w.ways.may_retire(NEW, retire, w.receiver) is at_once
+    w.nixl.shut.add(OLD)
+    assert w.ways.may_retire(NEW, retire, w.receiver)
+
+
+def test_who_was_started_anew_elsewhere_is_met_at_once_and_its_old_name_shut_out() -> None:
+    w = Ways("nixl")
+    assert w.ways.may_meet(NEW, meet(2, pid=8), False, w.receiver)
+    assert w.nixl.asked == [OLD]
+    assert not w.receiver.told
+    w.nixl.shut.add(OLD)
+    w.ways.look((), w.receiver, 0.0)
+    assert w.receiver.told == [("shut out", OLD)]
+    assert "p0 can write no more" in w.sentences[0]
+
+
+def test_whose_mover_has_failed_is_met_anew_when_nothing_by_that_one_is_under_way() -> None:
+    w = Ways("nixl")
+    again = meet(1, failed=("nixl",))
+    assert not w.ways.may_meet(OLD, again, False, w.receiver)
+    w.nixl.shut.add(OLD)
+    assert w.ways.may_meet(OLD, again, False, w.receiver)
+    assert w.receiver.told == [("shut out", OLD)], "what it held by that mover is free"
+    w.ways.met(OLD, "zmq")
+    assert w.ways.may_meet(OLD, again, False, w.receiver)
+    assert w.receiver.told == [("shut out", OLD)], "an echo ends nothing of the new one"
+
+
+@pytest.mark.parametrize(
+    ("mover", "here", "ends"), [("nixl", True, True), ("nixl", False, True), ("shm", True, False), ("zmq", False, True)]
+)
+def test_a_silent_writer_is_shut_out_unless_it_has_mapped_the_pool(mover: str, here: bool, ends: bool) -> None:
+    w = Ways(mover)
+    w.receiver.silent.add(OLD)
+    w.nixl.shut.add(OLD)
+    for now in (0.0, 1.0):
+        w.ways.look([OLD] if here else [], w.receiver, now)
+    assert w.receiver.told == ([("shut out", OLD)] if ends else [])
