@@ -5,7 +5,9 @@ profiled. First come single requests on the idle cluster: from those, and from n
 decode step and the time of a join on *this* machine are set. Then the workloads: percentiles of TTFT, TPOT and E2E, live against simulated.
 The exit status is 1 where one is off by more than 5% (a model: 10%, its p99 15%). A load generator is never on time to the millisecond, and
 who comes first decides who shares a step with whom: what the simulator says when arrivals are up to 2 ms late, drawn anew eight times, is
-told beside each percentile that is missed.
+told beside each percentile that is missed. With a model the workers log their steps, and a second simulation is told how fast the machine
+was in each five seconds of the live run (live_pace.py): by that the machine's part in what the first one is off by can be told from the
+simulator's.
 
     python -m splitserve.bench.validate_live --clusters 2P2D 4P4D 6P2D 12P12D 1M --seconds 90 \\
         --traces AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv --json out.json
@@ -29,12 +31,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..deploy.settings import DEMO_MODEL
 from ..engine.latency_profile import Memory, Piece, Profile, StepModel
+from ..engine.step_log import read_step_logs
 from ..planner.profile.handoff import measure_movers
 from ..planner.simulator.cluster import Cluster, Pool, PoolRole
 from ..planner.simulator.records import RequestRecord
@@ -48,6 +51,7 @@ from ..planner.workload.lengths import MarginalLengths
 from ..planner.workload.workload import Workload
 from .environment import environment
 from .live_cluster import live_cluster
+from .live_pace import LivePace
 from .load import generate_load
 from .load_report import times_of
 from .load_sample import Sample
@@ -68,6 +72,8 @@ PACED = Profile(
 )
 LATE_S, NUM_LATE = 0.002, 8
 """What lateness of arrivals alone does to the simulated percentiles: up to so much, drawn so often."""
+STEPS = "steps"
+"""The folder of the workers' logs."""
 ALONE = ((64, 1), (64, 33), (400, 2))
 """Single requests for the calibration: prompt and output tokens."""
 
@@ -79,19 +85,21 @@ def main() -> int:
         print(f"--- {name}", flush=True)
         arguments.prefill, arguments.decode, arguments.mixed = counts
         found[name] = validated(arguments)
-        misses = list(missed(found))
+        misses, own_misses = list(missed(found, "error")), list(missed(found, "error_at_its_pace"))
         if arguments.json:
-            said = {"environment": told, "clusters": found, "missed": misses}
+            said = {"environment": told, "clusters": found, "missed": misses, "missed_at_its_pace": own_misses}
             arguments.json.write_text(json.dumps(said, indent=1) + "\n")
     print("\n".join(misses) or "every percentile agrees", flush=True)
+    if arguments.runner == "model":
+        print("told how fast the machine was:", *(own_misses or ["every percentile agrees"]), sep="\n", flush=True)
     return int(bool(misses))
 
 
-def missed(found: dict[str, Any]) -> Iterator[str]:
+def missed(found: dict[str, Any], which: str) -> Iterator[str]:
     """A line for each percentile that is further off than allowed."""
     for cluster, one in found.items():
         for workload, result in one["workloads"].items():
-            for name, errors in result["error"].items():
+            for name, errors in result.get(which, {}).items():
                 for percentile, error in errors.items():
                     if abs(error) > (allowed := one["bounds"][percentile]):
                         low, high = result["error_when_late"][name][percentile]
@@ -112,7 +120,7 @@ def validated(arguments: argparse.Namespace) -> dict[str, Any]:
         results = {}
         for workload, path in traces.items():
             runs = [asyncio.run(replayed(url, path, next(seeds))) for _ in range(arguments.repeats)]
-            results[workload] = compared(runs, cluster, path)
+            results[workload] = compared(runs, cluster, path, paces(arguments, profile, folder, runs))
             show(workload, results[workload])
     constants = {"coordinator_s": coordinator_s, "loop_s": profile.decode_loop_s, "join_s": profile.handoff.join_s}
     said = {"bounds": BOUNDS[arguments.runner], "profile": profile.model_dump(mode="json", exclude_none=True)}
@@ -201,20 +209,38 @@ def command_line(arguments: argparse.Namespace, profile: Profile, folder: Path) 
         "--prefill-max-batch-tokens": arguments.max_batch_tokens,
         "--num-blocks": profile.memory.num_blocks,
     }
+    if arguments.runner == "model":
+        options["--step-log"] = folder / STEPS
     if arguments.runner == "paced":
         profile.write(folder / "paced.json")
         options["--runner"] = f"paced:{folder / 'paced.json'}"
     return [str(word) for option in options.items() for word in option]
 
 
-async def replayed(url: str, path: Path, seed: int) -> list[Sample]:
-    """What the clients saw. Another seed: other prompts of the same lengths, so that nothing of them is cached from an earlier replay."""
+class Replay(NamedTuple):
+    """What the clients saw, and when it began (seconds of the monotonic clock)."""
+
+    samples: list[Sample]
+    began: float
+
+
+async def replayed(url: str, path: Path, seed: int) -> Replay:
+    """The trace, live. Another seed: other prompts of the same lengths, so that nothing of them is cached from an earlier replay."""
     settings = LoadSettings(url=url, trace=path, vocab_size=250, seed=seed, timeout_s=600)
-    samples, _ = await generate_load(settings)
+    samples, seconds = await generate_load(settings)
+    began = time.monotonic() - seconds
     failed = [sample.error for sample in samples if sample.error]
     if failed:
         raise SystemExit(f"{len(failed)} requests failed, the first: {failed[0]}")
-    return samples
+    return Replay(samples, began)
+
+
+def paces(arguments: argparse.Namespace, profile: Profile, folder: Path, runs: Sequence[Replay]) -> list[LivePace | None]:
+    """How fast the machine was in each of these runs; None where workers are paced."""
+    if arguments.runner != "model":
+        return [None] * len(runs)
+    steps = list(read_step_logs(folder / STEPS))
+    return [LivePace(steps, profile, run.began) for run in runs]
 
 
 def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder: Path, seeds: Iterator[int]) -> tuple[Profile, float]:
@@ -228,8 +254,10 @@ def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder
         requests = [TraceRequest(1.5 * i, prompt, output) for i in range(7)]
         path = folder / f"alone-{index}.jsonl"
         write_trace(path, Trace("alone", lambda requests=requests: iter(requests)))  # type: ignore[misc]
-        live.append(medians(of_samples(asyncio.run(replayed(url, path, next(seeds))))))
-        modelled.append(medians(of_records(simulated(simulated_cluster(arguments, profile, 0.0), open_trace(path)))))
+        run = asyncio.run(replayed(url, path, next(seeds)))
+        live.append(medians(of_samples(run.samples)))
+        (pace,) = paces(arguments, profile, folder, [run])
+        modelled.append(medians(of_records(simulated(simulated_cluster(arguments, profile, 0.0), open_trace(path), pace))))
     coordinator_s = max(0.0, live[0]["ttft"] - modelled[0]["ttft"])
     first = live[2]["tpot"] - modelled[2]["tpot"]  # its only other token has waited for the join
     loop_s = max(0.0, ((live[1]["tpot"] - modelled[1]["tpot"]) * 32 - first) / 31)
@@ -249,9 +277,12 @@ def simulated_cluster(arguments: argparse.Namespace, profile: Profile, coordinat
     return Cluster(pools=pools, coordinator_s=coordinator_s, workers_per_host=on_one_host)
 
 
-def simulated(cluster: Cluster, trace: Trace) -> list[RequestRecord]:
+def simulated(cluster: Cluster, trace: Trace, pace: LivePace | None = None) -> list[RequestRecord]:
+    """``pace``: the steps' times are then as they were, with what workers of one host cost each other in them."""
     records: list[RequestRecord] = []
-    Simulation(cluster, on_record=records.append).run(trace)
+    if pace is not None:
+        cluster = cluster.model_copy(update={"workers_per_host": 1})
+    Simulation(cluster, on_record=records.append, pace=pace).run(trace)
     return records
 
 
@@ -263,6 +294,7 @@ def late(trace: Trace, seed: int) -> Trace:
 
 
 Times = dict[str, list[float]]
+Percentiles = dict[str, dict[str, float]]
 
 
 def of_samples(samples: Sequence[Sample]) -> Times:
@@ -287,13 +319,13 @@ def medians(times: Times) -> dict[str, float]:
     return {name: float(np.median(values)) if values else 0.0 for name, values in times.items()}
 
 
-def compared(runs: Sequence[Sequence[Sample]], cluster: Cluster, path: Path) -> dict[str, Any]:
+def compared(runs: Sequence[Replay], cluster: Cluster, path: Path, paces: Sequence[LivePace | None]) -> dict[str, Any]:
     """Percentiles of both, and by how much the simulated are off. Live ones are each the median over the runs of the same trace."""
     began = time.process_time()
     records = simulated(cluster, open_trace(path))
     took = time.process_time() - began
-    each = [percentiles(of_samples(samples)) for samples in runs]
-    live = {name: {p: float(np.median([run[name][p] for run in each])) for p in each[0][name]} for name in each[0]}
+    each = [percentiles(of_samples(run.samples)) for run in runs]
+    live = medians_of(each)
     modelled = percentiles(of_records(records))
     when_late = [percentiles(of_records(simulated(cluster, late(open_trace(path), seed)))) for seed in range(NUM_LATE)]
     return {
@@ -302,7 +334,8 @@ def compared(runs: Sequence[Sequence[Sample]], cluster: Cluster, path: Path) -> 
         "live": live,
         "live_runs": each,
         "simulated": modelled,
-        "error": {name: {p: modelled[name][p] / live[name][p] - 1 for p in live[name]} for name in live},
+        "error": errors(modelled, live),
+        **at_its_pace(cluster, path, live, [pace for pace in paces if pace is not None]),
         "error_when_late": {
             name: {p: extremes(one[name][p] / at - 1 for one in when_late) for p, at in of_name.items()} for name, of_name in live.items()
         },
@@ -310,12 +343,30 @@ def compared(runs: Sequence[Sequence[Sample]], cluster: Cluster, path: Path) -> 
     }
 
 
+def at_its_pace(cluster: Cluster, path: Path, live: Percentiles, paces: Sequence[LivePace]) -> dict[str, Any]:
+    """The same for simulations that are told how fast the machine was in each of the runs."""
+    if not paces:
+        return {}
+    modelled = medians_of([percentiles(of_records(simulated(cluster, open_trace(path), pace))) for pace in paces])
+    told = [pace.told() for pace in paces]
+    return {"pace": told, "simulated_at_its_pace": modelled, "error_at_its_pace": errors(modelled, live)}
+
+
+def errors(modelled: Percentiles, live: Percentiles) -> Percentiles:
+    return {name: {p: modelled[name][p] / of_name[p] - 1 for p in of_name} for name, of_name in live.items()}
+
+
+def medians_of(each: Sequence[Percentiles]) -> Percentiles:
+    """Percentile by percentile."""
+    return {name: {p: float(np.median([one[name][p] for one in each])) for p in each[0][name]} for name in each[0]}
+
+
 def extremes(values: Iterable[float]) -> tuple[float, float]:
     known = sorted(values)
     return known[0], known[-1]
 
 
-def percentiles(times: Times) -> dict[str, dict[str, float]]:
+def percentiles(times: Times) -> Percentiles:
     return {name: {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)} for name, values in times.items()}
 
 
@@ -327,6 +378,11 @@ def show(workload: str, result: dict[str, Any]) -> None:
             f"{p} {1e3 * live[p]:8.1f} ms{spread(result, name, p)}, simulated {1e3 * modelled[p]:8.1f} ({error[p]:+.1%})" for p in live
         ]
         print(f"  {name:5}" + "   ".join(cells), flush=True)
+    for one in result.get("pace", ()):
+        told = (f"{role} steps took {p['mean']:.2f} times (in 5 s: {p['p10']:.2f} to {p['p90']:.2f})" for role, p in one.items())
+        print(f"  beside the profile, {' and '.join(told)}")
+    for name, found in result.get("error_at_its_pace", {}).items():
+        print(f"  {name:5}told that, the simulator is off by " + ", ".join(f"{error:+.1%} ({p})" for p, error in found.items()), flush=True)
 
 
 def spread(result: dict[str, Any], name: str, percentile: str) -> str:

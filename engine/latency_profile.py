@@ -227,6 +227,16 @@ def shipped_names() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.json"))
 
 
+def parts_of(batch: Batch) -> tuple[list[tuple[int, int]], int, int]:
+    """Prompt chunks as (cached tokens before, new tokens); how many sequences decode, and the tokens of these in all. (Those with one token
+    that continue what is cached decode.)"""
+    new = np.diff(batch.query_start_loc)
+    cached = batch.seq_lens - new
+    decoding = (new == 1) & (cached > 0)
+    chunks = list(zip(cached[~decoding].tolist(), new[~decoding].tolist(), strict=True))
+    return chunks, int(decoding.sum()), int(batch.seq_lens[decoding].sum())
+
+
 class StepClock:
     """Asks a profile how long batches take. What leaves the measured range is counted, and warned of once per quantity if it ``warns``."""
 
@@ -272,12 +282,8 @@ class StepClock:
         return max(0.0, self.prefill(chunks) + self.decode(num_seqs, num_context_tokens) - once)
 
     def batch(self, batch: Batch) -> float:
-        """Seconds of any batch: sequences with one token that continue what is cached decode, the others are prompt chunks."""
-        new = np.diff(batch.query_start_loc)
-        cached = batch.seq_lens - new
-        decoding = (new == 1) & (cached > 0)
-        chunks = list(zip(cached[~decoding].tolist(), new[~decoding].tolist(), strict=True))
-        return self.mixed(chunks, int(decoding.sum()), int(batch.seq_lens[decoding].sum()))
+        """Seconds of any batch."""
+        return self.mixed(*parts_of(batch))
 
     def _watch(self, role: str, model: StepModel, units: float, reads: float, seqs: float) -> None:
         self.num_steps += 1

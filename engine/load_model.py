@@ -14,6 +14,7 @@ from .kv_cache import PoolAllocator
 from .model_runner import EngineConfig, ModelRunner
 from .paced_runner import paced_model
 from .settings import WorkerSettings
+from .step_log import logged
 from .worker_model import WorkerModel
 
 DEFAULT_GPU_CACHE_GIB = 8.0  # its mirror takes as much host memory
@@ -29,7 +30,15 @@ def load_model(
     """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. ``max_decode_seqs``: what a decode worker's batch
     holds at most; ``prefill_tokens``: what a prefill worker's does on a device of this type. Raises EngineError with what to do."""
     if settings.runner != "model":
-        return paced_model(settings, allocate)
+        model = paced_model(settings, allocate)
+    else:
+        model = _computing_model(settings, allocate, max_decode_seqs, prefill_tokens)
+    return logged(model, settings.step_log, settings.worker_id) if settings.step_log is not None else model
+
+
+def _computing_model(
+    settings: WorkerSettings, allocate: PoolAllocator | None, max_decode_seqs: int, prefill_tokens: Callable[[str], int] | None
+) -> WorkerModel:
     device_type = select_device(settings.device).type
     on_gpu = device_type != "cpu"
     cache_gib = settings.kv_cache_gib or (DEFAULT_GPU_CACHE_GIB if on_gpu and not settings.num_blocks else None)

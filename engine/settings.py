@@ -95,6 +95,11 @@ class WorkerSettings(BaseModel):
         default=False,
         description="Send KV blocks between hosts in the clear: faster, for a trusted network. Both workers must say so; else encrypted.",
     )
+    step_log: Path | None = Field(
+        default=None,
+        description="Folder for a file of this process with a line for each step: what was in it, and how long it took. To see whether a "
+        "profile holds for what really runs.",
+    )
     drain_timeout_s: float = Field(
         default=10,
         ge=0,

@@ -14,9 +14,10 @@ import math
 import random
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -33,6 +34,10 @@ from .tallies import Distribution
 
 FIRST_JUMP, LONGEST_JUMP = 4, 256
 """Steps whose ends are worked out at once: most runs are cut short."""
+
+
+Pace: TypeAlias = Callable[[StepRole, float], float]
+"""How many times its modelled time a step takes that begins then (seconds of the simulation)."""
 
 
 class PrefillSide(Protocol):
@@ -125,7 +130,8 @@ class Noise:
 
 class Device:
     """``one_step``: what two workers want done is one step over the chunks and the sequences of both. ``host``: that it shares with
-    others whose steps slow its own down; then no step's end is known ahead, and decode steps run one by one."""
+    others whose steps slow its own down; then no step's end is known ahead, and decode steps run one by one.
+    ``pace``: in place of noise."""
 
     def __init__(
         self,
@@ -136,11 +142,12 @@ class Device:
         jumps: bool = True,
         one_step: bool = False,
         host: Host | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._queue, self._clock, self._noise, self._gaps, self._one_step = queue, clock, noise, gaps, one_step
-        self._host = host
+        self._host, self._pace = host, pace
         self._hosted: HostedStep | None = None  # the running step there
-        self.jumps = jumps
+        self.jumps = jumps and pace is None
         self._decoded_at, self._num_decoded = 0.0, 0  # the last decode step's end, and how many sequences may be in the next one
         self._run: _Run | None = None
         self._jump = FIRST_JUMP
@@ -287,6 +294,8 @@ class Device:
         num_seqs = len(sequences.sequences) if sequences is not None else 0
         context = int(sequences.batch.seq_lens.sum()) if sequences is not None else 0
         seconds = self._clock.mixed(chunks, num_seqs, context)
+        if self._pace is not None:
+            return seconds * self._pace("decode" if prompts is None else "prefill", self._queue.now)
         factors = self._noise.ahead(1)
         self._noise.begun(1)
         return seconds * factors[0] if factors else seconds

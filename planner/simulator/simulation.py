@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from ...coordinator.steering.steering import Steering
 from ...engine.block_manager import BlockManager
-from ...engine.latency_profile import StepClock
+from ...engine.latency_profile import StepClock, StepRole
 from ...engine.role_host import RoleHost, worker_name
 from ...transport.collector import seldom_collected
 from ..errors import SimulationError
@@ -22,7 +23,7 @@ from ..trace.request import Trace, TraceRequest
 from .cluster import Cluster, Pool
 from .coordinator_shell import CoordinatorShell
 from .decode_shell import DecodeShell
-from .device import Device, Noise
+from .device import Device, Noise, Pace
 from .events import EventQueue
 from .host import Host
 from .prefill_shell import PrefillShell
@@ -76,15 +77,16 @@ class Simulation:
         heartbeat_s: float = 0.25,
         jumps: bool = True,
         steering: Steering | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """``steering``: what it decides is done, where its mode is act. ``jumps``: equal decode steps are run many at once; without,
-        the same comes out, and takes longer."""
+        """``pace``: of all machines, at each second of the trace, in place of their profiles' noise. ``steering``: what it decides is done,
+        where its mode is act. ``jumps``: equal decode steps are run many at once; without, the same comes out, and takes longer."""
         self.cluster, self.heartbeat_s = cluster, heartbeat_s
         self.queue = EventQueue()
         self.draw = random.Random(seed)
         self.tallies = Tallies(slo or Slo())
         self._on_record = on_record
-        self._seed, self._jumps = seed, jumps
+        self._seed, self._jumps, self._pace = seed, jumps, pace
         self._numbers = count(1)
         self.workers: dict[str, WorkerShell] = {}
         self.decode_workers: dict[str, DecodeShell] = {}
@@ -173,7 +175,11 @@ class Simulation:
         self._start(machine)
 
     def _device(self, pool: Pool, clock: StepClock, noise: Noise, beside: Host | None) -> Device:
-        return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps, pool.one_step, beside)
+        pace = None if self._pace is None else partial(self._pace_at, self._pace)
+        return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps, pool.one_step, beside, pace)
+
+    def _pace_at(self, pace: Pace, role: StepRole, now: float) -> float:
+        return pace(role, now - self.began_at)
 
     def _start(self, machine: _Machine) -> None:
         pool, device = machine.pool, machine.device

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from splitserve.bench import validate_live
+from splitserve.bench.live_pace import LivePace
 from splitserve.bench.load_sample import Sample
 from splitserve.bench.settings import LoadSettings
 from splitserve.bench.validate_live import BOUNDS, LATE_S, PACED, late, limited, missed, parsed, simulated, simulated_cluster, validated
 from splitserve.bench.workload import planned_requests
+from splitserve.engine.latency_profile import Contention
+from splitserve.engine.step_log import LoggedStep
 from splitserve.planner.trace.readers import open_trace
+from splitserve.planner.trace.request import Trace, TraceRequest
 
 
 def result(ttft_p99: float, runner: str) -> dict[str, Any]:
@@ -26,8 +30,8 @@ def result(ttft_p99: float, runner: str) -> dict[str, Any]:
 def test_a_percentile_that_is_further_off_than_allowed_is_named() -> None:
     found = {"2P2D": result(0.03, "paced"), "4P4D": result(-0.12, "paced")}
     late = "-7.0% to +2.0% with arrivals up to 2 ms late"
-    assert list(missed(found)) == [f"4P4D, code: ttft p99 is off by -12.0% ({late}), 5% are allowed"]
-    assert not list(missed({"1P1D": result(-0.12, "model")}))
+    assert list(missed(found, "error")) == [f"4P4D, code: ttft p99 is off by -12.0% ({late}), 5% are allowed"]
+    assert not list(missed({"1P1D": result(-0.12, "model")}, "error"))
 
 
 def test_late_arrivals_are_the_same_requests_a_little_later(tmp_path: Path) -> None:
@@ -72,10 +76,10 @@ def test_nothing_of_a_replay_is_cached_from_the_replays_before_it(tmp_path: Path
     """Calibration, workloads and repeats go to the same cluster; the simulated one begins with empty caches each time."""
     prompts: list[tuple[int, ...]] = []
 
-    async def seen(settings: LoadSettings) -> tuple[list[Sample], None]:
+    async def seen(settings: LoadSettings) -> tuple[list[Sample], float]:
         requests = planned_requests(settings)
         prompts.extend(tuple(request.prompt[:16]) for request in requests)
-        return [Sample(0.0, 2.0, [1.0, 2.0], num_output_tokens=2) for _ in requests], None
+        return [Sample(0.0, 2.0, [1.0, 2.0], num_output_tokens=2) for _ in requests], 2.0
 
     monkeypatch.setattr(validate_live, "generate_load", seen)
     monkeypatch.setattr(validate_live, "live_cluster", lambda *_: contextlib.nullcontext("http://nowhere"))
@@ -86,6 +90,24 @@ def test_nothing_of_a_replay_is_cached_from_the_replays_before_it(tmp_path: Path
     assert len(prompts) == 3 * 7 + 2 * 2 * 20
     assert len(set(prompts)) == len(prompts)
     assert len(found["workloads"]["code"]["live_runs"]) == 2
+
+
+def test_told_how_fast_the_machine_was_the_simulator_has_its_steps_take_as_long() -> None:
+    profile = PACED.model_copy(update={"noise_cv": 0.1, "contention": Contention(decode_beside_prefill=2.0)})
+    chunk, row = profile.prefill.seconds(64, 64 * 65 // 2, 1), profile.decode.seconds(1, 64, 1)
+    steps = [LoggedStep(100.0 + at, 2 * chunk, "0+64", 0, 0) for at in (1.0, 2.0)]
+    steps += [LoggedStep(100.0 + at, factor * row, "", 1, 64) for at, factor in ((-3.0, 9.0), (1.0, 1.0), (2.0, 2.0), (6.0, 3.0))]
+    pace = LivePace(steps, profile, 100.0)
+    assert [round(pace("decode", at), 6) for at in (0.0, 4.9, 5.0, 60.0)] == [1.5, 1.5, 3.0, 3.0], "what was before the run does not count"
+    assert pace("prefill", 7.0) == pytest.approx(2.0)
+    assert pace.told()["decode"]["mean"] == pytest.approx(2.0)
+    assert LivePace([], profile, 100.0)("decode", 1.0) == 1.0
+    arguments = argparse.Namespace(prefill=1, decode=1, mixed=0, max_batch_tokens=512, max_num_seqs=64, runner="model")
+    trace = Trace("one", lambda: iter([TraceRequest(0.0, 64, 21), TraceRequest(20.0, 64, 21)]))
+    early, later = simulated(simulated_cluster(arguments, profile, 0.0), trace, pace)
+    assert early.ttft_s == pytest.approx(2 * chunk, rel=0.02)
+    assert early.tpot_s == pytest.approx(1.5 * row, rel=0.03)
+    assert later.tpot_s == pytest.approx(3.0 * row, rel=0.03)
 
 
 @pytest.mark.parametrize(("runner", "workers_per_host"), [("model", 5), ("paced", 1)])
