@@ -14,7 +14,7 @@ import numpy as np
 from ..engine.latency_profile import Profile, StepRole
 from ..engine.step_log import LoggedStep
 
-WINDOW_S = 5.0
+WINDOW_S = 2.0
 
 
 class LivePace:

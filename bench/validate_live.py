@@ -6,7 +6,7 @@ decode step and the time of a join on *this* machine are set. Then the workloads
 The exit status is 1 where one is off by more than 5% (a model: 10%, its p99 15%). A load generator is never on time to the millisecond, and
 who comes first decides who shares a step with whom: what the simulator says when arrivals are up to 2 ms late, drawn anew eight times, is
 told beside each percentile that is missed. With a model the workers log their steps, and a second simulation is told how fast the machine
-was in each five seconds of the live run (live_pace.py): by that the machine's part in what the first one is off by can be told from the
+was in every two seconds of the live run (live_pace.py): by that the machine's part in what the first one is off by can be told from the
 simulator's.
 
     python -m splitserve.bench.validate_live --clusters 2P2D 4P4D 6P2D 12P12D 1M --seconds 90 \\
@@ -51,7 +51,7 @@ from ..planner.workload.lengths import MarginalLengths
 from ..planner.workload.workload import Workload
 from .environment import environment
 from .live_cluster import live_cluster
-from .live_pace import LivePace
+from .live_pace import WINDOW_S, LivePace
 from .load import generate_load
 from .load_report import times_of
 from .load_sample import Sample
@@ -379,7 +379,7 @@ def show(workload: str, result: dict[str, Any]) -> None:
         ]
         print(f"  {name:5}" + "   ".join(cells), flush=True)
     for one in result.get("pace", ()):
-        told = (f"{role} steps took {p['mean']:.2f} times (in 5 s: {p['p10']:.2f} to {p['p90']:.2f})" for role, p in one.items())
+        told = (f"{role} steps took {p['mean']:.2f} times (in {WINDOW_S:g} s: {p['p10']:.2f} to {p['p90']:.2f})" for role, p in one.items())
         print(f"  beside the profile, {' and '.join(told)}")
     for name, found in result.get("error_at_its_pace", {}).items():
         print(f"  {name:5}told that, the simulator is off by " + ", ".join(f"{error:+.1%} ({p})" for p, error in found.items()), flush=True)

@@ -84,10 +84,10 @@ class Piece(_Part):
 
 
 class StepModel(_Part):
-    """``ranges``: of the measured steps' units, reads and seqs; what lies outside is extrapolated."""
+    """``ranges``: of the measured steps' units, reads, seqs and cached; what lies outside is extrapolated."""
 
     pieces: Annotated[tuple[Piece, ...], Field(min_length=1)]
-    ranges: dict[Literal["units", "reads", "seqs"], Range] = {}
+    ranges: dict[Literal["units", "reads", "seqs", "cached"], Range] = {}
     residuals: Residuals | None = None
     held_out: Residuals | None = None  # at steps that were measured and not fitted to
 
@@ -104,11 +104,11 @@ class StepModel(_Part):
         """What the smallest step takes: of two roles' work in one step this is paid once."""
         return max(0.0, self.pieces[0].curve[0][1])
 
-    def outside(self, units: float, reads: float, seqs: float) -> str:
-        """Which quantity is beyond what was measured; empty where none is."""
-        for name, value in (("units", units), ("reads", reads), ("seqs", seqs)):
+    def outside(self, units: float, reads: float, seqs: float, cached: float = 0.0) -> str:
+        """Which quantity is less or more than was measured; empty where none is."""
+        for name, value in (("units", units), ("reads", reads), ("seqs", seqs), ("cached", cached)):
             low_high = self.ranges.get(name)  # type: ignore[call-overload]
-            if low_high is not None and value > low_high[1]:
+            if low_high is not None and not low_high[0] <= value <= low_high[1]:
                 return name
         return ""
 
@@ -249,8 +249,9 @@ class StepClock:
         """Seconds of a prefill step; ``chunks``: (cached tokens before, new tokens)."""
         tokens = sum(new for _, new in chunks)
         pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in chunks)
-        self._watch("prefill", self.profile.prefill, tokens, pairs, len(chunks))
-        return self.profile.prefill.seconds(tokens, pairs, len(chunks), sum(cached for cached, _ in chunks))
+        cached = sum(before for before, _ in chunks)
+        self._watch("prefill", self.profile.prefill, tokens, pairs, len(chunks), cached)
+        return self.profile.prefill.seconds(tokens, pairs, len(chunks), cached)
 
     def decode(self, num_seqs: int, num_context_tokens: int) -> float:
         """Seconds of a decode step over so many sequences with so many tokens in all."""
@@ -268,9 +269,10 @@ class StepClock:
     def count_decode_run(self, num_seqs: int, num_context_tokens: int, num_steps: int) -> None:
         """So many steps of a run, from the one with this context on, have begun."""
         contexts = range(num_context_tokens, num_context_tokens + num_seqs * num_steps, num_seqs)
-        if contexts and self.profile.decode.outside(num_seqs, contexts[-1], num_seqs):
+        decode = self.profile.decode
+        if contexts and any(decode.outside(num_seqs, context, num_seqs) for context in (contexts[0], contexts[-1])):
             for context in contexts:
-                self._watch("decode", self.profile.decode, num_seqs, context, num_seqs)
+                self._watch("decode", decode, num_seqs, context, num_seqs)
         else:
             self.num_steps += num_steps
 
@@ -285,11 +287,11 @@ class StepClock:
         """Seconds of any batch."""
         return self.mixed(*parts_of(batch))
 
-    def _watch(self, role: str, model: StepModel, units: float, reads: float, seqs: float) -> None:
+    def _watch(self, role: str, model: StepModel, units: float, reads: float, seqs: float, cached: float = 0.0) -> None:
         self.num_steps += 1
-        if name := model.outside(units, reads, seqs):
+        if name := model.outside(units, reads, seqs, cached):
             key = f"{role} {name}"
             if self._warns and key not in self.num_outside:
                 low_high = model.ranges[name]  # type: ignore[index]
-                _log.warning("%s: a %s step goes beyond the measured %s (%g to %g)", self.profile.name, role, name, *low_high)
+                _log.warning("%s: a %s step is outside the measured %s (%g to %g)", self.profile.name, role, name, *low_high)
             self.num_outside[key] = self.num_outside.get(key, 0) + 1

@@ -49,7 +49,8 @@ def fit_steps(points: Sequence[StepPoint], knots: Sequence[float], extras: Seque
         chosen.remove(negative)
     curve = tuple(zip(used.tolist(), np.maximum(solution[: len(used)], 0.0).tolist(), strict=True))
     piece = Piece(curve=curve, **slopes)
-    ranges = {"units": _range(units), "reads": _range(columns["read_s"]), "seqs": _range(columns["seq_s"])}
+    quantities = {"units": units, "reads": columns["read_s"], "seqs": columns["seq_s"], "cached": columns["cached_s"]}
+    ranges = {name: _range(values) for name, values in quantities.items()}
     model = StepModel(pieces=(piece,), ranges=ranges)  # type: ignore[arg-type]
     return model.model_copy(update={"residuals": residuals(model, points)})
 

@@ -72,8 +72,22 @@ def test_leaving_the_measured_range_warns_once_and_is_counted(caplog: pytest.Log
         clock.prefill([(0, 129)])
         clock.prefill([(0, 300)])
     assert len(caplog.records) == 1
-    assert "beyond the measured units (1 to 128)" in caplog.text
+    assert "outside the measured units (1 to 128)" in caplog.text
     assert clock.num_outside == {"prefill units": 2}
+
+
+def test_less_than_was_measured_is_outside_too_and_so_is_more_that_is_cached() -> None:
+    model = PROFILE.prefill.model_copy(update={"ranges": {"units": (16, 128), "cached": (0, 512)}})
+    asked = ((15, 0), (16, 0), (128, 512), (128, 513), (129, 0))
+    assert [model.outside(units, 0, 1, cached) for units, cached in asked] == ["units", "", "", "cached", "units"]
+
+
+@pytest.mark.parametrize(("context", "num_outside"), [(95, 5), (100, 0), (196, 3)])
+def test_of_decode_steps_that_are_run_at_once_each_outside_is_counted(context: int, num_outside: int) -> None:
+    clock = StepClock(PROFILE.model_copy(update={"decode": PROFILE.decode.model_copy(update={"ranges": {"reads": (100, 200)}})}), False)
+    clock.count_decode_run(1, context, 8)
+    assert clock.num_outside == ({"decode reads": num_outside} if num_outside else {})
+    assert clock.num_steps == 8
 
 
 def test_a_fit_finds_what_the_points_were_made_of() -> None:

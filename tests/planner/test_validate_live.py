@@ -96,9 +96,9 @@ def test_told_how_fast_the_machine_was_the_simulator_has_its_steps_take_as_long(
     profile = PACED.model_copy(update={"noise_cv": 0.1, "contention": Contention(decode_beside_prefill=2.0)})
     chunk, row = profile.prefill.seconds(64, 64 * 65 // 2, 1), profile.decode.seconds(1, 64, 1)
     steps = [LoggedStep(100.0 + at, 2 * chunk, "0+64", 0, 0) for at in (1.0, 2.0)]
-    steps += [LoggedStep(100.0 + at, factor * row, "", 1, 64) for at, factor in ((-3.0, 9.0), (1.0, 1.0), (2.0, 2.0), (6.0, 3.0))]
+    steps += [LoggedStep(100.0 + at, factor * row, "", 1, 64) for at, factor in ((-3.0, 9.0), (0.5, 1.0), (1.5, 2.0), (6.0, 3.0))]
     pace = LivePace(steps, profile, 100.0)
-    assert [round(pace("decode", at), 6) for at in (0.0, 4.9, 5.0, 60.0)] == [1.5, 1.5, 3.0, 3.0], "what was before the run does not count"
+    assert [round(pace("decode", at), 6) for at in (0.0, 1.9, 5.0, 60.0)] == [1.5, 1.5, 3.0, 3.0], "what was before the run does not count"
     assert pace("prefill", 7.0) == pytest.approx(2.0)
     assert pace.told()["decode"]["mean"] == pytest.approx(2.0)
     assert LivePace([], profile, 100.0)("decode", 1.0) == 1.0
