@@ -7,7 +7,7 @@ how requests wait, are batched, handed over and stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -15,6 +15,19 @@ from ..engine.latency_profile import Profile, StepRole
 from ..engine.step_log import LoggedStep
 
 WINDOW_S = 2.0
+
+
+def stolen_share(before: Sequence[int], after: Sequence[int]) -> float:
+    """Of the processor time that was wanted here between two readings of ``processor_times``, what the hypervisor gave to others."""
+    user, nice, system, _, _, irq, softirq, steal = (b - a for a, b in zip(before[:8], after[:8], strict=True))
+    wanted = user + nice + system + irq + softirq + steal
+    return steal / wanted if wanted > 0 else 0.0
+
+
+def processor_times() -> list[int]:
+    """Of all processors since the machine started, as Linux counts it: user, nice, system, idle, iowait, irq, softirq, steal."""
+    with open("/proc/stat", encoding="ascii") as file:
+        return [int(value) for value in file.readline().split()[1:9]]
 
 
 class LivePace:

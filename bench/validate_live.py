@@ -51,7 +51,7 @@ from ..planner.workload.lengths import MarginalLengths
 from ..planner.workload.workload import Workload
 from .environment import environment
 from .live_cluster import live_cluster
-from .live_pace import WINDOW_S, LivePace
+from .live_pace import WINDOW_S, LivePace, processor_times, stolen_share
 from .load import generate_load
 from .load_report import times_of
 from .load_sample import Sample
@@ -119,8 +119,10 @@ def validated(arguments: argparse.Namespace) -> dict[str, Any]:
         cluster = simulated_cluster(arguments, profile, coordinator_s)
         results = {}
         for workload, path in traces.items():
+            before = processor_times()
             runs = [asyncio.run(replayed(url, path, next(seeds))) for _ in range(arguments.repeats)]
-            results[workload] = compared(runs, cluster, path, paces(arguments, profile, folder, runs))
+            stolen = stolen_share(before, processor_times())
+            results[workload] = {"stolen": stolen, **compared(runs, cluster, path, paces(arguments, profile, folder, runs))}
             show(workload, results[workload])
     constants = {"coordinator_s": coordinator_s, "loop_s": profile.decode_loop_s, "join_s": profile.handoff.join_s}
     said = {"bounds": BOUNDS[arguments.runner], "profile": profile.model_dump(mode="json", exclude_none=True)}
@@ -371,7 +373,8 @@ def percentiles(times: Times) -> Percentiles:
 
 
 def show(workload: str, result: dict[str, Any]) -> None:
-    print(f"{workload}: {result['requests']} requests at {result['rate']:.2f}/s")
+    stolen = f"the hypervisor gave {result['stolen']:.0%} of the wanted processor time to others"
+    print(f"{workload}: {result['requests']} requests at {result['rate']:.2f}/s; {stolen}")
     for name, live in result["live"].items():
         modelled, error = result["simulated"][name], result["error"][name]
         cells = [

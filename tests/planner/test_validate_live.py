@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from splitserve.bench import validate_live
-from splitserve.bench.live_pace import LivePace
+from splitserve.bench.live_pace import LivePace, processor_times, stolen_share
 from splitserve.bench.load_sample import Sample
 from splitserve.bench.settings import LoadSettings
 from splitserve.bench.validate_live import BOUNDS, LATE_S, PACED, late, limited, missed, parsed, simulated, simulated_cluster, validated
@@ -90,6 +90,12 @@ def test_nothing_of_a_replay_is_cached_from_the_replays_before_it(tmp_path: Path
     assert len(prompts) == 3 * 7 + 2 * 2 * 20
     assert len(set(prompts)) == len(prompts)
     assert len(found["workloads"]["code"]["live_runs"]) == 2
+
+
+def test_what_the_hypervisor_gave_to_others_is_a_share_of_what_was_wanted() -> None:
+    assert stolen_share([10, 0, 5, 100, 0, 0, 0, 1], [60, 5, 10, 900, 9, 3, 2, 36]) == pytest.approx(35 / 100)
+    assert stolen_share([1] * 8, [1] * 8) == 0.0
+    assert len(processor_times()) == 8
 
 
 def test_told_how_fast_the_machine_was_the_simulator_has_its_steps_take_as_long() -> None:
