@@ -18,6 +18,7 @@ from ...engine.block_manager import BlockManager
 from ...engine.latency_profile import StepClock, StepRole
 from ...engine.role_host import RoleHost, worker_name
 from ...transport.collector import seldom_collected
+from ...transport.huge_heap import collapse_heap
 from ..errors import SimulationError
 from ..trace.request import Trace, TraceRequest
 from .cluster import Cluster, Pool
@@ -37,6 +38,8 @@ WARM_UP_S = 2.0
 """Virtual seconds before the trace begins: workers say hello."""
 BOTH = ("decode", "prefill")
 """Of a colocated worker, in the order in which a live mixed one begins them."""
+COLLAPSE_EVERY = 1000
+"""Arrivals between two looks at what has come to the heap."""
 DEAD_AFTER_S = 0.3
 """A process's end is seen by its peers and the coordinator so much later."""
 
@@ -150,6 +153,8 @@ class Simulation:
 
     def _arrive(self, request: TraceRequest, rest: Iterator[TraceRequest], block_size: int, start_s: float, number: int) -> None:
         now = self.queue.now
+        if self.num_arrived % COLLAPSE_EVERY == 0:
+            collapse_heap()
         self.num_arrived += 1
         self.arrival_span_s = now - self.began_at
         record = RequestRecord(number, request.arrival_s - start_s, now, request.num_prompt_tokens, request.num_output_tokens)

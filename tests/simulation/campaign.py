@@ -14,10 +14,14 @@ from simulation.network import LATE_S
 from simulation.scenario import NAMED, Scenario, draw_scenario
 from simulation.world import World
 
+from splitserve.transport.huge_heap import collapse_heap
+
 REQUESTS = 500
 """Requests a world."""
 FAULTS_GO_ON_S = 6.0
 """After the last arrival, until most have been served among faults; in so many (virtual) seconds at most."""
+COLLAPSE_EVERY = 4
+"""Worlds between two looks at what has come to the heap."""
 REST_S = 60.0
 """Once the faults have stopped, everything must have ended and come to rest within so many (virtual) seconds."""
 
@@ -111,6 +115,8 @@ def run(first_seed: int, num_requests: int, name: str = "drawn", stop_at_failure
     began, seed = time.process_time(), first_seed
     with rare_garbage_collection():
         while report.num_requests < num_requests and len(report.failures) < stop_at_failures:
+            if report.num_worlds % COLLAPSE_EVERY == 0:
+                collapse_heap()
             report.add(simulate_named(name, seed, a_world), f"cd tests && python -m simulation --scenario {name} --seed {seed}{size}")
             seed += 1
     report.processor_s = time.process_time() - began
