@@ -56,6 +56,7 @@ class WaysIn:
             if pids.get(earlier) == meet.pid:
                 if not self._is_over(earlier):
                     return False
+                self.forget(earlier)  # as the core does when it hears this
             elif not here:  # it has been started anew: what it wrote before need not be waited for
                 self._shut_out(earlier, receiver)
         if meet.failed and self._lingers(peer):
@@ -106,6 +107,8 @@ class WaysIn:
         """Nothing that it has begun lands any more, unless it begins something new."""
         movers = self._met_by.get(peer, set())
         movers -= {mover for mover in movers if self._targets[mover].lingers and self._targets[mover].shut_out(peer)}
+        if not movers:
+            self._met_by.pop(peer, None)
         return not self._lingers(peer)
 
     def _lingers(self, peer: PeerId) -> bool:
