@@ -54,7 +54,7 @@ def _come_to_rest(world: World) -> None:
     world.calm = True
     world.network.heal()
     calm_since = world.queue.now
-    world.queue.run(calm_since + LATE_S + 0.01)  # what was late has come
+    world.queue.run(max(calm_since + LATE_S, world.network.held_until) + 0.01)  # what was late has come
     world.queue.run_until(lambda: world.checks.at_rest() or bool(world.violations), REST_S)
     world.rest_s = world.queue.now - calm_since
     world.queue.run(world.queue.now + 0.4)  # everything has been reported

@@ -82,6 +82,8 @@ class Checks:
         for known in core.pools.workers.values():
             if known.dispatches or known.pending or known.pending_blocks:
                 yield f"{name} counts work for {known.hello.worker_id}"
+            if known.drain is not None:
+                yield f"{name} tells {known.hello.worker_id} to leave, which has not said that it does"
 
     def at_end(self) -> None:
         """At rest for a while: nothing is left over, and the coordinator knows what is really cached where."""

@@ -26,6 +26,7 @@ class Network:
         self.said: Counter[str] = Counter()  # messages by type
         self._cuts: dict[tuple[str, str], tuple[float, bool]] = {}  # until when, and whether messages are held back
         self._newest: dict[tuple[str, str], float] = {}  # when the latest of one's messages to another comes
+        self.held_until = 0.0  # when the last comes that a partition has held back
 
     def cut(self, source: str, target: str, seconds: float, holds: bool) -> None:
         """From now on nothing passes from ``source`` to ``target``."""
@@ -72,4 +73,7 @@ class Network:
         if left <= 0:
             return delay
         self.counts["messages held by a partition" if holds else "messages lost in a partition"] += 1
-        return left + delay if holds else -1.0
+        if not holds:
+            return -1.0
+        self.held_until = max(self.held_until, until + delay)
+        return left + delay

@@ -92,6 +92,17 @@ def test_messages_come_in_order_unless_the_adversary_delays_them() -> None:
     assert disordered != sorted(disordered) == ordered
 
 
+def test_what_a_partition_has_held_back_comes_before_the_end_is_looked_at() -> None:
+    """Offers that came later than that were granted, and their leases taken for leaks."""
+    world, came = World(1, Scenario()), list[float]()
+    world.network.cut("prefill-0", "decode-0", 3.0, holds=True)
+    world.network.send("prefill-0", "decode-0", Goodbye(worker_id="prefill-0", incarnation=1), lambda _: came.append(world.queue.now))
+    world.network.heal()
+    world.queue.run(world.network.held_until)
+    assert len(came) == 1
+    assert came[0] > 3.0
+
+
 def _heard(faults: Faults) -> list[int]:
     world, heard = World(1, Scenario(faults)), list[int]()
     for number in range(300):
