@@ -60,7 +60,7 @@ class Adversary:
         self.counts["hangs"] += 1
         worker = self.world.workers[self._some_worker()]
         worker.hung_until = self.world.queue.now + 2 * self._some_seconds()
-        self.world.struck.add(worker.id)
+        self.world.struck[worker.id] += 1
 
     def slow_down(self) -> None:
         self.counts["slow workers"] += 1

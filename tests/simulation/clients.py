@@ -210,8 +210,8 @@ class Clients:
                 return False  # one alone takes nobody along
             ran_on = {worker for pair in tries.values() for worker in pair}
             moves = self.faults.drain_every or self.faults.flip_every  # then it may have run elsewhere too
-            struck = self.world.struck if moves else self.world.struck & ran_on
-            return len(struck) >= limits.max_deaths and len(tries) >= limits.max_deaths
+            strikes = sum(times for worker, times in self.world.struck.items() if moves or worker in ran_on)
+            return strikes >= limits.max_deaths and len(tries) >= limits.max_deaths
         failed = tries.keys() if self._anything_is_lost else tries.keys() & self.world.given_back
         return message.startswith("gave up after") and len(failed) >= limits.max_attempts
 

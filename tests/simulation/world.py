@@ -49,7 +49,7 @@ class World:
         self.counts: Counter[str] = Counter()
         self.contents: dict[bytes, int] = {}  # the checksum of what each block hash stands for
         self.given_back: set[tuple[int, int]] = set()  # dispatches that a worker has said to have failed
-        self.struck: set[PeerId] = set()  # workers that have ended, stood still or been cut off at some time
+        self.struck: Counter[PeerId] = Counter()  # how often each worker has ended, stood still or been cut off
         self.communicator_ends: dict[int, CommunicatorEnd] = {}  # by what each says of itself
         self.agents: dict[int, Agent] = {}  # likewise
         self._number = 0
@@ -124,7 +124,7 @@ class World:
             self.kill_process(worker.process)
             return
         worker.die()
-        self.struck.add(worker.id)
+        self.struck[worker.id] += 1
         self._has_ended(worker)
         self.queue.after(0.05 + 1.5 * self.random.random() ** 3, self._start_again, worker)
 
