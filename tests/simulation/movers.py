@@ -100,6 +100,8 @@ class SharedMemorySource(Source):
     def _copy(self, target: DecodeProcess, lease: int, block: int, start: int, values: list[int]) -> None:
         if target.alive:
             target.written_by_peer(lease, block, start, values)
+        elif target.process is not None and target.process.alive and target.process.leaving:
+            target.memory.write(block, start, values)  # blocks that its first role has left behind are nobody's until the process ends
         elif target.process_alive:
             self.world.violated(f"{target.name}: block {block} was written under lease {lease}, and its process has another role now")
 
