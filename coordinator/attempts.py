@@ -12,10 +12,10 @@ from .recovery import Recovery, RecoveryLog
 from .request import Ended, ErrorKind
 
 RETRY_S, LONGEST_RETRY_S = 0.25, 4.0
+"""Before the second retry of a request that fails, then four times as long before each one after it; never longer."""
 MORE_FOR_THE_NETWORK = 3
 """A request whose handoff fails may fail so many times more: nothing is wrong with it, and a network in trouble for seconds outlasts the
 first waits, which add up to 1.25 s (these three more: to 13 s)."""
-"""Before the second retry of a request that fails, then four times as long before each one after it; never longer."""
 
 
 class Attempts:
