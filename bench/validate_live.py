@@ -263,7 +263,7 @@ def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder
     coordinator_s = max(0.0, live[0]["ttft"] - modelled[0]["ttft"])
     first = live[2]["tpot"] - modelled[2]["tpot"]  # its only other token has waited for the join
     loop_s = max(0.0, ((live[1]["tpot"] - modelled[1]["tpot"]) * 32 - first) / 31)
-    join_s = max(0.0, first - loop_s)
+    join_s = max(0.0, handoff.join_s + first - loop_s)
     print(
         f"calibrated: coordinator {1e3 * coordinator_s:.2f} ms, decode loop {1e3 * loop_s:.2f} ms, join {1e3 * join_s:.2f} ms", flush=True
     )

@@ -41,6 +41,7 @@ prepare_alone() {
     install_torch
     if [[ "$purpose" == test ]]; then
         install_package "${ROOT}[test]"
+        install_nixl
     else
         install_package "$ROOT"
     fi
@@ -108,6 +109,15 @@ install_package() {
     fi
     say "installing splitserve and what it needs"
     pip_install --editable "$1" "${also[@]}"
+}
+
+# For the tests of its mover. Its build for either CUDA works without a GPU; with the other one it would be half a gigabyte.
+install_nixl() {
+    if "$VENV/bin/python" -c 'import nixl' 2>/dev/null; then
+        return
+    fi
+    say "installing NIXL"
+    (pip_install --no-deps nixl nixl-cu12) 2>/dev/null || say "NIXL could not be installed: the tests of its mover are skipped"
 }
 
 pip_install() {

@@ -114,19 +114,21 @@ class StepModel(_Part):
 
 
 class HandoffModel(_Part):
-    """A put of blocks takes ``put_s`` and then ``bytes_per_s``; a message is ``message_s`` on its way; checking is done at
-    ``check_bytes_per_s``, and ``join_s`` passes between the last put and the join beside all that."""
+    """A put of blocks takes ``put_s``, and then ``bytes_per_s``; where it is of some of the layers only, ``slice_s`` more for each block,
+    whose piece lies by itself. A message is ``message_s`` on its way; checking is done at ``check_bytes_per_s``, and ``join_s`` passes
+    between the last put and the join beside all that."""
 
     put_s: Seconds = 2e-4
+    slice_s: Seconds = 0.0
     bytes_per_s: Annotated[float, Field(gt=0)] = 1e9
     message_s: Seconds = 2e-4
     check_bytes_per_s: Annotated[float, Field(gt=0)] = 8e9
     join_s: Seconds = 0.0
     residuals: Residuals | None = None
 
-    def seconds(self, num_bytes: float, num_puts: int = 1) -> float:
-        """From the first put to the last byte."""
-        return num_puts * self.put_s + num_bytes / self.bytes_per_s
+    def seconds(self, num_bytes: float, num_slices: int = 0) -> float:
+        """Of one put. ``num_slices``: blocks of which it takes some layers only."""
+        return self.put_s + num_slices * self.slice_s + num_bytes / self.bytes_per_s
 
 
 class Memory(_Part):
@@ -137,6 +139,15 @@ class Memory(_Part):
     block_bytes: Annotated[int, Field(ge=1)]
     num_layers: Annotated[int, Field(ge=1, le=4096)]
     max_model_len: Annotated[int, Field(ge=2, le=1 << 20)]
+
+
+class Numerics(_Part):
+    """What the measured steps computed in, by the workers' options of these names; ``dtype`` as it was chosen where that was auto."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    quantization: Literal["none", "fp8"] = "none"
+    exact: bool = False
 
 
 class Power(_Part):
@@ -182,6 +193,7 @@ class Profile(_Part):
     hardware: str = ""
     gpus: Annotated[int, Field(ge=1, le=1024)] = 1  # that one worker spans
     source: str = ""  # how it came about
+    numerics: Numerics | None = None  # None: not known
     memory: Memory
     prefill: StepModel
     decode: StepModel

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from ..engine.latency_profile import Contention, Memory, Power, Profile, Residuals, StepModel
+from ..engine.latency_profile import Contention, Memory, Numerics, Power, Profile, Residuals, StepModel
 from ..engine.settings import WorkerSettings
 from .profile.design import Bounds, experiments
 from .profile.published import import_published
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ..engine.worker_model import WorkerModel
     from .profile.measure import Repeats
 
-SHARED = ("device", "dtype", "block_size", "num_blocks", "kv_cache_gib", "max_model_len", "exact", "threads", "runner")
+NUMERICS = ("dtype", "kv_dtype", "quantization", "exact")
+SHARED = ("device", "block_size", "num_blocks", "kv_cache_gib", "max_model_len", "threads", "runner", *NUMERICS)
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
 
 
@@ -62,14 +63,24 @@ def show(profile: Profile, console: Console) -> None:
             errors = _errors(model.residuals) if i == 0 else ("",) * 4
             table.add_row(label.format(size) + outside, f"{1e3 * seconds:,.2f}", *errors)
     console.print(table)
+    if profile.numerics is not None:
+        console.print(f"computed in {numerics_words(profile.numerics)}", highlight=False)
     for name, handoff in (profile.movers or {"": profile.handoff}).items():
         rate, put, message = handoff.bytes_per_s / 1e9, 1e3 * handoff.put_s, 1e3 * handoff.message_s
-        console.print(f"handoff{f' by {name}' if name else ''}: {rate:.2f} GB/s, {put:.3f} ms a put, {message:.3f} ms a message")
+        by, piece = f" by {name}" if name else "", f"{1e6 * handoff.slice_s:.1f} µs a block of some layers"
+        console.print(f"handoff{by}: {rate:.2f} GB/s, {put:.3f} ms a put, {piece}, {message:.3f} ms a message")
     for line in contention_words(profile.contention):
         console.print(line, highlight=False)
     if profile.start_s or profile.flip_s is not None:
         flip = f", a change of role {1e3 * profile.flip_s:.1f} ms" if profile.flip_s is not None else ""
         console.print(f"from the start of a process to being ready: {profile.start_s:.1f} s{flip}")
+
+
+def numerics_words(numerics: Numerics) -> str:
+    """In one line."""
+    said: list[str] = [numerics.dtype]
+    said += ["KV cache in float8"] * (numerics.kv_dtype == "fp8") + ["linear layers in float8"] * (numerics.quantization == "fp8")
+    return ", ".join(said + ["exact"] * numerics.exact)
 
 
 def contention_words(contention: Contention | None) -> list[str]:
@@ -132,6 +143,7 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
         name=settings.name or f"{folder.resolve().name} on {model.device}",
         hardware=settings.hardware,
         source=f"measured: {sum(len(r.times) for r in found)} steps of {len(found)} kinds",
+        numerics=_numerics(settings, model),
         memory=Memory(
             block_size=block_size,
             num_blocks=len(model.pool),
@@ -156,6 +168,13 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
 
         draw_fit(settings.plot_file, made, found, contention_words(made.contention))
     return made
+
+
+def _numerics(settings: ProfileSettings, model: WorkerModel) -> Numerics | None:
+    """None where nothing was computed."""
+    if settings.runner != "model":
+        return None
+    return Numerics.model_validate({name: getattr(settings, name) for name in NUMERICS} | {"dtype": model.identity["dtype"]})
 
 
 def _contention(

@@ -149,7 +149,11 @@ class ProfileSettings(BaseModel):
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one."
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="Type of weights and KV cache.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of weights and KV cache, as the workers' option."
+    )
+    kv_dtype: Literal["auto", "fp8"] = Field(default="auto", description="Type of the KV cache, as the workers' option.")
+    quantization: Literal["none", "fp8"] = Field(default="none", description="Of linear layers, as the workers' option.")
     block_size: int = Field(default=0, ge=0, le=4096, description="Tokens per KV block. 0: 16 on CPUs, 64 on GPUs.")
     num_blocks: int | None = Field(default=None, ge=2, le=1 << 24, description="Blocks in the KV cache.")
     kv_cache_gib: float | None = Field(

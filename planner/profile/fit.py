@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.latency_profile import Piece, Residuals, StepModel
+from ...engine.latency_profile import HandoffModel, Piece, Residuals, StepModel
 
 Columns = NDArray[np.float64]
 
@@ -39,15 +39,8 @@ def fit_steps(points: Sequence[StepPoint], knots: Sequence[float], extras: Seque
     columns = {"read_s": np.array([p.reads for p in points]), "seq_s": np.array([p.seqs for p in points])}
     columns["cached_s"] = np.array([p.cached for p in points])
     chosen = [name for name in extras if np.ptp(columns[name]) > 0]
-    while True:
-        matrix = np.column_stack([_hats(units, used), *(columns[name] for name in chosen)])
-        solution = _relative_least_squares(matrix, seconds)
-        slopes = dict(zip(chosen, solution[len(used) :].tolist(), strict=True))
-        negative = min(slopes, key=lambda name: slopes[name] * float(columns[name].max()), default=None)
-        if negative is None or slopes[negative] >= 0:
-            break
-        chosen.remove(negative)
-    curve = tuple(zip(used.tolist(), np.maximum(solution[: len(used)], 0.0).tolist(), strict=True))
+    heights, slopes = _curve_and_slopes(_hats(units, used), columns, chosen, seconds)
+    curve = tuple(zip(used.tolist(), np.maximum(heights, 0.0).tolist(), strict=True))
     piece = Piece(curve=curve, **slopes)
     quantities = {"units": units, "reads": columns["read_s"], "seqs": columns["seq_s"], "cached": columns["cached_s"]}
     ranges = {name: _range(values) for name, values in quantities.items()}
@@ -57,8 +50,52 @@ def fit_steps(points: Sequence[StepPoint], knots: Sequence[float], extras: Seque
 
 def residuals(model: StepModel, points: Sequence[StepPoint]) -> Residuals:
     """Relative errors of the model at these points."""
-    errors = np.array([abs(model.seconds(p.units, p.reads, p.seqs, p.cached) - p.seconds) / p.seconds for p in points])
-    return Residuals(num_points=len(points), mean=float(errors.mean()), p95=float(np.percentile(errors, 95)), worst=float(errors.max()))
+    return _residuals([(model.seconds(p.units, p.reads, p.seqs, p.cached), p.seconds) for p in points])
+
+
+@dataclass(frozen=True, slots=True)
+class PutPoint:
+    """Measured puts, one after the other: ``num_bytes`` of all of them, ``num_slices``: for each put, the blocks of which it took some
+    layers only."""
+
+    num_bytes: int
+    num_puts: int
+    num_slices: int
+    seconds: float
+
+
+def fit_puts(points: Sequence[PutPoint]) -> HandoffModel:
+    """A mover's ``put_s``, ``slice_s``, ``bytes_per_s`` and ``join_s``; the other fields are the model's defaults. What the bytes of a
+    transfer take is a curve over them, since small ones stay in caches; its slope from end to end gives ``bytes_per_s``, and what it has
+    at its beginning beside that, once a transfer, ``join_s``. Of points of at least two sizes, in some of which there are more puts."""
+    sizes = np.array([float(p.num_bytes) for p in points])
+    knots, seconds = np.unique(sizes), np.array([p.seconds for p in points])
+    columns = {"puts": np.array([float(p.num_puts) for p in points]), "slices": np.array([float(p.num_slices) for p in points])}
+    heights, slopes = _curve_and_slopes(_hats(sizes, knots), columns, list(columns), seconds)
+    rate = float((knots[-1] - knots[0]) / max(heights[-1] - heights[0], 1e-9))
+    put_s, slice_s = slopes.get("puts", 0.0), slopes.get("slices", 0.0)
+    join_s = max(0.0, float(heights[0] - knots[0] / rate))
+    modelled = [p.num_puts * put_s + p.num_slices * slice_s + p.num_bytes / rate + join_s for p in points]
+    pairs = list(zip(modelled, seconds.tolist(), strict=True))
+    return HandoffModel(put_s=put_s, slice_s=slice_s, bytes_per_s=rate, join_s=join_s, residuals=_residuals(pairs))
+
+
+def _curve_and_slopes(hats: Columns, columns: dict[str, Columns], names: list[str], seconds: Columns) -> tuple[Columns, dict[str, float]]:
+    """The curve's heights, and the slopes of those columns that do not come out negative."""
+    chosen, count = list(names), hats.shape[1]
+    while True:
+        solution = _relative_least_squares(np.column_stack([hats, *(columns[name] for name in chosen)]), seconds)
+        slopes = dict(zip(chosen, solution[count:].tolist(), strict=True))
+        negative = min(slopes, key=lambda name: slopes[name] * float(columns[name].max()), default=None)
+        if negative is None or slopes[negative] >= 0:
+            return solution[:count], slopes
+        chosen.remove(negative)
+
+
+def _residuals(pairs: Sequence[tuple[float, float]]) -> Residuals:
+    """Of (modelled, measured) seconds."""
+    errors = np.array([abs(modelled - measured) / measured for modelled, measured in pairs])
+    return Residuals(num_points=len(pairs), mean=float(errors.mean()), p95=float(np.percentile(errors, 95)), worst=float(errors.max()))
 
 
 def _supported(knots: Columns, units: Columns) -> Columns:

@@ -21,7 +21,7 @@ from ...transport.movers.shm import SharedPool, ShmSource, ShmTarget
 from ...transport.movers.tcp_source import TcpSource
 from ...transport.movers.tcp_target import TcpTarget
 from ..errors import ProfilingError
-from .fit import StepPoint, fit_steps
+from .fit import PutPoint, fit_puts
 from .measure import middle_of, uncertainty_of
 
 POOL_BYTES = 64 << 20
@@ -46,11 +46,12 @@ def _shm(own: Blocks, message_s: float, precision: float) -> HandoffModel:
     shared = SharedPool.create(own.nbytes)
     target = ShmTarget(shared)
     theirs = np.frombuffer(shared.buffer, np.uint8, own.nbytes).reshape(own.shape)
-    source, sums = ShmSource(target.shm_name, len(own), own), RunningChecksums(own)
+    source, sums, num_layers = ShmSource(target.shm_name, len(own), own), RunningChecksums(own), own.shape[1]
 
-    def put(count: int) -> None:
-        source.put(1, b"", [(i, i, i) for i in range(count)])
-        sums.add(list(range(count)))
+    def put(count: int, layers: int) -> None:
+        for first, size in slices(num_layers, layers):
+            source.put(1, b"", [(i, i, i) for i in range(count)], first, size)
+            sums.add(range(count), first, size)
 
     found = _model(own, put, theirs, message_s, precision)
     source.close()
@@ -61,16 +62,17 @@ def _zmq(own: Blocks, message_s: float, precision: float) -> HandoffModel:
     """Over loopback, enciphered, from the put until all of it has arrived. Both ends are in this process and share its cores."""
     theirs = np.zeros_like(own)
     target = TcpTarget("tcp://127.0.0.1:*", theirs)
-    source, sums = TcpSource(target.data_address("127.0.0.1"), own), RunningChecksums(own)
+    source, sums, num_layers = TcpSource(target.data_address("127.0.0.1"), own), RunningChecksums(own), own.shape[1]
     poller = zmq.Poller()
     poller.register(target.fd, zmq.POLLIN)
     leases = count_up(1)
 
-    def put(count: int) -> None:
+    def put(count: int, layers: int) -> None:
         lease, secret = next(leases), bytes(SECRET_BYTES)
         target.open(lease, secret, {i: i for i in range(count)})
-        source.put(lease, secret, [(i, i, i) for i in range(count)])
-        sums.add(list(range(count)))
+        for first, size in slices(num_layers, layers):
+            source.put(lease, secret, [(i, i, i) for i in range(count)], first, size)
+            sums.add(range(count), first, size)
         left, end = count, time.monotonic() + ARRIVED_S
         while left:
             if time.monotonic() > end:
@@ -82,7 +84,7 @@ def _zmq(own: Blocks, message_s: float, precision: float) -> HandoffModel:
             left -= len(target.poll(left))
         target.close(lease)
 
-    put(1)  # it connects
+    put(1, num_layers)  # it connects
     try:
         return _model(own, put, theirs, message_s, precision)
     finally:
@@ -90,25 +92,29 @@ def _zmq(own: Blocks, message_s: float, precision: float) -> HandoffModel:
         target.close_all()
 
 
-def _model(own: Blocks, put: Callable[[int], None], theirs: Blocks, message_s: float, precision: float) -> HandoffModel:
-    """What a put costs at all is told from its size by puts of one and of many blocks."""
-    points: list[StepPoint] = []
+def _model(own: Blocks, put: Callable[[int, int], None], theirs: Blocks, message_s: float, precision: float) -> HandoffModel:
+    """What a put costs at all, and a block of which it takes some layers only, is told from the bytes by puts of one and of many blocks,
+    whole and in slices. ``put``: hears of how many blocks, and how many layers each of its puts is to take."""
+    points: list[PutPoint] = []
     checks: list[float] = []
-    for count in sorted({1, len(own) // 8 or 1, len(own)}):
-        num_bytes = count * own[0].nbytes
-        puts = repeated(partial(seconds_of, put, count), precision)
+    for count, layers in _designed_puts(len(own), own.shape[1]):
+        num_bytes, num_puts = count * own[0].nbytes, -(-own.shape[1] // layers)
+        puts = repeated(partial(seconds_of, lambda asked: put(*asked), (count, layers)), precision)
         checks += [num_bytes / seconds_of(_check, theirs[:count]) for _ in range(MIN_REPEATS)]
-        points.append(StepPoint(num_bytes, 0, 1, statistics.fmean(middle_of(puts))))
-    model = fit_steps(points, [points[0].units, points[-1].units], ())
-    (x0, y0), (x1, y1) = model.pieces[0].curve
-    rate = (x1 - x0) / max(y1 - y0, 1e-9)
-    return HandoffModel(
-        put_s=max(0.0, y0 - x0 / rate),
-        bytes_per_s=rate,
-        message_s=message_s,
-        check_bytes_per_s=statistics.median(checks),
-        residuals=model.residuals,
-    )
+        points.append(PutPoint(num_bytes, num_puts, num_puts * count if num_puts > 1 else 0, statistics.fmean(middle_of(puts))))
+    return fit_puts(points).model_copy(update={"message_s": message_s, "check_bytes_per_s": statistics.median(checks)})
+
+
+def _designed_puts(num_blocks: int, num_layers: int) -> list[tuple[int, int]]:
+    """How many blocks, and how many layers a put: all blocks are put whole only, for the bytes take the time then."""
+    some = num_blocks // 8 or 1
+    whole = {(1, num_layers), (some, num_layers), (num_blocks, num_layers)}
+    return sorted(whole | {(count, layers) for count in (1, some) for layers in (1, -(-num_layers // 4))})
+
+
+def slices(num_layers: int, layers: int) -> list[tuple[int, int]]:
+    """All layers, so many at a time: the first of each slice, and how many it has."""
+    return [(first, min(layers, num_layers - first)) for first in range(0, num_layers, layers)]
 
 
 def _check(blocks: Blocks) -> None:

@@ -15,8 +15,8 @@ Section = dict[str, str | int]
 
 
 def write_launch(path: Path, hardware: Hardware, candidate: Candidate, said: str = "") -> None:
-    """What the plan relied on: how many workers of each role, their steps and batches, and the memory that the profile of their hardware
-    has. Colocated workers are what ``splitserve up --mixed`` starts. ``said``: one line for whoever reads the file. Raises
+    """What the plan relied on: how many workers of each role, their steps and batches, and the memory and the types that the profile of
+    their hardware has. Colocated workers are what ``splitserve up --mixed`` starts. ``said``: one line for whoever reads the file. Raises
     SimulationError."""
     pools = {role: (count, kind) for role, count, kind in hardware.pools(candidate)}
     up: Section = {"prefill": candidate.prefill, "decode": candidate.decode}
@@ -25,7 +25,7 @@ def write_launch(path: Path, hardware: Hardware, candidate: Candidate, said: str
     longest = min(kind.profile.memory.max_model_len for _, kind in pools.values())
     content: dict[str, Section] = {"up": up, "coordinator": {"max_model_len": longest}}
     for role, (_, kind) in pools.items():
-        content[SECTIONS[role]] = {**_steps(role, candidate), **_memory(kind), "max_model_len": longest}
+        content[SECTIONS[role]] = {**_steps(role, candidate), **_numerics(kind), **_memory(kind), "max_model_len": longest}
     comments = [f"# {line}\n" for line in (said, *_remarks(pools)) if line]
     try:
         path.write_text("".join(comments) + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
@@ -45,6 +45,11 @@ def _steps(role: PoolRole, candidate: Candidate) -> Section:
     return {**by_role[role], **mover}
 
 
+def _numerics(kind: Kind) -> Section:
+    numerics = kind.profile.numerics
+    return numerics.model_dump() if numerics is not None else {}
+
+
 def _memory(kind: Kind) -> Section:
     memory = kind.profile.memory
     return {"block_size": memory.block_size, "num_blocks": memory.num_blocks}
@@ -61,6 +66,8 @@ def _remarks(pools: dict[PoolRole, tuple[int, Kind]]) -> list[str]:
         remarks.append(f"each with --config, this file, and what docs/hosts.md says: `splitserve coordinator`, {whose}")
     if len({kind.profile.memory.block_size for _, kind in pools.values()}) > 1:
         remarks.append("The profiles' block sizes differ, and so workers would exchange no blocks: profile again with one --block-size")
+    if len({kind.profile.numerics for _, kind in pools.values() if kind.profile.numerics is not None}) > 1:
+        remarks.append("The profiles were measured in different types, and so workers would exchange no blocks: profile again in one")
     spanning = sorted({(kind.name, kind.gpus) for _, kind in pools.values() if kind.gpus > 1})
     remarks += [f"A worker of {name} is {gpus} GPUs in its profile; a worker that `splitserve` starts has one" for name, gpus in spanning]
     return remarks

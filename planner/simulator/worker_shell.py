@@ -273,14 +273,15 @@ class WorkerShell(ABC):
         num_layers = self.pool.profile.memory.num_layers
         first, end = put.layers or (0, num_layers)
         num_bytes = len(put.items) * self.pool.profile.memory.block_bytes * (end - first) // num_layers
+        num_slices = len(put.items) if end - first < num_layers else 0
         now = self.queue.now
-        done = now if target.device is self.device else self._over_the_link(target, num_bytes)
+        done = now if target.device is self.device else self._over_the_link(target, num_bytes, num_slices)
         self._puts_done[put.peer] = done
         self.sender.moved(put.peer, num_bytes, done - now)
 
-    def _over_the_link(self, target: Receiver, num_bytes: int) -> float:
-        begin = max(self.queue.now, self.out_free_at, target.in_free_at)
-        done = begin + self.pool.profile.handoff.put_s + num_bytes / min(self.bytes_per_s, target.bytes_per_s)
+    def _over_the_link(self, target: Receiver, num_bytes: int, num_slices: int) -> float:
+        begin, handoff = max(self.queue.now, self.out_free_at, target.in_free_at), self.pool.profile.handoff
+        done = begin + (handoff.put_s + num_slices * handoff.slice_s) + num_bytes / min(self.bytes_per_s, target.bytes_per_s)
         self.out_free_at = target.in_free_at = done
         self.num_bytes_out += num_bytes
         return done

@@ -14,7 +14,7 @@ from planner.test_simulator import profile
 from splitserve.deploy.config import Sources, Value, load
 from splitserve.deploy.flexible_settings import FlexibleSettings
 from splitserve.deploy.up import plan as up
-from splitserve.engine.latency_profile import Piece, Power
+from splitserve.engine.latency_profile import Numerics, Piece, Power
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.plan_command import plan as plan_command
 from splitserve.planner.plan_command import require_reachable, the_hardware
@@ -309,6 +309,19 @@ def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys
     memory = profile().memory
     assert {(w.block_size, w.num_blocks) for w in launched.workers} == {(memory.block_size, memory.num_blocks)}
     assert {s.max_model_len for s in (launched.coordinator, *launched.workers)} == {memory.max_model_len}
+
+
+def test_workers_are_launched_in_the_types_that_were_measured(tmp_path: Path) -> None:
+    path, candidate = tmp_path / "up.yaml", Candidate(1, 1, 0, 512, 16, prefill_kind=0, decode_kind=1)
+    numerics = Numerics(dtype="bfloat16", kv_dtype="fp8", quantization="fp8", exact=False)
+    whole, cut = profile(numerics=numerics), profile(numerics=numerics.model_copy(update={"kv_dtype": "auto"}))
+    for decode, differ in ((whole, False), (cut, True), (profile(), False)):
+        write_launch(path, Hardware((Kind("a", whole), Kind("b", decode))), candidate)
+        launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(path, env={}))
+        found = [(w.dtype, w.kv_dtype, w.quantization, w.exact) for w in launched.workers]
+        assert found[0] == ("bfloat16", "fp8", "fp8", False)
+        assert found[1] == (tuple(decode.numerics.model_dump().values()) if decode.numerics else ("auto", "auto", "none", False))
+        assert ("measured in different types" in path.read_text()) == differ
 
 
 def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from splitserve.decode.settings import DecodeSettings
 from splitserve.decode.worker import DecodeWorker
 from splitserve.deploy.settings import DEMO_MODEL
 from splitserve.engine.batch import Batch, StepOutput
-from splitserve.engine.latency_profile import Memory, Piece, Profile, StepClock, StepModel
+from splitserve.engine.latency_profile import Memory, Numerics, Piece, Profile, StepClock, StepModel
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
 from splitserve.planner.profile.design import Bounds, experiments
@@ -23,6 +23,8 @@ from splitserve.planner.profile.handoff import MIN_REPEATS as MIN_PUTS
 from splitserve.planner.profile.handoff import measure_movers, repeated
 from splitserve.planner.profile.measure import MIN_REPEATS, batch_of, decode_loop_s, fitted, measure, noise_cv, uncertainty_of
 from splitserve.planner.profile.power import measure_power
+from splitserve.planner.profile_commands import profile as profile_command
+from splitserve.planner.settings import ProfileSettings
 from splitserve.prefill.settings import PrefillSettings
 from splitserve.prefill.worker import PrefillWorker
 
@@ -143,3 +145,19 @@ def test_power_is_told_apart_by_what_the_gpu_does(monkeypatch: pytest.MonkeyPatc
     assert power is not None
     assert (power.idle_w, power.prefill_w, power.decode_w) == pytest.approx((70, 600, 350))
     assert measure_power(silent, lambda: None, lambda: None, silent.clock) is None
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_the_command_profiles_a_model_in_the_types_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str], kv_dtype: str) -> None:
+    made = tmp_path / "p.json"
+    settings = {
+        "model": DEMO_MODEL, "output": made, "device": "cpu", "dtype": "float32", "kv_dtype": kv_dtype, "num_blocks": 64,
+        "max_batch_tokens": 64, "max_num_seqs": 4, "max_model_len": 256, "precision": 1.0, "budget_s": 0.1, "contention_s": 0.0,
+    }  # fmt: skip
+    assert profile_command(ProfileSettings.model_validate(settings)) == 0
+    found = Profile.read(made)
+    assert found.numerics == Numerics(dtype="float32", kv_dtype=kv_dtype)  # type: ignore[arg-type]
+    assert found.memory.num_blocks == 64
+    assert set(found.movers) == {"shm", "zmq"}
+    assert found.decode.seconds(4, 400, 4) > 0
+    assert ("computed in float32, KV cache in float8" in capsys.readouterr().out) == (kv_dtype == "fp8")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from rich.console import Console
 from splitserve.engine.batch import Batch, SamplingParams, SamplingState
 from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, ProfileError, StepClock, StepModel, shipped_names
 from splitserve.planner.errors import ProfilingError
-from splitserve.planner.profile.fit import StepPoint, fit_steps
+from splitserve.planner.profile.fit import PutPoint, StepPoint, fit_puts, fit_steps
 from splitserve.planner.profile.published import import_published, splitwise_curves
 from splitserve.planner.profile_commands import show
 from splitserve.planner.settings import ProfileSettings
@@ -199,8 +201,48 @@ def test_distserve_coefficients_keep_their_formula(tmp_path: Path) -> None:
         import_published(path, "facebook/opt-13b", "", 2)
 
 
-def test_a_handoff_takes_a_time_for_each_put_and_one_for_the_bytes() -> None:
-    assert HandoffModel(put_s=1e-3, bytes_per_s=1e9).seconds(1e9, 2) == pytest.approx(1.002)
+def test_a_put_takes_its_time_and_that_of_its_bytes_and_more_for_blocks_of_some_layers() -> None:
+    handoff = HandoffModel(put_s=1e-3, slice_s=1e-5, bytes_per_s=1e9)
+    assert handoff.seconds(1e9) == pytest.approx(1.001)
+    assert handoff.seconds(1e9, num_slices=100) == pytest.approx(1.002)
+
+
+PUTS = [(1, 1), (1, 4), (1, 12), (21, 1), (21, 4), (21, 12), (170, 1)]
+"""Blocks, and the puts in which each is cut by layers."""
+
+
+def put_points(put_s: float, slice_s: float, once_s: float, block_s: Callable[[int], float]) -> list[PutPoint]:
+    return [
+        PutPoint(
+            num_blocks * 4096,
+            puts,
+            puts * num_blocks * (puts > 1),
+            once_s + puts * (put_s + (puts > 1) * num_blocks * slice_s) + block_s(num_blocks),
+        )
+        for num_blocks, puts in PUTS
+    ]
+
+
+@pytest.mark.parametrize(("put_s", "slice_s", "once_s"), [(1e-4, 2e-5, 3e-4), (0.0, 1e-6, 0.0), (5e-5, 0.0, 1e-4)])
+def test_what_puts_slices_and_bytes_take_is_told_apart(put_s: float, slice_s: float, once_s: float) -> None:
+    found = fit_puts(put_points(put_s, slice_s, once_s, lambda num_blocks: num_blocks * 4096 / 1e9))
+    assert found.residuals is not None
+    assert found.residuals.worst < 1e-3
+    assert (found.put_s, found.slice_s, found.join_s) == pytest.approx((put_s, slice_s, once_s), abs=2e-8)
+    assert found.bytes_per_s == pytest.approx(1e9, rel=1e-3)
+
+
+def test_small_puts_that_stay_in_a_cache_are_not_taken_for_slices_that_cost_nothing() -> None:
+    """Of the real machine: 9 GB/s for a block, 2.5 for all of them."""
+    found = fit_puts(put_points(0.0, 1e-6, 0.0, lambda num_blocks: num_blocks * 4096 / (9e9 if num_blocks < 100 else 2.5e9)))
+    assert found.slice_s == pytest.approx(1e-6, rel=0.01)
+    assert found.bytes_per_s == pytest.approx(2.5e9, rel=0.1)
+
+
+def test_no_put_is_quicker_for_being_cut() -> None:
+    found = fit_puts([replace(p, seconds=p.seconds / (1 + 0.1 * p.num_slices)) for p in put_points(1e-4, 0.0, 0.0, lambda n: n * 4e-6)])
+    assert found.put_s >= 0
+    assert found.slice_s == 0
 
 
 def test_an_imported_profile_has_no_points_to_draw() -> None:

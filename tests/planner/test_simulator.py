@@ -93,6 +93,18 @@ def test_blocks_take_their_time_on_the_link() -> None:
     assert record.stages.handoff == pytest.approx(10 * 1600 / 1e6 + 0.001, abs=0.002)
 
 
+def test_a_block_of_which_some_layers_leave_takes_its_time_too() -> None:
+    """From the second prompt on the rate is known, and blocks leave layer by layer: what is exposed is the last of four slices."""
+    exposed = []
+    for slice_s in (0.0, 1e-3):
+        slow = profile(handoff=SECOND.model_copy(update={"slice_s": slice_s}))
+        _, records = run(cluster(of=slow), [TraceRequest(float(i), 160, 2) for i in range(3)])
+        assert records[-1].stages is not None
+        exposed.append(records[-1].stages.handoff)
+    assert exposed[0] == pytest.approx(4 * 1600 / 1e6 / 4 * 10 / 4 + 0.001, abs=0.002)
+    assert exposed[1] - exposed[0] == pytest.approx(10 * 1e-3, abs=0.002)
+
+
 def test_two_handoffs_share_one_link() -> None:
     slow = profile(handoff=SECOND)
     _, records = run(cluster(prefill=2, of=slow), [TraceRequest(0.0, 160, 2)] * 2)
