@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -22,10 +23,13 @@ class Crew:
         self._question, self._pool, self.num_processes = question, pool, num_processes
 
     def ask(self, function: Callable[[Question, Asked], Result], asked: Iterable[Asked]) -> list[Result]:
+        return [one() for one in [self.begin(function, one) for one in asked]]
+
+    def begin(self, function: Callable[[Question, Asked], Result], asked: Asked) -> Callable[[], Result]:
+        """As one of ``ask``, which others may run beside; what it returns waits for the result."""
         if self._pool is None:
-            return [function(self._question, one) for one in asked]
-        waiting = [self._pool.submit(_call, function, one) for one in asked]
-        return [one.result() for one in waiting]
+            return partial(function, self._question, asked)
+        return self._pool.submit(_call, function, asked).result
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ..slo import ServiceLevel
 from ..trace.request import Trace, TraceRequest
 from .candidates import Candidate, Hardware, with_mover
 from .demand import Demand, arrivals, bound
+from .look import Look
 from .sketch import Arrival, Sketch, Sketched, SketchPool, StepTimes
 
 PRECISION = 0.04
@@ -112,7 +113,8 @@ class Question:
 @dataclass(slots=True)
 class Answer:
     """``goodput``: requests a second; 0 where the candidate was not better than what was known (``pruned``) or never good enough.
-    ``tried``: (rate, attainment), where the attainment of a rate that fails is an upper bound. ``sketched``: what the sketch thought."""
+    ``tried``: (rate, attainment), where the attainment of a rate that fails is an upper bound. ``sketched``: what the sketch thought.
+    ``best``: the highest rate tried that was good enough."""
 
     candidate: Candidate
     bound: float
@@ -121,6 +123,7 @@ class Answer:
     sketched: float = 0.0
     tried: list[tuple[float, float]] = field(default_factory=list)
     num_requests: int = 0  # simulated
+    best: Look | None = None
 
     @property
     def at_bound(self) -> bool:
@@ -238,4 +241,8 @@ def _passes(question: Question, found: Answer, rate: float) -> bool:
     failed = num_failed(simulation)
     found.tried.append((rate, 1 - failed / len(question.load.requests)))
     found.num_requests += simulation.num_arrived
-    return failed <= question.allowed
+    if failed > question.allowed:
+        return False
+    if found.best is None or found.best.rate < rate:
+        found.best = Look.at(rate, simulation)
+    return True

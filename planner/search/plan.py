@@ -16,7 +16,8 @@ from .candidates import Candidate
 from .crew import Crew, crew
 from .goal import Goal, energy_wh, mixtures, settings_of, shapes
 from .goodput import Answer, Question, sketched_goodput
-from .looks import Glance, Look, answered, by_chance, glance, look, sketched
+from .look import Look
+from .looks import Glance, answered, by_chance, glance, look, sketched
 from .smallest import smallest, smallest_that_serve
 
 GROWTH = 1.5
@@ -87,7 +88,7 @@ class Plan:
 
     @property
     def num_simulated(self) -> int:
-        looked = [self.at_goodput, self.relaxed, *(one for _, one in self.others)]
+        looked = [self.relaxed, *(one for _, one in self.others)] + [self.at_goodput] * (self.at_goodput is not self.winner.best)
         return sum(a.num_requests for a in self.answers) + sum(one.tallies.num_requests for one in looked)
 
     @property
@@ -137,14 +138,16 @@ class _Search:
         neighbours = self._answer([(c, 0.0, guess) for c, guess in zip(around, guesses, strict=True)], fresh=False)
         split, best, colocated, winner = self._best_ones()
         rate = winner.goodput or winner.bound / 10
-        self._report(f"{winner.candidate.ratio}: how much of this is chance")
-        relaxed_rate = 0.8 * rate if self._goal.objective == "goodput" else self._goal.rate
-        others = self._crew.ask(by_chance, [(winner.candidate, rate, which) for which in (1, 2)])
-        at_goodput, relaxed = self._crew.ask(look, [(winner.candidate, rate), (winner.candidate, relaxed_rate)])
-        self._report("half as much load again")
-        grown_rate = GROWTH * (rate if self._goal.objective == "goodput" else self._goal.rate)
+        self._report(f"{winner.candidate.ratio}: how much of this is chance, and half as much load again")
+        of_goodput = self._goal.objective == "goodput"
+        grown_rate = GROWTH * (rate if of_goodput else self._goal.rate)
+        relaxed_rate = 0.8 * rate if of_goodput else self._goal.rate
         of_means, expected = self._from_means(sketches)
-        unchanged, means = self._crew.ask(look, [(winner.candidate, grown_rate), (of_means, expected)])
+        others = [self._crew.begin(by_chance, (winner.candidate, rate, which)) for which in (1, 2)]  # these take the longest
+        rates = [*([] if _seen_at(winner, rate) else [rate]), relaxed_rate, grown_rate]
+        looks = [self._crew.begin(look, asked) for asked in (*((winner.candidate, at) for at in rates), (of_means, expected))]
+        grown = self._grown(winner.candidate, grown_rate)
+        *at_goodput, relaxed, unchanged, means = [one() for one in looks]
         plan = Plan(
             self._question,
             self._goal,
@@ -154,10 +157,10 @@ class _Search:
             list(self._known.values()),
             [a for a in neighbours if a is not winner],
             sketches,
-            at_goodput,
+            _seen_at(winner, rate) or at_goodput[0],
             relaxed,
-            others,
-            self._grown(winner.candidate, grown_rate, unchanged),
+            [one() for one in others],
+            Growth(*grown, unchanged.tallies.attainment),
             Means(of_means, expected, means.tallies.attainment),
             energy_wh(self._question, winner.candidate, relaxed_rate),
         )
@@ -263,16 +266,16 @@ class _Search:
             around = [candidate.with_more(prefill=-1), candidate.with_more(decode=-1)] if candidate.prefill else [candidate.with_more(-1)]
         return [c for c in around if c is not None and (c.colocated > 0 or min(c.prefill, c.decode) > 0)]
 
-    def _grown(self, candidate: Candidate, rate: float, unchanged: Look) -> Growth:
-        """The fewest workers more that serve so much: sketched, then simulated, with more where that is too few."""
+    def _grown(self, candidate: Candidate, rate: float) -> tuple[Candidate, float]:
+        """The fewest workers more that serve so much, and how well: sketched, then simulated, with more where that is too few."""
         more = 1
         for _ in range(MOST_GROWN):
             bigger = self._least_more(candidate, rate, more)
-            seen = look(self._question, (bigger, rate))
+            (seen,) = self._crew.ask(look, [(bigger, rate)])
             if seen.tallies.attainment >= self._question.level.attainment:
                 break
             more = bigger.num_workers - candidate.num_workers + max(1, candidate.num_workers // 8)
-        return Growth(bigger, seen.tallies.attainment, unchanged.tallies.attainment)
+        return bigger, seen.tallies.attainment
 
     def _least_more(self, candidate: Candidate, rate: float, at_least: int) -> Candidate:
         """With ``at_least`` so many workers more: the first that the sketch finds good enough, and that could keep up for long."""
@@ -322,6 +325,10 @@ def _is_partly(candidate: Candidate) -> bool:
 
 def _is_together(candidate: Candidate) -> bool:
     return not candidate.prefill
+
+
+def _seen_at(one: Answer, rate: float) -> Look | None:
+    return one.best if one.best is not None and one.best.rate == rate else None
 
 
 def _shape(candidate: Candidate) -> Candidate:

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..simulator.report import slo_words
 from .goodput import Answer
-from .looks import Glance, Look
+from .look import Look
+from .looks import Glance
 from .plan import Plan
 from .words import sentences
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..simulator.report import slo_words
 from .goodput import LOWEST, Answer
-from .looks import Look
+from .look import Look
 from .plan import GROWTH, Plan
 from .verdict import compared, whether_to_disaggregate
 
