@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from simulation.agents import AgentSource
+from simulation.copies import CopySource
 from simulation.model import NUM_LAYERS
 
 from splitserve.prefill.core import PrefillCore
@@ -186,7 +187,7 @@ def wait_for_ever_for_a_rendezvous(patch: Patch) -> None:
     patch.setattr(SendingSession, "hangs_at", None)
 
 
-# --- a one-sided mover whose puts linger -----------------------------------------------------------
+# --- one-sided movers whose puts linger, or go on by themselves -----------------------------------------------------------
 
 
 def free_what_a_dead_writer_held_while_its_puts_are_on_their_way(patch: Patch) -> None:
@@ -196,6 +197,10 @@ def free_what_a_dead_writer_held_while_its_puts_are_on_their_way(patch: Patch) -
 def say_release_though_puts_may_still_land(patch: Patch) -> None:
     close = AgentSource.close
     patch.setattr(AgentSource, "close", lambda self: close(self) and ())
+
+
+def say_that_a_lease_is_released_while_its_copies_go_on(patch: Patch) -> None:
+    patch.setattr(CopySource, "writing", lambda self, lease: False)
 
 
 def wait_for_ever_for_a_writer_that_says_nothing(patch: Patch) -> None:
@@ -226,5 +231,6 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (free_what_a_dead_writer_held_while_its_puts_are_on_their_way, "agents"),
     (say_release_though_puts_may_still_land, "agents"),
     (wait_for_ever_for_a_writer_that_says_nothing, "agents"),
+    (say_that_a_lease_is_released_while_its_copies_go_on, "copies"),
 ]
 """Each with the scenario in which it is found quickly."""

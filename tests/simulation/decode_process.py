@@ -65,7 +65,13 @@ class DecodeProcess(WorkerProcess):
         self._target = ParcelTarget(self.memory)
         self.rendezvous = RendezvousTarget(self) if self.world.scenario.cluster.rendezvous else None
         self._agents = AgentTarget(self)
-        ways: dict[str, Way] = {"shm": Mapped(), "nccl": Booked(self.rendezvous), "nixl": self._agents, "zmq": Booked(None)}
+        ways: dict[str, Way] = {
+            "cuda_ipc": Mapped(),
+            "shm": Mapped(),
+            "nccl": Booked(self.rendezvous),
+            "nixl": self._agents,
+            "zmq": Booked(None),
+        }
         self.ways_in = WaysIn(ways, lambda _: world.counts.update(("writers shut out",)))
         self._books = [self._target.book, *([self.rendezvous.book] if self.rendezvous is not None else [])]
         self._checks: deque[act.Verify] = deque()
@@ -85,7 +91,7 @@ class DecodeProcess(WorkerProcess):
 
     def make_core(self) -> DecodeCore:
         scheduler = DecodeScheduler(self.blocks, BLOCK_SIZE, self.world.scenario.cluster.max_num_seqs, MAX_MODEL_LEN, EOS)
-        endpoints = MoverEndpoints(("shm", "nccl", "nixl", "zmq"), self.host, shm_name="shm", data_address=str(self.endpoint))
+        endpoints = MoverEndpoints(("cuda_ipc", "shm", "nccl", "nixl", "zmq"), self.host, shm_name="shm", data_address=str(self.endpoint))
         receiver = HandoffReceiver(
             self.id, MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: self.world.random.randbytes(16), TIMES
         )

@@ -1,5 +1,5 @@
 """KV blocks on their way: a one-sided mover that writes the peer's memory, and a two-sided one that sends parcels. (The one
-that needs a rendezvous: communicators.py; the one-sided one whose puts linger: agents.py.)"""
+that needs a rendezvous: communicators.py; the one-sided ones whose puts linger, or go on by themselves: agents.py, copies.py.)"""
 
 from __future__ import annotations
 

@@ -62,6 +62,7 @@ class Cluster:
     one_sided: float = 0.5  # share of prefill workers that have it
     rendezvous: float = 0.0  # share of workers that have a mover that needs a rendezvous
     agents: float = 0.0  # share of workers that have a one-sided mover whose puts linger, also between hosts
+    copies: float = 0.0  # share of workers that have a one-sided mover whose copies go on by themselves, on one host
     walled: float = 0.0  # share of pairs of workers for which it has never worked and never will
     prefill_blocks: int = 160
     decode_blocks: int = 160
@@ -171,6 +172,10 @@ NAMED = {
     "mixed": Scenario(MIXED, Cluster(num_prefill=1, num_decode=1, num_mixed=2, prefill_blocks=80, decode_blocks=80)),
     "rendezvous": Scenario(RENDEZVOUS, Cluster(num_hosts=2, one_sided=0.0, rendezvous=1.0, walled=0.25)),
     "agents": Scenario(AGENTS, Cluster(num_prefill=3, num_hosts=2, one_sided=0.0, agents=1.0, decode_blocks=80)),
+    "copies": Scenario(
+        replace(AGENTS, freeze_in_put=0.01, flip_every=0.5),
+        Cluster(num_prefill=2, num_decode=1, num_flexible=2, one_sided=0.0, copies=1.0, decode_blocks=80),
+    ),
     "names": Scenario(
         Faults(late_put=0.1, flip_every=0.3, coordinator_restart_every=1.0, coordinator_freeze_every=2.0, cancel=0.3, kill_every=2.0),
         Cluster(num_prefill=1, num_decode=1, num_flexible=3, num_hosts=2, one_sided=0.0, agents=1.0, decode_blocks=60),
@@ -180,7 +185,9 @@ NAMED = {
     ),
     "deaths": Scenario(Faults(kill_every=0.12, cancel=0.05), Cluster(num_prefill=2, num_decode=2), product_limits=True),
     "poison": Scenario(Faults(poison=0.005), Cluster(num_prefill=3, num_decode=3), product_limits=True),
-    "everything": Scenario(EVERYTHING, Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5), product_limits=True),
+    "everything": Scenario(
+        EVERYTHING, Cluster(num_coordinators=2, num_flexible=2, one_sided=1.0, rendezvous=0.5, copies=0.3), product_limits=True
+    ),
 }
 
 
@@ -212,6 +219,7 @@ def draw_scenario(seed: int) -> Scenario:
         num_mixed=Random(f"mixed {seed}").choice([0, 0, 0, 0, 1, 2]),
         rendezvous=rendezvous,
         agents=agents,
+        copies=Random(f"copies {seed}").choice([0.0, 0.0, 0.0, 0.5, 1.0]),
         walled=meetings.choice([0.0, 0.0, 0.2]),
         num_flexible=flips.choice([1, 2, 3]) if flexible else 0,
         num_prefill=random.choice([1, 2, 2, 3]),

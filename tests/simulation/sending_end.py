@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.agents import AgentSource
 from simulation.communicators import RendezvousSource
+from simulation.copies import CopySource
 from simulation.memory import Memory
 from simulation.model import MASK, NUM_LAYERS
 from simulation.movers import ParcelSource, SharedMemorySource, Source
@@ -122,12 +123,16 @@ class SendingEnd:
             agent = self.world.agents[int(met.mover_address)]
             self._sources[action.peer] = AgentSource(self.writer, worker_id, agent, lambda source: self._stir(action.peer, source))
             return
-        source = (SharedMemorySource if met.mover == "shm" else ParcelSource)(self.writer, worker_id, process)
-        if met.mover == "shm" and source.target() is None:
+        source: Source
+        if met.mover == "cuda_ipc":
+            source = CopySource(self.writer, worker_id, process, lambda source: self._stir(action.peer, source))
+        else:
+            source = (SharedMemorySource if met.mover == "shm" else ParcelSource)(self.writer, worker_id, process)
+        if met.mover in ("cuda_ipc", "shm") and source.target() is None:
             raise MoverError("that memory is gone")
         self._sources[action.peer] = source
 
-    def _stir(self, peer: PeerId, source: RendezvousSource | AgentSource) -> None:
+    def _stir(self, peer: PeerId, source: RendezvousSource | AgentSource | CopySource) -> None:
         """What the live loop does in each turn."""
         if self._sources.get(peer) is source:
             self._with_mover(peer, source.poll)

@@ -75,7 +75,9 @@ class WorkerProcess(Process, ABC):
         by_rendezvous = rendezvous > 0.0 and world.random.random() < rendezvous
         agents = world.scenario.cluster.agents
         by_agent = agents > 0.0 and world.random.random() < agents
-        able = {"shm": one_sided, "nccl": by_rendezvous, "nixl": by_agent, "zmq": True}
+        copies = world.scenario.cluster.copies
+        by_copies = copies > 0.0 and world.random.random() < copies
+        able = {"cuda_ipc": by_copies, "shm": one_sided, "nccl": by_rendezvous, "nixl": by_agent, "zmq": True}
         self._movers = tuple(mover for mover, has in able.items() if has)
         self.core: Any = self.make_core()
         self.after(TICK_S * world.random.random(), self._tick)

@@ -4,7 +4,7 @@ Nothing of a core is written again here. To be read in this order:
 
     scenario.py              which faults, which cluster
     clock.py, process.py     events, and processes that die, freeze and have clocks of their own
-    network.py, movers.py, agents.py, communicators.py      what carries messages and KV blocks, badly
+    network.py, movers.py, agents.py, copies.py, communicators.py      what carries messages and KV blocks, badly
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
     worker_process.py, prefill_process.py, decode_process.py, coordinator_process.py, lines.py      shells, as thin as the live ones
     flexible_process.py      one that is of either role, and changes it
