@@ -43,10 +43,15 @@ class WaysIn:
         self._targets, self._tell = targets, tell
         self._met_by: dict[PeerId, set[str]] = {}
         self._leaving: set[PeerId] = set()  # of whom ``shut_out`` has to be asked again
+        # Who came in by a mover that lingers. One that has been shut out may not know it, and be granted leases still: it fails at its
+        # next put, and says nothing of that lease.
+        self._lingered: set[PeerId] = set()
 
     def met(self, peer: PeerId, mover: str) -> None:
         """From now on it may write by this mover."""
         self._met_by.setdefault(peer, set()).add(mover)
+        if self._targets[mover].lingers:
+            self._lingered.add(peer)
 
     def may_meet(self, peer: PeerId, meet: Meet, here: bool, receiver: Receiver) -> bool:
         """Whether Meet may go to the core: not while what was begun under an earlier name of the same process, or by a mover that has
@@ -59,7 +64,7 @@ class WaysIn:
                 self.forget(earlier)  # as the core does when it hears this
             elif not here:  # it has been started anew: what it wrote before need not be waited for
                 self._shut_out(earlier, receiver)
-        if meet.failed and self._lingers(peer):
+        if meet.failed and peer in self._lingered:
             if not self._is_over(peer):
                 return False
             receiver.writer_shut_out(peer)
@@ -85,7 +90,7 @@ class WaysIn:
         for peer in receiver.silent_writers(now) | self._leaving:
             if peer not in here:
                 self._shut_out(peer, receiver)
-            elif self._lingers(peer) and self._is_over(peer):
+            elif peer in self._lingered and self._is_over(peer):
                 self._tell_shut_out(peer, receiver)
 
     def forget(self, peer: PeerId) -> None:
@@ -93,6 +98,7 @@ class WaysIn:
         for mover in self._met_by.pop(peer, ()):
             self._targets[mover].shut_out(peer)
         self._leaving.discard(peer)
+        self._lingered.discard(peer)
 
     def _shut_out(self, peer: PeerId, receiver: Receiver) -> None:
         still = [mover for mover in self._met_by.get(peer, ()) if not self._targets[mover].shut_out(peer)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simulation.campaign import simulate
-from simulation.scenario import FLIPS, Cluster, Faults, Scenario
+from simulation.scenario import FLIPS, Cluster, Faults, Scenario, draw_scenario
 
 
 def test_a_failed_mover_leaves_nothing_in_quarantine() -> None:
@@ -38,6 +38,15 @@ def test_a_role_that_ended_cut_off_leaves_nothing_in_quarantine() -> None:
     worlds = [simulate(seed, scenario, requests=150) for seed in range(1, 4)]
     assert sum(world.network.said["Retire"] for world in worlds) > 50
     assert not any(world.violations for world in worlds)
+
+
+def test_a_writer_that_was_shut_out_and_granted_one_lease_more_does_not_keep_its_blocks() -> None:
+    """A prefill worker was silent for long, and its way in, by a mover whose puts linger, was closed. It came back, was granted a lease,
+    failed at its first put, and met the decode worker anew, by another mover; of that lease it said nothing, and was asked for ever."""
+    world = simulate(6006, draw_scenario(6006), requests=350)
+    assert world.counts["agents ended"]
+    assert world.counts["leases left unsettled"]
+    assert not world.violations
 
 
 def test_a_decode_step_that_ran_out_of_memory_is_made_again_with_the_blocks_it_has() -> None:
