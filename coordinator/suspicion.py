@@ -1,9 +1,10 @@
 """Which request kills workers? Pure.
 
 A worker's death is charged to the requests that it ran. Who was there at several deaths in a row, without progress between, is a suspect.
-Suspects run one a worker: if that worker dies too, this one was it, and its neighbours are not charged. What counts as progress doubles
-with each death beyond the first few of a request: who kills a worker every few tokens is found too, and long answers outlive many deaths
-that are none of theirs. So one poisonous request costs a bounded number of workers, and nobody else's request fails for it.
+Suspects run one a worker: if that worker dies too, this one was it, and its neighbours are not charged, but for those that were beside one
+at the last death as well: else who kills workers would go free for as long as it meets others that are suspected. What counts as progress
+doubles with each death beyond the first few of a request: who kills a worker every few tokens is found too, and long answers outlive many
+deaths that are none of theirs. So one poisonous request costs a bounded number of workers, and nobody else's request fails for it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class Suspicion:
         running = [f for f in here if _ran(f, worker)]
         for flight in running:
             self.credit(flight)
-        guilty = [f for f in running if f.suspect] or running
+        a_suspect_ran = any(f.suspect for f in running)
+        for flight in running:
+            flight.excused = a_suspect_ran and not flight.suspect and not flight.excused
+        guilty = [f for f in running if not f.excused]
         for flight in guilty:
             flight.num_deaths += 1
             flight.num_deaths_ever += 1
@@ -49,7 +53,7 @@ class Suspicion:
         if gained >= PROGRESS_TOKENS:
             flight.num_failures = 0
         if gained >= PROGRESS_TOKENS << max(0, flight.num_deaths_ever - self._limits.max_deaths):
-            flight.num_deaths, flight.num_tokens_before = 0, len(flight.tokens)
+            flight.num_deaths, flight.num_tokens_before, flight.excused = 0, len(flight.tokens), False
             self.forget(flight)
 
     def credit_all(self) -> None:

@@ -154,3 +154,23 @@ def test_a_prompt_that_waits_for_a_dying_decode_worker_is_not_charged() -> None:
     (again,) = sent(bench.hello("d", "decode", incarnation=2), Prefill)
     assert from_u32(again.spec.token_ids) == [1, 2, 3]
     assert ends(bench.hello("p", "prefill", incarnation=2)) != []  # it was computing it
+
+
+def test_who_is_there_at_death_after_death_is_charged_though_a_suspect_is_too() -> None:
+    """The only decode worker dies twice of something else while "s" runs on it, and then of "p", which nobody suspects: "s" is. Once "p"
+    is excused, as who is beside a suspect by chance is."""
+    bench = Bench()
+    bench.submit("s", sampling=Sampling(max_tokens=100), deadline=1e6)
+    life, num_deaths = 1, []
+    for deaths in range(4):
+        if deaths == 2:
+            bench.submit("p", sampling=Sampling(max_tokens=100), deadline=1e6)
+        flights = bench.core._state.table.flights
+        for flight in list(flights.values()):
+            assert flight.decode is not None, "one suspect alone does not keep others away where there is one worker"
+            bench.say("d", Joined(coordinator=7, dispatch=flight.dispatch, index=len(flight.tokens), token=1), life)
+        life += 1
+        actions = bench.hello("d", "decode", life)
+        num_deaths.append({name: flight.num_deaths for name, flight in flights.items()})
+    assert num_deaths == [{"s": 1}, {"s": 2}, {"s": 3, "p": 0}, {"p": 1}]
+    assert [ended.error for ended in ends(actions)] == ["failed"]

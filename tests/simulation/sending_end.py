@@ -136,6 +136,8 @@ class SendingEnd:
         """What the live loop does in each turn."""
         if self._sources.get(peer) is source:
             self._with_mover(peer, source.poll)
+            if not self.writer.process_alive:  # it did not survive the end of its mover
+                return
             for lease, say in self._held_back.pop(peer, []):
                 self._when_written(peer, lease, say)
             self._say_words(peer, source)
@@ -172,7 +174,8 @@ class SendingEnd:
             if isinstance(self._sources.get(peer), RendezvousSource):
                 self._count_broken(peer)
             self._close_mover(peer)
-            self.sender.mover_failed(peer, str(error))
+            if self.writer.process_alive:
+                self.sender.mover_failed(peer, str(error))
 
     def _count_broken(self, peer: PeerId) -> None:
         """Once it is made anew; if that one fails too, another mover takes its place."""
