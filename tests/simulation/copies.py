@@ -3,7 +3,6 @@ computes, says other things, or stands still; they cannot be called back, and en
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,13 +43,8 @@ class CopySource(SharedMemorySource):
         self._free_at = 0.0  # the stream
 
     def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
-        target = self.target()
-        if target is None:
-            raise MoverError("the decode worker's process has ended")
-        if self.world.strikes(self.faults.mover_error, "mover errors"):
-            raise MoverError("the adversary says so")
+        target = self._about_to_write(items)
         self.world.counts["copies between devices"] += len(items)
-        target.writers.setdefault(self.writer, Counter()).update(block for _, _, block in items)
         copy = Copy(target, lease, list(items), first, end, self.writer.now + PUT_S)
         self._copies.append(copy)
         copy.hangs = self.world.strikes(self.faults.lost_put, "copies that hang")

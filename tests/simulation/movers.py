@@ -69,12 +69,7 @@ class SharedMemorySource(Source):
     """Copies into the peer's memory by itself, half a block at a time: it may be stopped, or die, between any two halves."""
 
     def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
-        target = self.target()
-        if target is None:
-            raise MoverError("the decode worker's process has ended")
-        if self.world.strikes(self.faults.mover_error, "mover errors"):
-            raise MoverError("the adversary says so")
-        target.writers.setdefault(self.writer, Counter()).update(block for _, _, block in items)
+        target = self._about_to_write(items)
         struck = int(self.random() * len(items))
         for i, (_, source, block) in enumerate(items):
             values = self.content(source, first, end)
@@ -84,6 +79,16 @@ class SharedMemorySource(Source):
                 self._strike_writer()
             self.writer.run(self._copy, target, lease, block, start + half, values[half:])
             self.writer.run(self._copied, target, block)
+
+    def _about_to_write(self, items: Sequence[Item]) -> DecodeProcess:
+        """Whom; from now on these blocks have a writer. Raises MoverError."""
+        target = self.target()
+        if target is None:
+            raise MoverError("the decode worker's process has ended")
+        if self.world.strikes(self.faults.mover_error, "mover errors"):
+            raise MoverError("the adversary says so")
+        target.writers.setdefault(self.writer, Counter()).update(block for _, _, block in items)
+        return target
 
     def cancel(self, lease: int) -> None:
         """What is put has left."""
