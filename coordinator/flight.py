@@ -77,7 +77,7 @@ class Flight:
     num_deaths: int = 0  # in a row, without enough progress: workers that died while they ran it
     num_deaths_ever: int = 0
     suspect: bool = False  # it may be what kills workers
-    excused: bool = False  # it was there at the last death too, beside a suspect
+    excused: bool = False  # of the last death that it met, for a suspect ran there too
     move: Move | None = None
     moved_at: float = -1e9  # when a move was last given up
     num_cached_tokens: int | None = None  # of the prompt, found in a prefix cache, as the first attempt to be heard of said

@@ -126,9 +126,9 @@ class HandoffModel(_Part):
     join_s: Seconds = 0.0
     residuals: Residuals | None = None
 
-    def seconds(self, num_bytes: float, num_slices: int = 0) -> float:
-        """Of one put. ``num_slices``: blocks of which it takes some layers only."""
-        return self.put_s + num_slices * self.slice_s + num_bytes / self.bytes_per_s
+    def seconds(self, num_bytes: float, num_slices: int = 0, bytes_per_s: float | None = None) -> float:
+        """Of one put. ``num_slices``: blocks of which it takes some layers only; ``bytes_per_s``: of a slower link."""
+        return self.put_s + num_slices * self.slice_s + num_bytes / (bytes_per_s or self.bytes_per_s)
 
 
 class Memory(_Part):

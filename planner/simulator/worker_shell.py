@@ -280,8 +280,8 @@ class WorkerShell(ABC):
         self.sender.moved(put.peer, num_bytes, done - now)
 
     def _over_the_link(self, target: Receiver, num_bytes: int, num_slices: int) -> float:
-        begin, handoff = max(self.queue.now, self.out_free_at, target.in_free_at), self.pool.profile.handoff
-        done = begin + (handoff.put_s + num_slices * handoff.slice_s) + num_bytes / min(self.bytes_per_s, target.bytes_per_s)
+        begin = max(self.queue.now, self.out_free_at, target.in_free_at)
+        done = begin + self.pool.profile.handoff.seconds(num_bytes, num_slices, min(self.bytes_per_s, target.bytes_per_s))
         self.out_free_at = target.in_free_at = done
         self.num_bytes_out += num_bytes
         return done
