@@ -30,6 +30,7 @@ from ..transport.messages import (
     Offer,
     RequestFailed,
     from_u32,
+    u32_array,
 )
 from .foretold import Foretold
 from .heartbeat import Heartbeat
@@ -281,7 +282,7 @@ class DecodeCore:
         spec = join.spec
         if (older := self.scheduler.of_request(spec.request_id)) is not None:
             self._drop(older.key)
-        tokens = from_u32(spec.token_ids)
+        tokens = u32_array(spec.token_ids)
         state = SamplingState(
             SamplingParams(**asdict(spec.sampling)),
             tokens[: spec.num_prompt_tokens],

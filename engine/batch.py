@@ -46,7 +46,7 @@ class SamplingState:
     which may be while the next one runs; the sampler only reads, by ``outputs_before``."""
 
     params: SamplingParams
-    prompt_token_ids: list[int]
+    prompt_token_ids: Seq[int]
     output_token_ids: list[int]
     matcher: TokenMatcher | None = None
     """Set before the sequence takes part in a step that samples, where ``params`` has a grammar."""

@@ -101,8 +101,8 @@ class BlockManager:
         """``count`` blocks with undefined content, each referenced once; None, and nothing done, where there are not as many."""
         if count > self.num_available:
             return None
-        while len(self._free) < count:
-            self._evict_one()
+        if len(self._free) < count:
+            self._evict(count - len(self._free))
         blocks = [self._free.popleft() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
@@ -120,6 +120,26 @@ class BlockManager:
             self._num_children[parent] += 1
         if not self._removed or self._removed.pop(block_hash, 0) == 0:
             self._stored[block_hash] = None
+
+    def commit_all(self, blocks: Sequence[int], hashes: Sequence[bytes], parent: bytes | None) -> None:
+        """The same of the next blocks of a sequence, which follow the one of the hash ``parent``; hardly any costs as much as one alone."""
+        if (known := self.match_prefix(hashes)) > 0:
+            blocks, hashes, parent = blocks[known:], hashes[known:], hashes[known - 1]
+        if not self._block_of.keys().isdisjoint(hashes) or not self._removed.keys().isdisjoint(hashes):
+            for block, block_hash in zip(blocks, hashes, strict=True):
+                self.commit(block, block_hash, parent)
+                parent = block_hash
+            return
+        references, hash_of, parent_of, num_children = self._references, self._hash, self._parent, self._num_children
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            assert references[block] > 0, "only a block in use can be committed"
+            assert hash_of[block] is None, "a block holds one hash"
+            hash_of[block], parent_of[block] = block_hash, parent
+            if parent is not None:
+                num_children[parent] += 1
+            parent = block_hash
+        self._block_of.update(zip(hashes, blocks, strict=True))
+        self._stored.update(dict.fromkeys(hashes))
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops one reference to each. Give a sequence's blocks in order: its tail becomes the older, evicted first."""
@@ -154,13 +174,15 @@ class BlockManager:
             events.note(self._stored, self._removed)
         self._stored, self._removed = {}, {}
 
-    def _evict_one(self) -> None:
-        hashes, num_children = self._hash, self._num_children
-        for block in self._idle:
-            if hashes[block] not in num_children:  # a leaf
-                self.discard(block)
-                return
-        self.discard(next(iter(self._idle)))
+    def _evict(self, count: int) -> None:
+        idle, hashes, num_children = self._idle, self._hash, self._num_children
+        for _ in range(count):
+            block = next(iter(idle))
+            if hashes[block] in num_children:  # no leaf
+                block = next((b for b in idle if hashes[b] not in num_children), block)
+            self._forget(block)
+            del idle[block]
+            self._free.append(block)
 
     def _forget(self, block: int) -> None:
         block_hash, parent = self._hash[block], self._parent[block]

@@ -73,6 +73,12 @@ class Piece(_Part):
     def seconds(self, units: float, reads: float, seqs: float, cached: float = 0.0) -> float:
         return self.at(units) + self.read_s * reads + self.seq_s * seqs + self.cached_s * cached
 
+    def times(self, factor: float) -> Piece:
+        """All of it so many times as long."""
+        curve = tuple((units, factor * seconds) for units, seconds in self.curve)
+        costs = {"read_s": factor * self.read_s, "seq_s": factor * self.seq_s, "cached_s": factor * self.cached_s}
+        return self.model_copy(update={"curve": curve, **costs})
+
     def at(self, units: float) -> float:
         """The curve's value."""
         curve = self.curve
@@ -103,6 +109,17 @@ class StepModel(_Part):
     def base_s(self) -> float:
         """What the smallest step takes: of two roles' work in one step this is paid once."""
         return max(0.0, self.pieces[0].curve[0][1])
+
+    @property
+    def mean_error(self) -> float | None:
+        """By how much of itself a step is off on average: of those that were not fitted to, where there are any. None: not known."""
+        known = self.held_out or self.residuals
+        return known.mean if known is not None else None
+
+    def times(self, factor: float) -> StepModel:
+        """Of steps that take so many times as long."""
+        pieces = tuple(piece.times(factor) for piece in self.pieces)
+        return self.model_copy(update={"pieces": pieces})
 
     def outside(self, units: float, reads: float, seqs: float, cached: float = 0.0) -> str:
         """Which quantity is less or more than was measured; empty where none is."""
@@ -225,6 +242,12 @@ class Profile(_Part):
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "its content"
             raise ProfileError(f"{path} is no profile of a version known here: {place}: {first['msg']}") from None
+
+    def with_slower_steps(self) -> Profile:
+        """Every step takes longer by as much as the fit is off on average, which is more than it will be for long, unless all errors go
+        this way. Where a fit's error is not known it is taken as none."""
+        prefill, decode = (model.times(1 + (model.mean_error or 0.0)) for model in (self.prefill, self.decode))
+        return self.model_copy(update={"prefill": prefill, "decode": decode})
 
     def write(self, path: Path) -> None:
         """Raises ProfileError."""

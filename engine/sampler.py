@@ -59,7 +59,7 @@ class Sampler:
             row[torch.tensor([*self._eos_token_ids, *p.stop_token_ids], dtype=torch.int64, device=row.device)] = -torch.inf
         output = state.outputs_before(position, newest) if p.has_penalties else []
         if p.repetition_penalty != 1:
-            _penalize_repetition(row, state.prompt_token_ids + output, p.repetition_penalty)
+            _penalize_repetition(row, [*state.prompt_token_ids, *output], p.repetition_penalty)
         if output and (p.presence_penalty or p.frequency_penalty):
             counted = Counter(output)
             ids = torch.tensor(list(counted), device=row.device)

@@ -25,7 +25,7 @@ from ..engine.batch import Batch, SamplingParams, SamplingState
 from ..engine.block_manager import BlockManager
 from ..transport.block_hash import chain, root_hash
 from ..transport.handoff import Key, PeerId, Wait
-from ..transport.messages import Peer, RequestSpec, from_u32
+from ..transport.messages import Peer, RequestSpec, u32_array
 
 STEPS_AT_BUDGET = 32  # steps after which a budget that lack of memory had cut is doubled
 
@@ -157,13 +157,13 @@ class PrefillScheduler:
 
     def add(self, spec: RequestSpec, decode: Peer, now: float) -> PrefillSequence:
         """Takes a prompt in. ``spec`` has at least one token and fits the model (the coordinator saw to that)."""
-        tokens = from_u32(spec.token_ids)
-        prompt, output = tokens[: spec.num_prompt_tokens], tokens[spec.num_prompt_tokens :]
+        tokens = u32_array(spec.token_ids)
+        prompt, output = tokens[: spec.num_prompt_tokens], tokens[spec.num_prompt_tokens :].tolist()
         sequence = PrefillSequence(
             key=(spec.coordinator, spec.dispatch),
             spec=spec,
             decode=decode,
-            token_ids=np.frombuffer(spec.token_ids, "<u4").astype(np.int32),  # of the list: 0.2 ms for 8,192
+            token_ids=np.frombuffer(spec.token_ids, "<u4").astype(np.int32),
             hashes=chain(root_hash(self._fingerprint, spec.salt), spec.token_ids, self.block_size),
             state=SamplingState(SamplingParams(**asdict(spec.sampling)), prompt, output),
             arrival=now,
@@ -289,8 +289,9 @@ class PrefillScheduler:
             return False
         first, last = sequence.num_computed // self.block_size, (chunk.start + chunk.count) // self.block_size
         sequence.num_computed += chunk.count
-        for i in range(first, last):
-            self.blocks.commit(sequence.blocks[i], sequence.hashes[i], sequence.hashes[i - 1] if i else None)
+        if last > first:
+            before = sequence.hashes[first - 1] if first else None
+            self.blocks.commit_all(sequence.blocks[first:last], sequence.hashes[first:last], before)
         if chunk.is_last:
             del self.running[sequence.key]
             self.pinned[sequence.key] = sequence

@@ -309,10 +309,8 @@ class HandoffReceiver:
         self._leases.take_back(incoming)
         remember(self._past, incoming.key, incoming.lease)
         self.num_joining += 1
-        parent: bytes | None = None
-        for block, block_hash in zip(incoming.blocks, incoming.hashes, strict=False):
-            self._pool.commit(block, block_hash, parent)
-            parent = block_hash
+        hashes = incoming.hashes
+        self._pool.commit_all(incoming.blocks[: len(hashes)], hashes, None)
         self._actions.append(CloseLease(incoming.lease))
         self._actions.append(ToPeer(incoming.peer, Ack(coordinator=incoming.key[0], dispatch=incoming.key[1], lease=incoming.lease)))
         self._actions.append(
@@ -325,7 +323,7 @@ class HandoffReceiver:
                 incoming.num_cached,
                 handoff.num_cached_tokens,
                 now - incoming.handoff_at,
-                parent,
+                hashes[-1] if hashes else None,
             )
         )
 

@@ -79,10 +79,15 @@ def u64(values: list[int] | np.ndarray) -> bytes:
 
 def from_u32(column: bytes) -> list[int]:
     """The numbers of a uint32 column."""
-    if sys.byteorder == "little":
-        return array("I", column).tolist()
-    result: list[int] = np.frombuffer(column, dtype="<u4").tolist()
-    return result
+    return u32_array(column).tolist()
+
+
+def u32_array(column: bytes) -> array[int]:
+    """The same in a fraction of the time and of the memory, for those who look at few of them."""
+    numbers = array("I", column)
+    if sys.byteorder != "little":
+        numbers.byteswap()
+    return numbers
 
 
 def from_u64(column: bytes) -> list[int]:

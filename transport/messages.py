@@ -65,6 +65,7 @@ from .message_fields import (
     from_u32,
     from_u64,
     u32,
+    u32_array,
     u64,
 )
 from .message_parts import (
@@ -140,5 +141,6 @@ __all__ = [
     "from_u32",
     "from_u64",
     "u32",
+    "u32_array",
     "u64",
 ]

@@ -120,6 +120,15 @@ class Hardware:
         ]
         return Cluster(pools=tuple(pools), max_queue=max_queue, workers_per_host=self.workers_per_host)
 
+    def fit_errors(self, candidate: Candidate) -> tuple[float | None, float | None]:
+        """By how much of itself a step of prompts, and one of sequences, is off on average by the fit of its profile. None: not known."""
+        prefill, decode = self.kinds[candidate.prefill_kind], self.kinds[candidate.decode_kind]
+        return prefill.profile.prefill.mean_error, decode.profile.decode.mean_error
+
+    def with_slower_steps(self) -> Hardware:
+        """By as much as the profiles' fits are off."""
+        return replace(self, kinds=tuple(replace(kind, profile=kind.profile.with_slower_steps()) for kind in self.kinds))
+
     def num_gpus(self, candidate: Candidate) -> int:
         return sum(count * kind.gpus for _, count, kind in self.pools(candidate))
 

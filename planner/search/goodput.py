@@ -102,6 +102,10 @@ class Question:
     def reordered(self, seed: int) -> Question:
         return self.of(self.hardware, self.load.shuffled(seed), self.level, seed)
 
+    def with_slower_steps(self) -> Question:
+        """By as much as the profiles' fits are off."""
+        return replace(self, hardware=self.hardware.with_slower_steps(), energies={}, _times={})
+
     def times(self, kind: int, candidate: Candidate) -> StepTimes:
         key = kind, candidate.max_batch_tokens, candidate.max_num_seqs, candidate.mover
         if key not in self._times:

@@ -72,3 +72,14 @@ def by_chance(question: Question, asked: tuple[Candidate, float, int]) -> tuple[
     other = question.reordered(which)
     seen = look(other, (candidate, goodput))
     return answer(other, candidate, guess=goodput, at_guess=seen.tallies).goodput, seen
+
+
+def if_slower(question: Question, asked: tuple[Candidate, float]) -> float | None:
+    """(candidate, its goodput): the goodput where every step takes longer by as much as its profile's fit is off on average. None: no
+    fit's error is known."""
+    candidate, goodput = asked
+    if question.hardware.fit_errors(candidate) == (None, None):
+        return None
+    slower = question.with_slower_steps()
+    planned, with_slower = sketched_goodput(question, candidate), sketched_goodput(slower, candidate)
+    return answer(slower, candidate, guess=goodput * with_slower / planned if planned else 0.0).goodput

@@ -17,7 +17,7 @@ from .crew import Crew, crew
 from .goal import Goal, energy_wh, mixtures, settings_of, shapes
 from .goodput import Answer, Question, sketched_goodput
 from .look import Look
-from .looks import Glance, answered, by_chance, glance, look, sketched
+from .looks import Glance, answered, by_chance, glance, if_slower, look, sketched
 from .smallest import smallest, smallest_that_serve
 
 GROWTH = 1.5
@@ -72,6 +72,7 @@ class Plan:
     growth: Growth
     means: Means
     energy_wh: float | None  # a request of the winner, by the sketch
+    if_slower: float | None  # the winner's goodput, were all steps slower by their profile's error; None: that is not known
     sustained: float | None = None  # its goodput, by the sketch, where the load comes over and over; None: the load is not short
     curves: dict[Candidate, list[Glance]] = field(default_factory=dict)
     sizes: dict[Candidate, Glance] = field(default_factory=dict)
@@ -145,6 +146,7 @@ class _Search:
         of_means, expected = self._from_means(sketches)
         others = [self._crew.begin(by_chance, (winner.candidate, rate, which)) for which in (1, 2)]  # these take the longest
         rates = [*([] if _seen_at(winner, rate) else [rate]), relaxed_rate, grown_rate]
+        slower = self._crew.begin(if_slower, (winner.candidate, rate))
         looks = [self._crew.begin(look, asked) for asked in (*((winner.candidate, at) for at in rates), (of_means, expected))]
         grown = self._grown(winner.candidate, grown_rate)
         *at_goodput, relaxed, unchanged, means = [one() for one in looks]
@@ -163,6 +165,7 @@ class _Search:
             Growth(*grown, unchanged.tallies.attainment),
             Means(of_means, expected, means.tallies.attainment),
             energy_wh(self._question, winner.candidate, relaxed_rate),
+            slower(),
         )
         if plan.is_short(winner):
             times = ceil(LIVES_TO_SETTLE * plan.life_s * winner.goodput / len(self._question.load.requests))

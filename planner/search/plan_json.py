@@ -33,6 +33,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "colocated": {**_answer(plan.colocated), "compared": _compared(plan, plan.colocated)},
         "neighbours": [_answer(a) for a in plan.neighbours],
         "goodput_in_other_orders": [goodput for goodput, _ in plan.others],
+        "goodput_if_slower": plan.if_slower,
         "at_goodput": _look(plan.at_goodput),
         "at_goodput_in_other_orders": [_look(seen) for _, seen in plan.others],
         "relaxed": _look(plan.relaxed),

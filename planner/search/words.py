@@ -23,7 +23,7 @@ def sentences(plan: Plan) -> list[str]:
     gpus = plan.question.hardware.num_gpus(winner.candidate)
     said = [
         f"Recommended: {plan.question.hardware.words(winner.candidate)}, {_options(winner)}.",
-        f"It serves {winner.goodput:.2f} requests/s ({winner.goodput / gpus:.3f} a GPU) with {asked}.{_spread(plan)}",
+        f"It serves {winner.goodput:.2f} requests/s ({winner.goodput / gpus:.3f} a GPU) with {asked}.{_spread(plan)}{_if_slower(plan)}",
         *_at_most(plan),
         *_costs(plan),
         f"At that rate: {_latencies(plan)}; busy: {_busy(plan.at_goodput)}.",
@@ -60,7 +60,17 @@ def _spread(plan: Plan) -> str:
     known = [plan.winner.goodput, *(goodput for goodput, _ in plan.others)]
     how = "Each half of the load by itself" if plan.question.load.is_tied else "The same lengths in other orders"
     least = f"{min(known):.2f}" if min(known) > 0 else f"less than {plan.winner.bound / LOWEST:.2f}"
-    return f" {how}: {least} to {max(known):.2f} (that is chance alone: errors of the profile and of the simulator come on top)."
+    return f" {how}: {least} to {max(known):.2f} (that is chance alone)."
+
+
+def _if_slower(plan: Plan) -> str:
+    """What errors of the profile would make of the goodput."""
+    if plan.if_slower is None:
+        return " By how much the profile is off it does not say."
+    errors = plan.question.hardware.fit_errors(plan.winner.candidate)
+    known = [f"{what} {error:.1%}" for what, error in zip(("prompts", "sequences"), errors, strict=True) if error is not None]
+    least = f"{plan.if_slower:.2f}" if plan.if_slower > 0 else f"less than {plan.winner.bound / LOWEST:.2f}"
+    return f" If every step took longer by what the profile's fit is off on average (of {', of '.join(known)}): {least}."
 
 
 def _at_most(plan: Plan) -> list[str]:

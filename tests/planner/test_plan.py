@@ -14,7 +14,7 @@ from planner.test_simulator import profile
 from splitserve.deploy.config import Sources, Value, load
 from splitserve.deploy.flexible_settings import FlexibleSettings
 from splitserve.deploy.up import plan as up
-from splitserve.engine.latency_profile import Numerics, Piece, Power
+from splitserve.engine.latency_profile import Numerics, Piece, Power, Residuals
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.plan_command import plan as plan_command
 from splitserve.planner.plan_command import require_reachable, the_hardware
@@ -239,6 +239,26 @@ def test_a_load_that_lasts_is_told_as_it_is() -> None:
     found = search(question(400, 3, count=60), Goal("goodput", Limits(3), chunks=(512,)), processes=1)
     assert found.sustained is None
     assert not any("over and over" in line for line in sentences(found))
+
+
+def test_what_errors_of_the_profile_would_make_of_the_goodput_is_told() -> None:
+    load, off, plain = question(400, 3, count=120).load, Residuals(num_points=9, mean=0.2, p95=0.3, worst=0.4), profile()
+    rough = plain.model_copy(update={role: getattr(plain, role).model_copy(update={"held_out": off}) for role in ("prefill", "decode")})
+    asked = Question.of(Hardware((Kind.of(rough),)), load, ServiceLevel(Slo(0.8, 0.05), 0.9))
+    found = search(asked, Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    steps = asked.with_slower_steps().hardware.kinds[0].profile
+    assert steps.prefill.seconds(300, 45_150, 1) == pytest.approx(1.2 * rough.prefill.seconds(300, 45_150, 1))
+    assert steps.decode.seconds(8, 4_000, 8) == pytest.approx(1.2 * rough.decode.seconds(8, 4_000, 8))
+    assert found.if_slower == pytest.approx(answer(asked.with_slower_steps(), found.winner.candidate).goodput, rel=0.06)
+    assert found.if_slower < 0.9 * found.winner.goodput
+    assert any(f"(of prompts 20.0%, of sequences 20.0%): {found.if_slower:.2f}." in line for line in sentences(found))
+    assert as_json(found)["goodput_if_slower"] == found.if_slower
+
+
+def test_a_profile_that_does_not_know_its_errors_is_told() -> None:
+    found = search(question(400, 3, count=24), Goal("goodput", Limits(3), chunks=(512,)), processes=1)
+    assert found.if_slower is None
+    assert any("By how much the profile is off it does not say." in line for line in sentences(found))
 
 
 def test_the_best_pure_split_is_told_beside_a_colocated_recommendation() -> None:

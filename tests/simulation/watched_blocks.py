@@ -37,6 +37,14 @@ class WatchedBlocks(BlockManager):
     def commit(self, block: int, block_hash: bytes, parent: bytes | None) -> None:
         """A hash has the same content wherever and whenever it is stored."""
         super().commit(block, block_hash, parent)
+        self._check_content(block, block_hash)
+
+    def commit_all(self, blocks: Sequence[int], hashes: Sequence[bytes], parent: bytes | None) -> None:
+        super().commit_all(blocks, hashes, parent)
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            self._check_content(block, block_hash)
+
+    def _check_content(self, block: int, block_hash: bytes) -> None:
         content = self._process.memory.checksum(block)
         if self._process.world.contents.setdefault(block_hash, content) != content:
             self._violated(f"block {block} is stored with other content than its hash stands for")
