@@ -22,6 +22,8 @@ from typing import Any
 from ..engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
 from ..planner.simulator.cluster import Cluster, Pool
 from ..planner.simulator.simulation import Simulation
+from ..planner.simulator.tallies import Slo
+from ..planner.sketched_cluster import sketch_summary, sketched
 from ..planner.trace.operators import cut, mean_rate, scaled
 from ..planner.trace.readers import open_trace
 from ..planner.trace.request import Trace
@@ -57,14 +59,19 @@ def compressed(path: Path, num_workers: int, num_requests: int) -> Trace:
     return scaled(trace, PER_WORKER["conversation"] * num_workers / mean_rate(trace))
 
 
-def measure(kind: str, num_workers: int, trace: Trace, jumps: bool = True) -> dict[str, Any]:
-    """One cluster under one load."""
+def cluster_of(kind: str, num_workers: int) -> Cluster:
+    """In the proportion that this load asks for."""
     prefill = round(num_workers * SHARE_OF_PREFILL[kind])
     pools = (
         Pool(role="prefill", count=prefill, profile=PROFILE, max_batch_tokens=2048),
         Pool(role="decode", count=num_workers - prefill, profile=PROFILE, max_num_seqs=256),
     )
-    simulation = Simulation(Cluster(pools=pools, max_queue=1 << 30), jumps=jumps)
+    return Cluster(pools=pools, max_queue=1 << 30)
+
+
+def measure(kind: str, num_workers: int, trace: Trace, jumps: bool = True) -> dict[str, Any]:
+    """One cluster under one load."""
+    simulation = Simulation(cluster_of(kind, num_workers), jumps=jumps)
     began = time.process_time()
     tallies = simulation.run(trace)
     took = time.process_time() - began
@@ -78,7 +85,19 @@ def measure(kind: str, num_workers: int, trace: Trace, jumps: bool = True) -> di
         "simulated_s": simulation.elapsed_s,
         "busy": [m.device.busy_s / simulation.elapsed_s for m in (simulation.machines[0], simulation.machines[-1])],
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "latency_s": tallies.percentiles(),
     }
+
+
+def measure_sketch(kind: str, num_workers: int, trace: Trace, simulated: dict[str, Any]) -> dict[str, Any]:
+    """The same sketched: how much faster, and how far from the simulated percentiles."""
+    cluster, bounds = cluster_of(kind, num_workers), Slo()
+    began = time.process_time()
+    found = sketched(cluster, trace, bounds)
+    took = time.process_time() - began
+    latency = sketch_summary(found, cluster, trace, bounds)["latency_s"]
+    off = {name: {p: one[p] / simulated["latency_s"][name][p] - 1 for p in ("p50", "p90", "p99")} for name, one in latency.items()}
+    return {"requests_per_cpu_s": found.num_ended / took, "latency_s": latency, "off": off}
 
 
 def main() -> int:
@@ -87,6 +106,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--loads", nargs="+", choices=sorted(LENGTHS), default=sorted(LENGTHS, reverse=True))
     parser.add_argument("--trace", type=Path, help="in place of the made-up loads")
+    parser.add_argument("--sketch", action="store_true", help="sketch each load too, and tell how far off that is")
     parser.add_argument("--stepped", action="store_true", help="one event for each decode step, to compare with")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -102,6 +122,10 @@ def main() -> int:
             unfinished = found["requests"] - found["finished"]
             note = f"; {unfinished} not served, prompts too long for the workers among them" if unfinished else ""
             print(f"{kind}, {num_workers} workers: {rate:,.0f} requests/s of processor time (busy {busy}){note}", flush=True)
+            if arguments.sketch:
+                found["sketched"] = seen = measure_sketch(kind, num_workers, trace, found)
+                off = "; ".join(f"{name} " + ", ".join(f"{one:+.1%}" for one in each.values()) for name, each in seen["off"].items())
+                print(f"  sketched: {seen['requests_per_cpu_s']:,.0f} a second, off at p50, p90, p99 by {off}", flush=True)
     if arguments.json:
         said = {"environment": environment(), "command": sys.argv[1:]}
         arguments.json.write_text(json.dumps({**said, "results": results}, indent=1) + "\n")

@@ -27,6 +27,11 @@ IN_THE_FILE = {  # of `splitserve simulate`: what a cluster's file says
     "mean_seconds_between_failures": "`mean_seconds_between_failures`",
 }
 
+UNSKETCHED = (  # of `splitserve simulate`: what its sketch does nothing with
+    "routing", "max_queue", "workers_per_host", "mean_seconds_between_failures", "steer", "steer_profile", "seed", "records", "plot_file",
+    "html_file",
+)  # fmt: skip
+
 WORKERS_PER_HOST = (
     "Workers on one host, of both roles as evenly as can be: they slow each other as far as their profile's `contention` says. "
     "`splitserve up` starts all of its workers on one."
@@ -232,6 +237,11 @@ class SimulateSettings(BaseModel):
         description="Bounds in seconds that make a request good: ttft=0.5,tpot=0.05; e2e is known as well. With ttft=0.5@p90 it is also "
         "said whether so many of a hundred were.",
     )
+    sketch: bool = Field(
+        default=False,
+        description="Only sketch it, thirty times as fast or more: prompts queue, sequences share a device, and nothing else is there. For "
+        "very many requests, or a first look.",
+    )
     steer: bool = Field(
         default=False,
         description="Let the pool controller change the roles of flexible workers, as the coordinator's `--steer act`: with --profile all "
@@ -253,6 +263,9 @@ class SimulateSettings(BaseModel):
             raise ValueError("give --cluster, or --profile with numbers of workers")
         if self.steer_profile is not None and not self.steer:
             raise ValueError("--steer-profile is for --steer: give that too")
+        for name in UNSKETCHED if self.sketch else ():
+            if name in self.model_fields_set:
+                raise ValueError(f"--{name.replace('_', '-')} means nothing to --sketch: leave one of them out")
         for name, place in IN_THE_FILE.items() if self.cluster is not None else ():
             if name in self.model_fields_set:
                 flag = "--" + name.replace("_", "-")

@@ -17,6 +17,7 @@ from .simulator.record_file import record_file
 from .simulator.report import print_report, summary
 from .simulator.simulation import Simulation
 from .simulator.steered import RecordedSteering, steering_of, steering_summary, steering_words
+from .sketched_cluster import print_sketch, sketch_summary, sketched
 from .slo import ServiceLevel, parse_slo
 from .trace.operators import cut, mean_rate, scaled
 from .trace.readers import open_trace
@@ -29,6 +30,8 @@ def simulate(settings: SimulateSettings) -> int:
     """The command. Returns its exit status; raises PlannerError and EngineError."""
     trace = the_trace(settings.trace, settings.duration_s, settings.rate)
     cluster, level, console = the_cluster(settings), parse_slo(settings.slo), Console()
+    if settings.sketch:
+        return _sketch(settings, trace, cluster, level, console)
     steering = the_steering(settings, cluster, level)
     warn_of_no_effect(cluster, console, steers=settings.steer)
     wants_timeline = settings.plot_file is not None or settings.html_file is not None
@@ -60,6 +63,21 @@ def simulate(settings: SimulateSettings) -> int:
         from .simulator.html_view import write_view
 
         write_view(settings.html_file, simulation.timeline)
+    return 0
+
+
+def _sketch(settings: SimulateSettings, trace: Trace, cluster: Cluster, level: ServiceLevel, console: Console) -> int:
+    began = time.process_time()
+    found = sketched(cluster, trace, level.bounds)
+    took = time.process_time() - began
+    said = sketch_summary(found, cluster, trace, level.bounds)
+    print_sketch(said, console)
+    if level.says_share:
+        said["attainment_wanted"] = level.attainment
+        console.print(enough(said["attainment"], level.attainment), highlight=False)
+    console.print(f"{found.num_ended / took:,.0f} sketched requests a second of processor time")
+    if settings.json_file is not None:
+        _write(settings.json_file, orjson.dumps(said, option=orjson.OPT_INDENT_2))
     return 0
 
 

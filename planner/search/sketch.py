@@ -81,7 +81,8 @@ class Sketched:
     elapsed_s: float = 0.0
     busy_s: list[tuple[float, float]] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
-    tpot_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)  # 0 of a request with one token
+    e2e_s: list[float] = field(default_factory=list)
 
     @property
     def attainment(self) -> float:
@@ -322,6 +323,7 @@ class Sketch:
         tpot_s = (ended - self._first[request]) / (arrival.num_output - 1) if arrival.num_output > 1 else 0.0
         self._known.ttft_s.append(ttft_s)
         self._known.tpot_s.append(tpot_s)
+        self._known.e2e_s.append(ended - arrival.at_s)
         self._known.num_ended += 1
         self._known.num_good += (
             (bounds.ttft_s is None or ttft_s <= bounds.ttft_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -91,7 +92,7 @@ def slo_words(slo: Slo) -> str:
 
 def print_report(simulation: Simulation, console: Console) -> None:
     tallies = simulation.tallies
-    console.print(_latencies(tallies))
+    console.print(latency_table(tallies.percentiles()))
     console.print(_explained(tallies), highlight=False)
     numbers = ("workers", "busy", "with prompts", "decode only", "steps/s", "GB/s")
     table = Table("pool", *(Column(name, justify="right") for name in numbers), box=box.SIMPLE)
@@ -124,9 +125,10 @@ def _rates(said: dict[str, Any]) -> str:
     return f": {said['goodput_per_s']:.2f} good requests/s while {said['offered_per_s']:.2f}/s arrived"
 
 
-def _latencies(tallies: Tallies) -> Table:
+def latency_table(percentiles: Mapping[str, Mapping[str, float]]) -> Table:
+    """Of what ``Tallies.percentiles`` gives."""
     table = Table("ms", *(Column(name, justify="right", no_wrap=True) for name in ("mean", "p50", "p90", "p99", "max")), box=box.SIMPLE)
-    for name, values in tallies.percentiles().items():
+    for name, values in percentiles.items():
         table.add_row(name, *(f"{1e3 * v:,.1f}" for v in values.values()))
     return table
 

@@ -1,0 +1,107 @@
+"""``splitserve simulate --sketch``: about how a cluster would do under a trace, thirty times as fast as the simulator says it, or more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from .errors import SimulationError
+from .search.demand import arrivals
+from .search.sketch import Sketch, Sketched, SketchPool, StepTimes
+from .simulator.cluster import Cluster, Pool
+from .simulator.report import latency_table, slo_words
+from .simulator.tallies import Distribution, Slo
+from .trace.request import Trace
+
+NOTE = (
+    "Sketched: prompts queue, sequences share a device, and nothing else is there; no protocol, no messages, caches without bound, nobody "
+    "is refused. Without --sketch it is simulated."
+)
+
+
+def sketched(cluster: Cluster, trace: Trace, bounds: Slo) -> Sketched:
+    """Raises SimulationError where the trace is empty, or the cluster has what a sketch does not know."""
+    _require_plain(cluster)
+    requests = tuple(trace)
+    if not requests:
+        raise SimulationError(f"{trace.name} has no requests")
+    pools = [
+        SketchPool(
+            StepTimes(_as_linked(pool), pool.max_batch_tokens, pool.max_num_seqs),
+            pool.count,
+            computes=pool.role != "decode",
+            generates=pool.role != "prefill",
+        )
+        for pool in cluster.pools
+    ]
+    return Sketch(pools, bounds).run(arrivals(requests, trace.block_size))
+
+
+def _require_plain(cluster: Cluster) -> None:
+    unknown = [
+        (bool(cluster.failures) or cluster.mean_seconds_between_failures is not None, "failures"),
+        (cluster.workers_per_host > 1, "workers_per_host"),
+        (cluster.routing != "hybrid", f"routing: {cluster.routing}"),
+        (any(pool.one_step for pool in cluster.pools), "one_step"),
+    ]
+    if found := [what for is_there, what in unknown if is_there]:
+        raise SimulationError(f"a sketch knows nothing of {', '.join(found)}: leave out --sketch, or that in the cluster's file")
+
+
+def _as_linked(pool: Pool) -> Any:
+    """Its profile, with the pool's own memory and link."""
+    profile = pool.profile
+    handoff = profile.handoff.model_copy(update={"bytes_per_s": pool.bytes_per_s, "message_s": pool.message_s})
+    return profile.model_copy(update={"handoff": handoff, "memory": profile.memory.model_copy(update={"num_blocks": pool.blocks})})
+
+
+def sketch_summary(found: Sketched, cluster: Cluster, trace: Trace, bounds: Slo) -> dict[str, Any]:
+    """JSON-ready, as far as a sketch knows it, under the names of ``simulator/report.py``'s ``summary``; times in seconds."""
+    times = [request.arrival_s for request in trace]
+    arriving, elapsed = times[-1] - times[0], max(found.elapsed_s, 1e-9)
+    rows = []
+    for pool, (with_prompts, without) in zip(cluster.pools, found.busy_s, strict=True):
+        of_all = elapsed * pool.count
+        busy = {"busy": (with_prompts + without) / of_all, "busy_prefill": with_prompts / of_all, "busy_decode": without / of_all}
+        rows.append({"role": pool.role, "count": pool.count, "profile": pool.profile.name, **busy})
+    return {
+        "sketched": True,
+        "requests": {"finished": found.num_ended},
+        "simulated_s": found.elapsed_s,
+        "arrivals_s": arriving,
+        "offered_per_s": len(times) / arriving if arriving else None,
+        "requests_per_s": found.num_ended / elapsed,
+        "slo": slo_words(bounds),
+        "attainment": found.attainment,
+        "goodput_per_s": found.num_good / arriving if arriving else None,
+        "latency_s": {name: _spread(values) for name, values in _latencies(found).items() if values},
+        "pools": rows,
+    }
+
+
+def _latencies(found: Sketched) -> dict[str, list[float]]:
+    return {"ttft": found.ttft_s, "tpot": [seconds for seconds in found.tpot_s if seconds], "e2e": found.e2e_s}
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    of = Distribution()
+    for value in values:
+        of.add(value)
+    return {"mean": of.mean, **{f"p{percent}": of.percentile(percent) for percent in (50, 90, 99)}, "max": of.largest}
+
+
+def print_sketch(said: dict[str, Any], console: Console) -> None:
+    """What ``sketch_summary`` says, for people."""
+    console.print(latency_table(said["latency_s"]))
+    table = Table("pool", *(Column(name, justify="right") for name in ("workers", "busy", "with prompts", "decode only")), box=box.SIMPLE)
+    for row in said["pools"]:
+        shares = (f"{row[name]:.0%}" for name in ("busy", "busy_prefill", "busy_decode"))
+        table.add_row(row["role"], str(row["count"]), *shares)
+    console.print(table)
+    console.print(f"{said['requests']['finished']:,} finished in {said['simulated_s']:.1f} s", highlight=False)
+    if said["slo"]:
+        console.print(f"{said['slo']}: met by {said['attainment']:.2%} of the requests", highlight=False)
+    console.print(NOTE, highlight=False)
