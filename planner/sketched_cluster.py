@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from ..transport.collector import seldom_collected
 from .errors import SimulationError
 from .search.demand import arrivals
 from .search.sketch import Sketch, Sketched, SketchPool, StepTimes
@@ -37,7 +38,8 @@ def sketched(cluster: Cluster, trace: Trace, bounds: Slo) -> Sketched:
         )
         for pool in cluster.pools
     ]
-    return Sketch(pools, bounds).run(arrivals(requests, trace.block_size))
+    with seldom_collected():
+        return Sketch(pools, bounds).run(arrivals(requests, trace.block_size))
 
 
 def _require_plain(cluster: Cluster) -> None:
