@@ -122,7 +122,7 @@ class BlockManager:
             self._stored[block_hash] = None
 
     def commit_all(self, blocks: Sequence[int], hashes: Sequence[bytes], parent: bytes | None) -> None:
-        """The same of the next blocks of a sequence, which follow the one of the hash ``parent``; hardly any costs as much as one alone."""
+        """The same of a sequence's next blocks, in order; the first of them follows the one of the hash ``parent``."""
         if (known := self.match_prefix(hashes)) > 0:
             blocks, hashes, parent = blocks[known:], hashes[known:], hashes[known - 1]
         if not self._block_of.keys().isdisjoint(hashes) or not self._removed.keys().isdisjoint(hashes):

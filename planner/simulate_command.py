@@ -30,10 +30,10 @@ def simulate(settings: SimulateSettings) -> int:
     """The command. Returns its exit status; raises PlannerError and EngineError."""
     trace = the_trace(settings.trace, settings.duration_s, settings.rate)
     cluster, level, console = the_cluster(settings), parse_slo(settings.slo), Console()
+    warn_of_no_effect(cluster, console, steers=settings.steer)
     if settings.sketch:
         return _sketch(settings, trace, cluster, level, console)
     steering = the_steering(settings, cluster, level)
-    warn_of_no_effect(cluster, console, steers=settings.steer)
     wants_timeline = settings.plot_file is not None or settings.html_file is not None
     with record_file(settings.records) as on_record:
         sample_s = SAMPLE_S if wants_timeline else None

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from ..engine.latency_profile import Profile
 from ..transport.collector import seldom_collected
 from .errors import SimulationError
 from .search.demand import arrivals
@@ -26,12 +27,12 @@ NOTE = (
 def sketched(cluster: Cluster, trace: Trace, bounds: Slo) -> Sketched:
     """Raises SimulationError where the trace is empty, or the cluster has what a sketch does not know."""
     _require_plain(cluster)
-    requests = tuple(trace)
+    requests, slowest = tuple(trace), min(pool.bytes_per_s for pool in cluster.pools if pool.role != "prefill")
     if not requests:
         raise SimulationError(f"{trace.name} has no requests")
     pools = [
         SketchPool(
-            StepTimes(_as_linked(pool), pool.max_batch_tokens, pool.max_num_seqs),
+            StepTimes(_as_linked(pool, slowest), pool.max_batch_tokens, pool.max_num_seqs),
             pool.count,
             computes=pool.role != "decode",
             generates=pool.role != "prefill",
@@ -39,7 +40,7 @@ def sketched(cluster: Cluster, trace: Trace, bounds: Slo) -> Sketched:
         for pool in cluster.pools
     ]
     with seldom_collected():
-        return Sketch(pools, bounds).run(arrivals(requests, trace.block_size))
+        return Sketch(pools, bounds, coordinator_s=cluster.coordinator_s).run(arrivals(requests, trace.block_size))
 
 
 def _require_plain(cluster: Cluster) -> None:
@@ -53,10 +54,11 @@ def _require_plain(cluster: Cluster) -> None:
         raise SimulationError(f"a sketch knows nothing of {', '.join(found)}: leave out --sketch, or that in the cluster's file")
 
 
-def _as_linked(pool: Pool) -> Any:
-    """Its profile, with the pool's own memory and link."""
+def _as_linked(pool: Pool, slowest: float) -> Profile:
+    """Its profile, with the pool's own memory and link; ``slowest``: bytes a second of the slowest link that KV blocks arrive by."""
     profile = pool.profile
-    handoff = profile.handoff.model_copy(update={"bytes_per_s": pool.bytes_per_s, "message_s": pool.message_s})
+    link = {"bytes_per_s": min(pool.bytes_per_s, slowest), "message_s": pool.message_s}
+    handoff = profile.handoff.model_copy(update=link)
     return profile.model_copy(update={"handoff": handoff, "memory": profile.memory.model_copy(update={"num_blocks": pool.blocks})})
 
 

@@ -289,9 +289,8 @@ class PrefillScheduler:
             return False
         first, last = sequence.num_computed // self.block_size, (chunk.start + chunk.count) // self.block_size
         sequence.num_computed += chunk.count
-        if last > first:
-            before = sequence.hashes[first - 1] if first else None
-            self.blocks.commit_all(sequence.blocks[first:last], sequence.hashes[first:last], before)
+        before = sequence.hashes[first - 1] if first else None
+        self.blocks.commit_all(sequence.blocks[first:last], sequence.hashes[first:last], before)
         if chunk.is_last:
             del self.running[sequence.key]
             self.pinned[sequence.key] = sequence

@@ -115,10 +115,13 @@ _STEPPED, _FLUID, _JOINS, _DECODED = range(4)
 
 
 class Sketch:
-    """One run over ``arrivals``. Ends early when more than ``allowed`` requests have missed their bounds."""
+    """One run over ``arrivals``. Ends early when more than ``allowed`` requests have missed their bounds. ``coordinator_s``: of each
+    request, in HTTP, template and tokenizer."""
 
-    def __init__(self, pools: Sequence[SketchPool], bounds: Slo, allowed: float = float("inf")) -> None:
-        self._bounds, self._allowed = bounds, allowed
+    def __init__(
+        self, pools: Sequence[SketchPool], bounds: Slo, allowed: float = float("inf"), coordinator_s: float = COORDINATOR_S
+    ) -> None:
+        self._bounds, self._allowed, self._coordinator_s = bounds, allowed, coordinator_s
         self._prefills: list[_Worker] = []  # but those that generate too
         self._decodes: list[_Worker] = []
         self._workers: list[_Worker] = []
@@ -189,7 +192,7 @@ class Sketch:
         place.held += 1
         place.held_tokens += arrival.num_prompt + arrival.num_output // 2
         self._place[request] = place
-        rank = arrival.num_new + prefill.times.max_batch_tokens * (arrival.at_s + COORDINATOR_S)
+        rank = arrival.num_new + prefill.times.max_batch_tokens * (arrival.at_s + self._coordinator_s)
         heappush(prefill.prompts, (rank, request))
         prefill.pending += arrival.num_new
         if not prefill.stepping:
@@ -251,7 +254,7 @@ class Sketch:
             worker.pending -= count
             if self._left[request]:
                 arrival = self._arrivals[request]
-                rank = self._left[request] + worker.times.max_batch_tokens * (arrival.at_s + COORDINATOR_S)
+                rank = self._left[request] + worker.times.max_batch_tokens * (arrival.at_s + self._coordinator_s)
                 heappush(worker.prompts, (rank, request))
             else:
                 self._computed(worker, request)
@@ -259,7 +262,7 @@ class Sketch:
 
     def _computed(self, worker: _Worker, request: int) -> None:
         arrival, times = self._arrivals[request], worker.times
-        self._first[request] = self._now + times.message_s + COORDINATOR_S
+        self._first[request] = self._now + times.message_s + self._coordinator_s
         if arrival.num_output == 1:
             self._end(request)
         elif self._place[request] is worker:

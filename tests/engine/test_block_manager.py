@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -86,6 +86,26 @@ class Sequences(RuleBasedStateMachine):
 
 TestSequences = Sequences.TestCase
 TestSequences.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(0, 6), st.booleans()), max_size=30),
+)
+def test_blocks_stored_together_are_as_if_one_after_the_other(sequences: list[tuple[list[int], int, bool]]) -> None:
+    one_by_one, together = BlockManager(NUM_BLOCKS), BlockManager(NUM_BLOCKS)
+    for words, count, stays_private in sequences:
+        hashes = chain_of(words)
+        for manager in (one_by_one, together):
+            cached = [] if stays_private else manager.acquire_prefix(hashes)
+            blocks = [*cached, *(manager.allocate(len(hashes) - len(cached)) or ())]
+            full = min(count, len(blocks))
+            if manager is together:
+                manager.commit_all(blocks[:full], hashes[:full], None)
+            else:
+                for i in range(full):
+                    manager.commit(blocks[i], hashes[i], hashes[i - 1] if i else None)
+            manager.release(blocks)
+    assert vars(together) == vars(one_by_one)
 
 
 def test_leaves_go_first_and_the_oldest_of_them() -> None:

@@ -31,7 +31,6 @@ from splitserve.planner.simulator.records import COLUMNS, RequestRecord
 from splitserve.planner.simulator.report import print_report, summary
 from splitserve.planner.simulator.simulation import Simulation
 from splitserve.planner.simulator.tallies import Distribution, Slo
-from splitserve.planner.sketched_cluster import sketched
 from splitserve.planner.slo import parse_slo
 from splitserve.planner.trace.request import Trace, TraceRequest
 from splitserve.transport import past
@@ -296,61 +295,6 @@ def test_the_command_writes_what_it_was_asked_for(tmp_path: Path, capsys: pytest
     assert (tmp_path / "p.png").stat().st_size > 10_000
     assert "prefill-0-0" in (tmp_path / "h.html").read_text()
     assert "good requests/s" in " ".join(capsys.readouterr().out.split())
-
-
-def test_the_command_sketches_where_it_is_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile().write(tmp_path / "p.json")
-    given = {"trace": write_trace(tmp_path / "t.jsonl"), "profile": tmp_path / "p.json", "prefill": 1, "decode": 2, "slo": "ttft=0.2@p90"}
-    assert simulate(SimulateSettings(**given, json_file=tmp_path / "s.json")) == 0
-    assert simulate(SimulateSettings(**given, json_file=tmp_path / "k.json", sketch=True)) == 0
-    simulated, sketch = (json.loads((tmp_path / name).read_text()) for name in ("s.json", "k.json"))
-    assert sketch["sketched"]
-    assert sketch.keys() - {"sketched"} <= simulated.keys()
-    assert sketch["requests"] == simulated["requests"]
-    assert (sketch["arrivals_s"], sketch["offered_per_s"]) == (simulated["arrivals_s"], simulated["offered_per_s"])
-    assert sketch["latency_s"].keys() == {"ttft", "tpot", "e2e"}
-    for name, values in sketch["latency_s"].items():
-        assert values == pytest.approx(simulated["latency_s"][name], rel=0.1)
-    for ours, theirs in zip(sketch["pools"], simulated["pools"], strict=True):
-        assert [ours[name] for name in ("role", "count", "profile")] == [theirs[name] for name in ("role", "count", "profile")]
-        busy = ("busy", "busy_prefill", "busy_decode")
-        assert [ours[name] for name in busy] == pytest.approx([theirs[name] for name in busy], rel=0.1)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Sketched: prompts queue" in said
-    assert "sketched requests a second of processor time" in said
-
-
-def test_a_sketch_sees_a_pools_own_memory_and_link() -> None:
-    requests = trace(TraceRequest(0.05 * i, 300, 20) for i in range(60))
-    pools = [Pool(role="prefill", count=2, profile=profile()), Pool(role="decode", count=1, profile=profile())]
-    plain, slow, small = (
-        sketched(Cluster(pools=(pools[0].model_copy(update=of_prefill), pools[1].model_copy(update=of_decode))), requests, Slo())
-        for of_prefill, of_decode in (({}, {}), ({"link_bytes_per_s": 1e5}, {}), ({}, {"num_blocks": 40}))
-    )
-    assert min(slow.e2e_s) > min(plain.e2e_s) + 0.2  # 30 kB at 100 kB/s
-    assert max(small.ttft_s) > 2 * max(plain.ttft_s)  # two prompts fit in
-
-
-@pytest.mark.parametrize(
-    ("given", "flag"),
-    [({"steer": True}, "--steer"), ({"records": Path("r.csv")}, "--records"), ({"mean_seconds_between_failures": 9.0}, "--mean-seconds-b")],
-)
-def test_what_a_sketch_does_not_know_is_refused(given: dict[str, Any], flag: str) -> None:
-    with pytest.raises(ValidationError, match=f"{flag}.* means nothing to --sketch"):
-        SimulateSettings(trace=Path("t.jsonl"), profile=Path("p.json"), prefill=1, decode=1, sketch=True, **given)
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"failures": (Failure(worker="decode-1-0", at_s=1.0),)}, "failures"),
-        ({"workers_per_host": 2}, "workers_per_host"),
-        ({"routing": "sticky"}, "routing: sticky"),
-    ],
-)
-def test_what_a_sketch_does_not_know_of_a_cluster_is_refused(changes: dict[str, Any], what: str) -> None:
-    with pytest.raises(SimulationError, match=f"a sketch knows nothing of {what}"):
-        sketched(cluster(**changes), trace([TraceRequest(0.0, 10, 5)]), Slo())
 
 
 def write_trace(path: Path) -> Path:

@@ -1,0 +1,99 @@
+"""What a plan writes for `splitserve up` starts what was planned."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from planner.test_plan import question
+from planner.test_simulator import profile
+
+from splitserve.deploy.config import Sources, Value, load
+from splitserve.deploy.flexible_settings import FlexibleSettings
+from splitserve.deploy.up import plan as up
+from splitserve.engine.latency_profile import Numerics
+from splitserve.planner.plan_command import plan as plan_command
+from splitserve.planner.search.candidates import Candidate, Hardware, Kind
+from splitserve.planner.search.launch import write_launch
+from splitserve.planner.settings import PlanSettings
+from splitserve.planner.trace.own_format import write_trace
+from splitserve.planner.trace.request import Trace
+
+
+def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile().write(tmp_path / "p.json")
+    requests = question(300, 3, count=24).load.requests
+    write_trace(tmp_path / "t.jsonl", Trace("t", lambda: iter(requests)))
+    settings = PlanSettings(
+        trace=tmp_path / "t.jsonl", profile=tmp_path / "p.json", gpus=3, slo="ttft=0.4@p90,tpot=0.03@p90", jobs=1, chunk_budgets="512",
+        json_file=tmp_path / "j.json", plot_file=tmp_path / "p.png", requests=60, launch_file=tmp_path / "up.yaml", workers_per_host=2,
+    )  # fmt: skip
+    assert plan_command(settings) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("Recommended: ", "in other orders", "isaggregat", "colocated", "load grows by 50%", "A plan from mean", "TPOT here is",
+                 "2 workers to a host change nothing for"):  # fmt: skip
+        assert part in text
+    said = json.loads((tmp_path / "j.json").read_text())
+    assert said["best"]["goodput_per_s"] > 0
+    assert said["tpot"] == "(last token - first token) / (tokens - 1)"
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+    best = said["best"]
+    assert (tmp_path / "up.yaml").read_text().startswith(f"# splitserve plan: {said['recommended']}, for ")
+    launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(tmp_path / "up.yaml", env={}))
+    workers = [(w.worker_id.split("-")[0], w) for w in launched.workers]
+    prefills, decodes = ([w for role, w in workers if role == wanted] for wanted in ("prefill", "decode"))
+    assert (len(prefills), len(decodes)) == (best["prefill"], best["decode"])
+    assert {w.max_batch_tokens for w in prefills} == {best["max_batch_tokens"]}  # type: ignore[attr-defined]
+    assert {w.max_num_seqs for w in decodes} == {best["max_num_seqs"]}  # type: ignore[attr-defined]
+    memory = profile().memory
+    assert {(w.block_size, w.num_blocks) for w in launched.workers} == {(memory.block_size, memory.num_blocks)}
+    assert {s.max_model_len for s in (launched.coordinator, *launched.workers)} == {memory.max_model_len}
+
+
+def test_workers_are_launched_in_the_types_that_were_measured(tmp_path: Path) -> None:
+    path, candidate = tmp_path / "up.yaml", Candidate(1, 1, 0, 512, 16, prefill_kind=0, decode_kind=1)
+    numerics = Numerics(dtype="bfloat16", kv_dtype="fp8", quantization="fp8", exact=False)
+    whole, cut = profile(numerics=numerics), profile(numerics=numerics.model_copy(update={"kv_dtype": "auto"}))
+    for decode, differ in ((whole, False), (cut, True), (profile(), False)):
+        write_launch(path, Hardware((Kind("a", whole), Kind("b", decode))), candidate)
+        launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(path, env={}))
+        found = [(w.dtype, w.kv_dtype, w.quantization, w.exact) for w in launched.workers]
+        assert found[0] == ("bfloat16", "fp8", "fp8", False)
+        assert found[1] == (tuple(decode.numerics.model_dump().values()) if decode.numerics else ("auto", "auto", "none", False))
+        assert ("measured in different types" in path.read_text()) == differ
+
+
+def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path: Path) -> None:
+    """By one command on one machine, or by one command for each role on machines of their own."""
+    small = profile(memory=profile().memory.model_copy(update={"num_blocks": 300, "max_model_len": 1024}))
+    hardware = Hardware((Kind("large", profile(), gpus=2), Kind("small", small)))
+    path, candidate = tmp_path / "up.yaml", Candidate(2, 1, 0, 512, 16, prefill_kind=0, decode_kind=1, mover="zmq")
+    write_launch(path, hardware, candidate, "why")
+    launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(path, env={}))
+    assert [(w.role, w.num_blocks, w.mover) for w in launched.workers] == [
+        ("prefill", profile().memory.num_blocks, "zmq"),
+        ("prefill", profile().memory.num_blocks, "zmq"),
+        ("decode", 300, "zmq"),
+    ]
+    flags = {"model": Value("m", "test"), "insecure": Value(True, "test")}
+    alone = [load(role, flags, Sources.read(path, env={})) for role in ("coordinator", "prefill", "decode")]
+    assert {settings.max_model_len for settings in alone} == {1024}  # type: ignore[attr-defined]
+    assert alone[2].num_blocks == 300  # type: ignore[attr-defined]
+    said = path.read_text()
+    assert "`splitserve prefill` on large (2 of them), `splitserve decode` on small (1 of them)" in said
+    assert "A worker of large is 2 GPUs in its profile" in said
+    assert "block sizes" not in said
+
+
+@pytest.mark.parametrize("candidate", [Candidate(0, 0, 3, 512, 16, mover="zmq"), Candidate(2, 1, 3, 512, 16)])
+def test_colocated_workers_are_launched_as_mixed_ones(tmp_path: Path, candidate: Candidate) -> None:
+    write_launch(tmp_path / "up.yaml", Hardware((Kind.of(profile()),)), candidate)
+    launched = up({"run_dir": Value(tmp_path / "run", "test")}, Sources.read(tmp_path / "up.yaml", env={}))
+    assert Counter(w.worker_id.split("-")[0] for w in launched.workers) == Counter(
+        prefill=candidate.prefill, decode=candidate.decode, mixed=3
+    )
+    mixed = [w for w in launched.workers if isinstance(w, FlexibleSettings)]
+    assert {(w.start_as, w.max_batch_tokens, w.max_num_seqs) for w in mixed} == {("mixed", 512, 16)}
+    assert {w.mover for w in mixed} == {candidate.mover or "auto"}
