@@ -310,6 +310,7 @@ def _measure(worker: Worker) -> WorkerSnapshot:
         pid=hello.pid,
         device=hello.device,
         gauges=load.gauges if load else {},
+        busy=worker.busy.share,
         steps=load.steps if load else 0,
         counters=load.counters if load else {},
     )

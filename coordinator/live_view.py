@@ -139,6 +139,7 @@ def _worker(worker: WorkerSnapshot) -> dict[str, Any]:
         "running": worker.num_running,
         "waiting": worker.num_waiting,
         "waiting_tokens": worker.num_waiting_tokens,
+        "busy": None if worker.busy is None else round(worker.busy, 3),
         "draining": worker.draining,
         "counters": dict(worker.counters),
         "gauges": dict(worker.gauges),

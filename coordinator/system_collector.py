@@ -36,6 +36,8 @@ WORKER_COUNTERS = {
     "mover_fallbacks": "Peers for which a worker had to take a slower mover.",
     "handoff_bytes": "Bytes of KV blocks that a worker has put.",
     "handoff_seconds": "Seconds in which it was putting them.",
+    "busy_seconds": "Seconds in which a step ran on a worker. Its rate is the worker's busy share.",
+    "uptime_seconds": "Seconds since a worker's model was loaded.",
     "full_step_tokens": "Prompt tokens of a prefill worker's full steps.",
     "full_step_seconds": "Seconds of these.",
     "step_sequences": "Sequences in a worker's steps; by splitserve_worker_steps_total: the mean batch size.",
@@ -44,6 +46,8 @@ WORKER_COUNTERS = {
     "gpu_nvlink_transmit_bytes": "Bytes sent over NVLink.",
 }
 WORKER_GAUGES = {
+    "largest_batch": "Most sequences in one step of a worker since its start.",
+    "largest_batch_tokens": "Most prompt tokens in one step of a prefill worker since its start.",
     "gpu_utilization_ratio": "Share of time in which a worker's GPU ran a kernel.",
     "gpu_memory_used_bytes": "Memory in use on a worker's GPU.",
     "gpu_memory_total_bytes": "Memory of a worker's GPU.",
@@ -52,6 +56,8 @@ WORKER_GAUGES = {
     "gpu_pcie_receive_bytes_per_second": "Bytes a second that a worker's GPU receives over PCIe.",
     "gpu_pcie_transmit_bytes_per_second": "Bytes a second that it sends over PCIe.",
 }
+START_PHASE = "start_seconds_"
+"""A worker's gauges of this prefix name a phase of its start."""
 
 
 class SystemCollector:
@@ -98,6 +104,8 @@ class SystemCollector:
         waiting = GaugeMetricFamily("splitserve_worker_waiting", "Sequences that wait on a worker.", labels=labels)
         tokens = GaugeMetricFamily("splitserve_worker_waiting_tokens", "Prompt tokens that wait on a worker.", labels=labels)
         draining = GaugeMetricFamily("splitserve_worker_draining", "1 where a worker gets no new work and leaves.", labels=labels)
+        busy = GaugeMetricFamily("splitserve_worker_busy_ratio", "Share of the last 10 s in which a step ran on a worker.", labels=labels)
+        phases = GaugeMetricFamily("splitserve_worker_start_seconds", "Seconds of a worker's start by phase.", labels=[*labels, "phase"])
         steps = CounterMetricFamily("splitserve_worker_steps", "Engine steps of a worker.", labels=labels)
         for worker in workers:
             values = [worker.worker_id, worker.role]
@@ -107,12 +115,18 @@ class SystemCollector:
             tokens.add_metric(values, worker.num_waiting_tokens)
             draining.add_metric(values, float(worker.draining))
             steps.add_metric(values, worker.steps)
-        yield from (usage, running, waiting, tokens, draining, steps)
+            if worker.busy is not None:
+                busy.add_metric(values, worker.busy)
+            for name, seconds in worker.gauges.items():
+                if name.startswith(START_PHASE):
+                    phases.add_metric([*values, name.removeprefix(START_PHASE)], seconds)
+        yield from (usage, running, waiting, tokens, draining, busy, phases, steps)
 
     def _reported(self, workers: Sequence[WorkerSnapshot]) -> Iterator[Metric]:
         """The workers' own counters and gauges; those that are not known here come from a newer worker."""
         yield from _families(CounterMetricFamily, WORKER_COUNTERS, [(worker, worker.counters) for worker in workers])
-        yield from _families(GaugeMetricFamily, WORKER_GAUGES, [(worker, worker.gauges) for worker in workers])
+        gauges = [(worker, {k: v for k, v in worker.gauges.items() if not k.startswith(START_PHASE)}) for worker in workers]
+        yield from _families(GaugeMetricFamily, WORKER_GAUGES, gauges)
 
 
 def _steering(steering: Mapping[str, Any]) -> Iterator[Metric]:

@@ -29,6 +29,7 @@ class WorkerSnapshot(NamedTuple):
     pid: int = 0
     device: str = ""  # its GPU's UUID
     gauges: Mapping[str, float] = NOTHING
+    busy: float | None = None  # share of the last seconds in which a step ran, 0 to 1; None: not known
 
 
 @dataclass(frozen=True, slots=True)

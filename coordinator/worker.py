@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..transport.messages import Drain, Flip, Hello, Load, Peer, Role
+from .busy_window import BusyWindow
 from .open_workers import OpenWorkers
 
 WorkerId = tuple[str, int]
@@ -28,6 +29,7 @@ class Worker:
     queued_batches: int = QUEUED_BATCHES  # a prefill worker is given work for so many of its steps ahead
     load: Load | None = None
     progressed: float = 0.0  # when ``steps`` last grew, or the worker was last idle
+    busy: BusyWindow = field(default_factory=BusyWindow)
     cached: set[bytes] = field(default_factory=set)
     num_cache_reports: int = 0  # the last one that is booked in ``cached``
     asked_for_cache: float = -1e9
@@ -78,6 +80,7 @@ class Worker:
         before = self.accepting, self.num_others, self.pending_tokens, self.blocks_reported
         self.pending_tokens += load.num_others_tokens - (self.load.num_others_tokens if self.load else 0)
         self.load, self.accepting, self.num_others = load, load.accepting, load.num_others
+        self.busy.report(load.counters)
         self.blocks_reported = load.blocks_free + load.blocks_cached
         if before != (self.accepting, self.num_others, self.pending_tokens, self.blocks_reported):
             self._weigh()

@@ -21,12 +21,14 @@ class Heartbeat:
         self._num_steps = 0
         self._num_step_sequences = 0
         self._num_tokens = 0
+        self._largest_batch = 0
 
     def count(self, num_steps: int, num_step_sequences: int, num_tokens: int) -> None:
-        """So many more steps, sequences in them, and tokens of theirs that a coordinator is told of."""
+        """Adds steps of equally many sequences: how many steps, sequences in all of them, and tokens reported to a coordinator."""
         self._num_steps += num_steps
         self._num_step_sequences += num_step_sequences
         self._num_tokens += num_tokens
+        self._largest_batch = max(self._largest_batch, num_step_sequences // max(1, num_steps))
 
     def load(self, worker: PeerId, held: Sequence[Key], draining: bool, coordinator: int | None) -> Load:
         """As it is to one of several coordinators; None: there is but one. ``held``: every dispatch of which anything is here."""
@@ -57,4 +59,5 @@ class Heartbeat:
                 "handed_over": self._moving.num_moved if self._moving else 0,
                 "mover_fallbacks": self._moving.sender.num_fallbacks if self._moving else 0,
             },
+            gauges={"largest_batch": self._largest_batch},
         )

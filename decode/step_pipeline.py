@@ -33,6 +33,11 @@ class StepPipeline:
         while self._thread.wants_next and (step := self._core.schedule(now)) is not None:
             self._thread.submit(step)
 
+    @property
+    def busy_seconds(self) -> float:
+        """See ``StepThread``."""
+        return self._thread.busy_seconds
+
     def stop(self) -> None:
         """Ends the thread."""
         self._thread.stop()

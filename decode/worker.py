@@ -29,6 +29,7 @@ from ..engine.grammar_thread import GrammarThread
 from ..engine.load_model import load_model
 from ..engine.role_host import RoleHost
 from ..engine.worker_model import WorkerModel
+from ..engine.worker_readings import WorkerReadings
 from ..transport.actions import Join, Supersede, TellTokens, ToCoordinator, ToPeer
 from ..transport.collector import settle_heap
 from ..transport.coordinator_links import CoordinatorLinks
@@ -99,8 +100,10 @@ class DecodeWorker:
         self._core = DecodeCore(worker, scheduler, receiver, self._identity.fingerprint, meet, settings.drain_timeout_s)
         self._departure = Departure(self._core, "decode", host)
         trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
-        self._reports = WorkerReports(self._links, self._core, self._telemetry, trace)
         self._steps = StepPipeline(self._core, model, self._wakeup.set)
+        self._readings = WorkerReadings(lambda: self._steps.busy_seconds, model.start_phases)
+        telemetry = [source for source in (self._telemetry, self._readings) if source is not None]
+        self._reports = WorkerReports(self._links, self._core, telemetry, trace)
         self._grammars = GrammarThread(model.grammars, self._wakeup.set)
         assert self._core.moving is not None, "it has said how it meets others"
         sender, plaintext = self._core.moving.sender, settings.plaintext_kv or settings.insecure
@@ -262,6 +265,7 @@ class DecodeWorker:
 
     def welcomed(self, coordinator: int) -> None:
         """See ``LinkedWorker``."""
+        self._readings.connected()
         self._core.drop_others(*self._links.coordinators)
         self._reports.tell_cache(everything=True)
 

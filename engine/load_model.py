@@ -94,4 +94,5 @@ def _computing_model(
         grammars=grammars,
         launch=runner.launch if on_gpu else None,
         ahead_at_layer=0 if on_gpu else max(1, cache.layout.num_layers - 1),
+        start_phases=runner.phases.seconds,
     )

@@ -19,6 +19,7 @@ from .errors import DeviceLostError
 from .lost_device import is_device_lost
 from .out_of_memory import is_out_of_memory, release_memory_of
 from .step_forecast import StepForecast
+from .worker_readings import BusyClock
 
 OnLayer = Callable[[int], None]
 
@@ -95,6 +96,7 @@ class StepThread(Generic[S]):
         self._num_in_flight = 0
         self._num_submitted = self._num_begun = self._num_nearly_done = 0
         self._launch, self._launched = launch, queue.SimpleQueue[_Launched[S] | None]()
+        self._busy = BusyClock()
         self._broken = False  # the last step that is over failed, or followed one that did
         works = [self._run] if launch is None else [self._launch_all, self._finish_all]
         self._threads = [threading.Thread(target=work, name="step", daemon=True) for work in works]
@@ -115,6 +117,11 @@ class StepThread(Generic[S]):
             return False
         waits = self._ahead_at_layer > 0 or self._forecast is not None
         return not waits or self._num_nearly_done == self._num_submitted
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which a step has run so far. Where two roles share a model, waiting for the other's step counts."""
+        return self._busy.seconds(time.monotonic())
 
     def submit(self, step: S, on_layer: OnLayer | None = None) -> None:
         """Starts a step, or has it start after the one that runs. ``on_layer``: called, from the thread, as ``Runner.execute`` says."""
@@ -142,7 +149,7 @@ class StepThread(Generic[S]):
         while (item := self._inbox.get()) is not None:
             step, follows, on_layer = item
             self._num_begun += 1
-            self._finish(step, follows, partial(self._runner.execute, step.batch, on_layer))
+            self._finish(step, follows, time.monotonic(), partial(self._runner.execute, step.batch, on_layer))
 
     def _launch_all(self) -> None:
         assert self._launch is not None
@@ -162,7 +169,7 @@ class StepThread(Generic[S]):
     def _finish_all(self) -> None:
         while (launched := self._launched.get()) is not None:
             self._num_begun += 1
-            self._finish(launched.step, launched.follows, partial(self._wait_for, launched))
+            self._finish(launched.step, launched.follows, launched.at, partial(self._wait_for, launched))
 
     def _wait_for(self, launched: _Launched[S]) -> StepOutput:
         if self._forecast is None or not callable(launched.output):
@@ -174,14 +181,16 @@ class StepThread(Generic[S]):
         self._forecast.end()
         return output
 
-    def _finish(self, step: S, follows: bool, output: Callable[[], StepOutput]) -> None:
+    def _finish(self, step: S, follows: bool, at: float, output: Callable[[], StepOutput]) -> None:
         self._broken = self._broken and follows
+        self._busy.begin(at)
         finished: Finished[S] = Finished(step, None, None)
         if not self._broken:
             try:
                 finished = Finished(step, output(), None)
             except Exception as error:  # reported to the loop, which gives the step's requests back or tries a smaller one
                 finished, self._broken = _failed(step, error), True
+        self._busy.end(time.monotonic())
         self._outbox.put(finished)
         self._wake()
 

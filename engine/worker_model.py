@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +36,7 @@ class WorkerModel:
     grammars: GrammarCompiler | None = None  # None: it serves no structured output
     ahead_at_layer: int | None = None  # of decode steps: see ``StepThread``
     launch: Launch | None = None  # likewise: set where steps run on a GPU
+    start_phases: Mapping[str, float] = field(default_factory=dict)  # seconds of its start, by name
 
     @property
     def num_layers(self) -> int:

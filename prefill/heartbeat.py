@@ -20,11 +20,14 @@ class Heartbeat:
         self._num_first_tokens = 0
         self._num_full_step_tokens = 0
         self._full_step_s = 0.0
+        self._largest_batch = self._largest_batch_tokens = 0
 
     def count_step(self, step: PrefillStep, seconds: float) -> None:
         """One more has run, for so long."""
         self._num_steps += 1
         self._num_step_sequences += len(step.chunks)
+        self._largest_batch = max(self._largest_batch, len(step.chunks))
+        self._largest_batch_tokens = max(self._largest_batch_tokens, step.batch.num_tokens)
         if self._scheduler.is_full(step):
             self._num_full_step_tokens += step.batch.num_tokens
             self._full_step_s += seconds
@@ -65,4 +68,5 @@ class Heartbeat:
                 "full_step_tokens": self._num_full_step_tokens,
                 "full_step_seconds": self._full_step_s,
             },
+            gauges={"largest_batch": self._largest_batch, "largest_batch_tokens": self._largest_batch_tokens},
         )

@@ -55,6 +55,11 @@ class StepPipeline:
         self._book(finished, time.monotonic())
         return True
 
+    @property
+    def busy_seconds(self) -> float:
+        """See ``StepThread``."""
+        return self._thread.busy_seconds
+
     def stop(self) -> None:
         """Ends the thread."""
         self._thread.stop()

@@ -28,6 +28,7 @@ from ..engine.grammar_thread import GrammarThread
 from ..engine.load_model import load_model
 from ..engine.role_host import RoleHost
 from ..engine.worker_model import WorkerModel
+from ..engine.worker_readings import WorkerReadings
 from ..transport.actions import ToCoordinator
 from ..transport.collector import settle_heap
 from ..transport.coordinator_links import CoordinatorLinks
@@ -93,8 +94,10 @@ class PrefillWorker:
         self._sending = SendingEnd(self._core.sender, settings.worker_id, self._links.incarnation, key, model, self._poller, plaintext)
         self._departure = Departure(self._core, "prefill", host)
         trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
-        self._reports = WorkerReports(self._links, self._core, self._telemetry, trace, self._sending.transfers)
         self._steps = StepPipeline(self._core, model, self._wakeup.set)
+        self._readings = WorkerReadings(lambda: self._steps.busy_seconds, model.start_phases)
+        telemetry = [source for source in (self._telemetry, self._readings) if source is not None]
+        self._reports = WorkerReports(self._links, self._core, telemetry, trace, self._sending.transfers)
         self._grammars = GrammarThread(model.grammars, self._wakeup.set)
         self._poller.register(self._wakeup.fd, zmq.POLLIN)
 
@@ -232,6 +235,7 @@ class PrefillWorker:
 
     def welcomed(self, coordinator: int) -> None:
         """See ``LinkedWorker``."""
+        self._readings.connected()
         self._core.drop_others(*self._links.coordinators)
         self._reports.tell_cache(everything=True)
 

@@ -70,7 +70,7 @@ def logprobs_message(entry: LogprobsEntry) -> TokenLogprobs:
 
 
 class Telemetry(Protocol):
-    """What a worker's device says of itself."""
+    """What a worker's device, or its process, reports of itself."""
 
     @property
     def gauges(self) -> Mapping[str, float]: ...
@@ -78,9 +78,9 @@ class Telemetry(Protocol):
     def counters(self) -> Mapping[str, float]: ...
 
 
-def with_telemetry(load: Load, telemetry: Telemetry | None) -> Load:
-    """The heartbeat, and what the device says."""
-    if telemetry is not None:
-        load.counters.update(telemetry.counters)
-        load.gauges.update(telemetry.gauges)
+def with_telemetry(load: Load, *sources: Telemetry) -> Load:
+    """Adds the readings of all sources to the heartbeat."""
+    for source in sources:
+        load.counters.update(source.counters)
+        load.gauges.update(source.gauges)
     return load

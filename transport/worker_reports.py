@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from .coordinator_links import CoordinatorLinks
@@ -20,13 +21,13 @@ class ReportingCore(Protocol):
 
 
 class WorkerReports:
-    """``telemetry``, ``transfers``: told with the load, where there are any; ``trace``: hears all that is said of a request."""
+    """``telemetry``, ``transfers``: reported with the load; ``trace``: hears all that is said of a request."""
 
     def __init__(
         self,
         links: CoordinatorLinks,
         core: ReportingCore,
-        telemetry: Telemetry | None,
+        telemetry: Sequence[Telemetry],
         trace: WorkerTrace | None,
         transfers: TransferClock | None = None,
     ) -> None:
@@ -67,4 +68,4 @@ class WorkerReports:
         load = self._core.load(coordinator)
         if self._transfers is not None:
             load.counters.update(handoff_bytes=self._transfers.num_bytes, handoff_seconds=self._transfers.seconds)
-        return with_telemetry(load, self._telemetry)
+        return with_telemetry(load, *self._telemetry)

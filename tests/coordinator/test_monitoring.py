@@ -31,7 +31,8 @@ needs_prometheus = pytest.mark.skipif(not (PROMTOOL and PROMETHEUS), reason="no 
 
 def worker(name: str, role: str, device: str = "", **more: float) -> WorkerSnapshot:
     counters, gauges = {**dict.fromkeys(WORKER_COUNTERS, 5.0), **more}, dict.fromkeys(WORKER_GAUGES, 0.5) if device else {}
-    return WorkerSnapshot(name, role, 100, 50, 20, 30, 0, 2, 1, 17, 5, counters, device=device, gauges=gauges)
+    gauges["start_seconds_weights"] = 2.0
+    return WorkerSnapshot(name, role, 100, 50, 20, 30, 0, 2, 1, 17, 5, counters, device=device, gauges=gauges, busy=0.25)
 
 
 def everything() -> SystemSnapshot:
@@ -91,6 +92,12 @@ async def test_every_metric_that_the_docs_name_exists(metrics: str) -> None:
         named |= set(re.findall(r"`(splitserve_[a-z0-9_]+)`", text))
     assert len(named) > 30
     assert named - families == set()
+
+
+async def test_a_phase_of_a_workers_start_is_a_label(metrics: str) -> None:
+    assert 'splitserve_worker_start_seconds{phase="weights",role="decode",worker="d"} 2.0' in metrics
+    assert 'splitserve_worker_busy_ratio{role="decode",worker="d"} 0.25' in metrics
+    assert "start_seconds_weights" not in metrics
 
 
 async def test_refusals_are_counted_by_reason(metrics: str) -> None:

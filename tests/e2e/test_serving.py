@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -110,6 +111,22 @@ def test_metrics_tell_of_the_work(cluster: Cluster) -> None:
     for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_handoff_time_seconds", "kv_blocks"):
         told = lambda name=name: f"splitserve_{name}" in HTTP.get(f"{cluster.url}/metrics").text  # noqa: E731
         wait_for(name, told)  # a scrape within a second of another gets the same text
+
+
+def test_metrics_tell_how_busy_each_worker_is_and_how_long_its_start_took(cluster: Cluster) -> None:
+    cluster.complete("busy", 64)
+
+    def values(name: str) -> dict[str, float]:
+        text = HTTP.get(f"{cluster.url}/metrics").text
+        return {labels: float(value) for labels, value in re.findall(rf"^splitserve_worker_{name}{{([^}}]*)}} (\S+)$", text, re.M)}
+
+    for role in ("prefill", "decode"):
+        ran = lambda role=role: sum(seconds for labels, seconds in values("busy_seconds_total").items() if role in labels) > 0  # noqa: E731
+        wait_for(f"a {role} worker's steps are counted", ran)
+        assert any(role in labels and size >= 1 for labels, size in values("largest_batch").items())
+    assert all(0 <= share <= 1 for share in values("busy_ratio").values())
+    phases = {match[1] for labels in values("start_seconds") if (match := re.search('phase="([a-z_]+)"', labels))}
+    assert {"fingerprint", "weights", "kv_cache", "warm_up", "connect"} <= phases
 
 
 JSON = st.recursive(
