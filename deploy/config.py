@@ -7,13 +7,15 @@
     common: {max_queue: 64}               file, for every command that has such a setting
 
 All names in the file and all variables that begin with SPLITSERVE_ are checked, whichever command runs: a misspelt one
-is an error that names the nearest known one.
+is an error that names the nearest known one. Skipped are the variables that Kubernetes sets in every pod for a Service whose
+name begins with "splitserve".
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +78,9 @@ SECTIONS: dict[str, type[BaseModel]] = {
 COMMON = "common"
 ENV_PREFIX = "SPLITSERVE_"
 CONFIG_VARIABLE = "SPLITSERVE_CONFIG"
+SERVICE_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+"""What Kubernetes sets for a Service, but for NAME_PORT, which can be a setting's name and is told by its value."""
+SERVICE_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+$")
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -177,13 +182,18 @@ def _from_env(env: Mapping[str, str]) -> dict[str, dict[str, Value]]:
     }
     found: dict[str, dict[str, Value]] = {}
     for variable, text in env.items():
-        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE or _is_of_a_service(variable, text):
             continue
         if variable not in places:
             raise ConfigError(f"environment variable {variable} is not a setting{nearest(variable, [*places, CONFIG_VARIABLE])}")
         section, name = places[variable]
         found.setdefault(section, {})[name] = Value(text, variable)
     return found
+
+
+def _is_of_a_service(variable: str, text: str) -> bool:
+    """Whether Kubernetes has set this variable for one of its Services."""
+    return SERVICE_VARIABLE.search(variable) is not None or (variable.endswith("_PORT") and SERVICE_PORT_VALUE.match(text) is not None)
 
 
 def _from_file(path: Path) -> dict[str, dict[str, Value]]:

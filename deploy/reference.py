@@ -32,7 +32,8 @@ decode:
   max_num_seqs: 32
 ```
 
-All names in the file and all variables that begin with `SPLITSERVE_` are checked, whichever command runs: an unknown one is an
+Variables that Kubernetes sets for a Service whose name begins with `splitserve` (`..._SERVICE_HOST`, `..._PORT=tcp://...`) are skipped.
+All names in the file and all other variables that begin with `SPLITSERVE_` are checked, whichever command runs: an unknown one is an
 error that names the nearest known one. Settings are checked before anything starts, as far as that is possible
 without a device, and never change while it runs.
 

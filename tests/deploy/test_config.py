@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.coordinator.settings import CoordinatorSettings
-from splitserve.deploy.config import COMMON, SECTIONS, ConfigError, Sources, Value, known_names, load, variable_of
+from splitserve.deploy.config import COMMON, SECTIONS, SERVICE_VARIABLE, ConfigError, Sources, Value, known_names, load, variable_of
 
 FLAGS = {"model": Value("/models/flag", "--model"), "insecure": Value("true", "--insecure")}
 
@@ -58,6 +58,39 @@ def test_common_settings_reach_only_commands_that_have_them(tmp_path: Path) -> N
 def test_an_unknown_variable_is_an_error_that_names_the_nearest(env: dict[str, str], near: str) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(env))} is not a setting; did you mean '{near}'"):
         Sources.read(None, env)
+
+
+def of_service(name: str, port: int = 8000, address: str = "10.96.0.7") -> dict[str, str]:
+    """The variables that Kubernetes sets in every pod of the namespace for a Service of this name."""
+    name = name.upper().replace("-", "_")
+    url = f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
+    return {
+        f"{name}_SERVICE_HOST": address,
+        f"{name}_SERVICE_PORT": str(port),
+        f"{name}_SERVICE_PORT_HTTP": str(port),
+        f"{name}_PORT": url,
+        f"{name}_PORT_{port}_TCP": url,
+        f"{name}_PORT_{port}_TCP_PROTO": "tcp",
+        f"{name}_PORT_{port}_TCP_PORT": str(port),
+        f"{name}_PORT_{port}_TCP_ADDR": address,
+    }
+
+
+@pytest.mark.parametrize("name", ["splitserve", "splitserve-coordinator", "splitserve-admin", "splitserve-decode", "splitserve-x-1"])
+@pytest.mark.parametrize("address", ["10.96.0.7", "fd00::7"])
+def test_the_variables_of_a_kubernetes_service_are_no_settings(name: str, address: str) -> None:
+    settings = coordinator(env=of_service(name, address=address))
+    assert (settings.port, settings.admin_port) == (coordinator().port, coordinator().admin_port)
+    assert coordinator(env={**of_service(name), "SPLITSERVE_COORDINATOR_MAX_QUEUE": "3"}).max_queue == 3
+
+
+def test_no_setting_is_taken_for_the_variable_of_a_service() -> None:
+    for section, fields in known_names().items():
+        assert not [name for name in fields if SERVICE_VARIABLE.search(variable_of(name, "" if section == COMMON else section))]
+    assert coordinator(env={"SPLITSERVE_PORT": "9001"}).port == 9001
+    for env in ({"SPLITSERVE_PROT": "tcp://10.96.0.7:80"}, {"SPLITSERVE_PORT": "tcp:/10.96.0.7"}, {"SPLITSERVE_HTTP_PORT": "9001"}):
+        with pytest.raises(ConfigError, match=next(iter(env))):
+            coordinator(env=env)
 
 
 @pytest.mark.parametrize(
