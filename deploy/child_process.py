@@ -17,6 +17,8 @@ from .early_signals import hold_signals
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 16
 LAST_WORDS_S = 1.0
+NOT_STARTED = 255
+"""Exit status of a process that could not even be started."""
 _libc = ctypes.CDLL(None)  # loaded before any fork: nothing may be loaded between fork and exec
 
 Log = Callable[[str, str], None]
@@ -79,13 +81,17 @@ class ChildProcess:
         return self._process.pid if self._process else None
 
     async def run(self) -> int:
-        """Starts the process, logs its output, returns its exit status (-N: killed by signal N)."""
+        """Starts the process, logs its output, returns its exit status (-N: killed by signal N; NOT_STARTED)."""
         self._starting = []
         loop, (output, sink) = asyncio.get_running_loop(), os.pipe()
         stream = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(output, "rb"))
         try:
             process = await self._begin(sink)
+        except OSError as error:  # no memory for it, or no process id
+            self._say([f"it cannot be started: {error}".encode()])
+            transport.close()
+            return NOT_STARTED
         finally:
             os.close(sink)
         reader = asyncio.create_task(self._read(stream))
@@ -133,6 +139,18 @@ class ChildProcess:
             text = line.decode(errors="replace").rstrip()
             self.last_lines.append(text)
             self._log(self.command.name, text)
+
+
+def reap_adopted() -> None:
+    """Reaps ended grandchildren that have become this process's own because their parent died before them (see ``WorkerForks``).
+
+    Children of this process lead a session each or belong to its own one: their starters wait for those.
+    """
+    with contextlib.suppress(ChildProcessError):  # there are no children at all
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if os.getsid(ended.si_pid) in (ended.si_pid, os.getsid(0)):
+                return  # waited for elsewhere in a moment; those behind it are seen the next time
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _die_with(parent: int) -> Callable[[], None]:

@@ -1,5 +1,5 @@
-"""Imported by the fork server alone, before anything else: it is killed when the thread that made it ends, and with it its workers.
-(By itself it would live as long as they do.)"""
+"""Imported by the fork server alone, before anything else: it is killed when the thread that made it ends.
+(By itself it would live as long as its workers do.)"""
 
 from __future__ import annotations
 

@@ -5,26 +5,37 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
 FORK_SERVER_MODULES = ("splitserve.deploy.fork_server", "splitserve.deploy.cli", "splitserve.prefill.worker", "splitserve.decode.worker")
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+ADOPTED_EVERY_S = 1e-4
 
 
 def be_worker(
-    first: Callable[[], None] | None, name: str, arguments: Sequence[str], environ: Mapping[str, str], output: Connection
+    supervisor: int,
+    first: Callable[[], None] | None,
+    name: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    output: Connection,
+    born: Connection,
 ) -> None:
-    """Calls ``first``, then becomes ``splitserve ARGUMENTS`` with this environment and output. Ends with SystemExit."""
+    """Becomes a child of ``supervisor``, calls ``first``, then becomes ``splitserve ARGUMENTS`` with this environment and output.
+
+    Sends (process id, fork server's process id) through ``born`` once it is the supervisor's child. Ends with SystemExit.
+    """
     from . import fork_server
 
-    fork_server.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != fork_server.PID:  # it died before the line above
-        os._exit(1)
+    _move_to(supervisor, fork_server.libc.prctl)
+    os.setsid()  # Ctrl-C reaches the supervisor alone, which stops its children in good order
+    born.send((os.getpid(), fork_server.PID))
+    born.close()
     fork_server.libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
     if first is not None:
         first()
-    os.setsid()  # Ctrl-C reaches the supervisor alone, which stops its children in good order
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     output.close()
@@ -34,3 +45,16 @@ def be_worker(
     from .cli import main
 
     main()
+
+
+def _move_to(supervisor: int, prctl: Callable[..., int]) -> None:
+    """Forks once more and lets the first process end: the kernel makes the second a child of the supervisor, which is a subreaper.
+    The fork server's death is nothing to it then, the supervisor's is its own."""
+    between = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == between:
+        time.sleep(ADOPTED_EVERY_S)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != supervisor:  # it died before the line above
+        os._exit(1)

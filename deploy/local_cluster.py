@@ -44,7 +44,7 @@ async def _run(plan: Plan) -> int:
     names = ["coordinator", *(worker.name for worker in plan.workers)]
     stream = (plan.run_dir / "log").open("a", encoding="utf-8") if interactive else sys.stdout
     log = json_log(stream) if plan.coordinator.log_format == "json" else prefixed_log(stream, names)
-    forks = WorkerForks() if plan.up.fork_workers else None
+    forks = WorkerForks(say) if plan.up.fork_workers else None
     supervisor = Supervisor(
         commands(plan, forks.start if forks else None),
         is_ready=lambda: is_ready(plan.url),

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from .child_process import ChildProcess, Command, Log
+from .child_process import ChildProcess, Command, Log, reap_adopted
 from .hung import HungWatch
 from .restart import RestartPolicy
 
@@ -100,10 +100,11 @@ class Supervisor:
         return await work()
 
     async def _watch(self) -> None:
-        """Kills workers that hang, so that they are started again."""
+        """Kills workers that hang, so that they are started again; reaps what dead processes have left to this one."""
         watch = HungWatch(self._hung_after_s)
         while self._known_workers is not None:
             await asyncio.sleep(WATCH_S)
+            reap_adopted()
             known = await self._known_workers()
             if known is None:
                 watch = HungWatch(self._hung_after_s)  # nobody can tell who lives

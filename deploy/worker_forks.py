@@ -1,54 +1,97 @@
 """Worker processes forked from one that has imported torch and our own modules already: they start, also in a dead one's place, without the
 seconds of imports. The forking process itself does nothing else, so it has one thread and no GPU context; its memory is the workers' too.
 
-Built on ``multiprocessing``'s fork server. Workers die with it, and it with the process that made it.
+Built on ``multiprocessing``'s fork server. Workers are children of this process, not of the fork server (see ``forked_worker.py``): they
+go on when it ends, another one takes its place, and they die with this process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
-from multiprocessing.context import ForkServerProcess
+from multiprocessing import forkserver, get_context
 from types import ModuleType
 
 from .child_process import Command
 from .forked_worker import FORK_SERVER_MODULES, be_worker
 
+PR_SET_CHILD_SUBREAPER = 36
+TRIES = 3
+_libc = ctypes.CDLL(None)
+
 
 class WorkerForks:
-    """Starts workers; ``start`` is a ``child_process.Start``."""
+    """Starts workers; ``start`` is a ``child_process.Start``. Makes this process the subreaper of its descendants until ``close``."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
+        """``say`` takes a sentence when the fork server has ended."""
+        self._say = say
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(list(FORK_SERVER_MODULES))
         os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # the server's: one with threads must not fork
         self._thread = ThreadPoolExecutor(1, "worker forks")  # the first start waits for the imports, and Process is for one thread
+        self._server: int | None = None  # its process id
+        self._server_fd = -1
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     async def start(self, command: Command, output: int, first: Callable[[], None] | None = None) -> ForkedWorker:
-        """Forks a worker that calls ``first``, then runs ``splitserve`` with the arguments in ``command.argv``."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._start, command, output, first)
+        """Forks a worker that calls ``first``, then runs ``splitserve`` with the arguments in ``command.argv``. Raises OSError."""
+        pid, server = await asyncio.get_running_loop().run_in_executor(self._thread, self._start, command, output, first)
+        self._watch(server)
+        return ForkedWorker(pid)
 
     def close(self) -> None:
         """After the last worker has ended."""
+        self._unwatch()
         self._thread.shutdown()
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
-    def _start(self, command: Command, output: int, first: Callable[[], None] | None) -> ForkedWorker:
-        receiver, sender = self._context.Pipe(duplex=False)
-        with receiver, sender:
-            os.dup2(output, sender.fileno(), inheritable=False)  # a Connection, for that is what is handed to a fork
-            process = self._context.Process(
-                target=be_worker, args=(first, command.name, tuple(command.argv), dict(command.env), sender), daemon=True
-            )
-            with _without_main():
-                process.start()
-        return ForkedWorker(process, self._thread)
+    def _start(self, command: Command, output: int, first: Callable[[], None] | None) -> tuple[int, int]:
+        """Process ids of the worker and of its fork server. A server that ends meanwhile is started again."""
+        for _ in range(TRIES):
+            with contextlib.suppress(EOFError, ConnectionError):
+                return self._fork(command, output, first)
+        raise OSError(f"the fork server ended {TRIES} times while it started {command.name}")
+
+    def _fork(self, command: Command, output: int, first: Callable[[], None] | None) -> tuple[int, int]:
+        (receiver, sender), (born, told) = self._context.Pipe(duplex=False), self._context.Pipe(duplex=False)
+        with receiver, born:
+            with sender, told:
+                os.dup2(output, sender.fileno(), inheritable=False)  # a Connection, for that is what is handed to a fork
+                arguments = (os.getpid(), first, command.name, tuple(command.argv), dict(command.env), sender, told)
+                between = self._context.Process(target=be_worker, args=arguments, daemon=True)
+                with _without_main():
+                    between.start()
+            pid, server = born.recv()
+            between.join()
+            return pid, server
+
+    def _watch(self, server: int) -> None:
+        if server == self._server:
+            return
+        self._unwatch()
+        with contextlib.suppress(ProcessLookupError):  # it has ended already: the next start makes another one
+            self._server_fd, self._server = os.pidfd_open(server), server
+            asyncio.get_running_loop().add_reader(self._server_fd, self._server_ended)
+
+    def _unwatch(self) -> None:
+        if self._server is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                asyncio.get_running_loop().remove_reader(self._server_fd)
+            os.close(self._server_fd)
+            self._server = None
+
+    def _server_ended(self) -> None:
+        self._say(f"the fork server (process {self._server}) has ended; workers go on, and another one is started for later ones")
+        self._unwatch()
+        self._thread.submit(forkserver.ensure_running)
 
 
 @contextmanager
@@ -63,29 +106,22 @@ def _without_main() -> Iterator[None]:
 
 
 class ForkedWorker:
-    """A running one (``child_process.Started``)."""
+    """A running one (``child_process.Started``), a child of this process."""
 
-    def __init__(self, process: ForkServerProcess, thread: ThreadPoolExecutor) -> None:
-        assert process.pid is not None
-        self.pid = process.pid
-        self._process, self._thread = process, thread
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
 
     async def wait(self) -> int:
-        """Its exit status; -N where signal N ended it, 255 where its fork server died."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._process.sentinel, ended.set)
+        """Its exit status; -N where signal N ended it."""
+        loop, ended, fd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(self.pid)
+        loop.add_reader(fd, ended.set)
         try:
             await ended.wait()
         finally:
-            loop.remove_reader(self._process.sentinel)
-        return await loop.run_in_executor(self._thread, self._status)
+            loop.remove_reader(fd)
+            os.close(fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def send_signal(self, number: int) -> None:
         """Raises ProcessLookupError where it has ended."""
         os.kill(self.pid, signal.Signals(number))
-
-    def _status(self) -> int:
-        self._process.join()
-        status = self._process.exitcode
-        assert status is not None
-        return status

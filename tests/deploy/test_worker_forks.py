@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from splitserve.deploy.child_process import ChildProcess, Command
+from splitserve.deploy.child_process import NOT_STARTED, ChildProcess, Command, reap_adopted
 from splitserve.deploy.settings import DEMO_MODEL
 from splitserve.deploy.worker_forks import WorkerForks
 
@@ -76,6 +76,67 @@ async def test_a_signal_before_the_start_is_over_is_not_lost(forks: WorkerForks)
     assert await running == -signal.SIGKILL
 
 
+def server_of(forks: WorkerForks) -> psutil.Process:
+    """The fork server that the last worker came from."""
+    assert forks._server is not None
+    return psutil.Process(forks._server)
+
+
+async def test_a_killed_fork_server_costs_no_worker(forks: WorkerForks, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, sentences = Said(), list[str]()
+    monkeypatch.setattr(forks, "_say", sentences.append)
+    forks._unwatch()  # the loop of the test before this one
+    child = ChildProcess(Command("prefill-0", WORKER, ENVIRON, forks.start), said)
+    running = asyncio.create_task(child.run())
+    await said.until(UP)
+    assert child.pid is not None
+    server = server_of(forks)
+    server.kill()
+    assert await ChildProcess(Command("later", ["version"], ENVIRON, forks.start), said).run() == 0
+    assert server_of(forks).pid != server.pid, "another one made the later worker"
+    assert [str(server.pid) in sentence for sentence in sentences] == [True]
+    worker = psutil.Process(child.pid)
+    assert worker.is_running()
+    assert worker.ppid() == os.getpid()
+    child.signal(signal.SIGTERM)
+    child.signal(signal.SIGTERM)  # it leaves at once
+    assert await running == 0, "its own exit status"
+
+
+async def test_a_fork_server_that_always_dies_fails_the_start_and_not_the_supervisor(
+    forks: WorkerForks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def died(*_: object) -> tuple[int, int]:
+        raise EOFError
+
+    said = Said()
+    monkeypatch.setattr(forks, "_fork", died)
+    assert await ChildProcess(Command("never", ["version"], ENVIRON, forks.start), said).run() == NOT_STARTED
+    assert said.lines == ["it cannot be started: the fork server ended 3 times while it started never"]
+
+
+ORPHANS = "import os, sys; sys.exit(0) if os.fork() else os._exit(7)"
+
+
+async def test_orphans_are_reaped_and_no_exit_status_is_taken_from_its_waiter(forks: WorkerForks) -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHANS], start_new_session=True) as parent:
+        async with asyncio.timeout(30):
+            while len(mine := orphans(parent.pid)) < 2:  # the parent has ended, and its child after it
+                await asyncio.sleep(0.01)
+        reap_adopted()
+        assert parent.wait() == 0, "left to its waiter"
+        async with asyncio.timeout(30):
+            while any(map(psutil.pid_exists, mine)):
+                reap_adopted()
+                await asyncio.sleep(0.01)
+
+
+def orphans(session: int) -> list[int]:
+    """Ended children of this process in that session."""
+    ended = [child.pid for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE]
+    return [pid for pid in ended if os.getsid(pid) == session]
+
+
 KILLED = f"""
 import asyncio
 from splitserve.deploy.child_process import ChildProcess, Command
@@ -86,7 +147,8 @@ asyncio.run(child.run())
 """
 
 
-def test_nobody_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("without_server", [False, True])
+def test_nobody_outlives_a_killed_supervisor(tmp_path: Path, without_server: bool) -> None:
     program = tmp_path / "supervisor.py"
     program.write_text(KILLED)
     with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True) as killed:
@@ -95,6 +157,9 @@ def test_nobody_outlives_a_killed_supervisor(tmp_path: Path) -> None:
         family = [psutil.Process(killed.pid), *psutil.Process(killed.pid).children(recursive=True)]
         worker = psutil.Process(int(line.split()[0]))
         assert worker in family
+        if without_server:
+            servers = [p for p in family if "multiprocessing.forkserver" in " ".join(p.cmdline()) and p != worker]
+            assert [p.kill() for p in servers] == [None]
         killed.kill()
         killed.wait()
         _, alive = psutil.wait_procs(family, timeout=60)

@@ -7,6 +7,7 @@ import signal
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import psutil
 import pytest
 from e2e.cluster import MODEL_NAME, Cluster, wait_for
 
@@ -71,6 +72,23 @@ def test_kill_in_mid_stream(cluster: Cluster, expected: list[str], role: str) ->
     wait_for("the loss is noticed", lambda: victim["incarnation"] not in [w["incarnation"] for w in cluster.workers(role)])
     assert streams.texts() == expected
     cluster.wait_whole(2, 2)
+    cluster.wait_at_rest()
+
+
+def test_kill_the_fork_server_in_mid_stream(cluster: Cluster, expected: list[str]) -> None:
+    up = psutil.Process(cluster.process.pid)
+    before = {worker["worker_id"]: worker["pid"] for worker in cluster.state()["workers"]}
+    streams = Streams(cluster, PROMPTS, NUM_TOKENS)
+    streams.wait_under_way()
+    others = [child for child in up.children() if child.pid not in before.values()]
+    (server,) = (child for child in others if "multiprocessing.forkserver" in str(child.cmdline()))
+    server.kill()
+    assert streams.texts() == expected
+    assert {worker["worker_id"]: worker["pid"] for worker in cluster.state()["workers"]} == before, "no worker has ended"
+    cluster.wait_log(f"the fork server (process {server.pid}) has ended")
+    os.kill(before["decode-1"], signal.SIGKILL)
+    wait_for("its loss is noticed", lambda: before["decode-1"] not in [w["pid"] for w in cluster.workers("decode")])
+    cluster.wait_whole(2, 2)  # another server has forked it
     cluster.wait_at_rest()
 
 
