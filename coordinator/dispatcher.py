@@ -145,6 +145,8 @@ class SocketDispatcher:
             counters=self._core.counters(),
             stages=self._core.num_by_stage(),
             steering=self.steering() if self.steering is not None else None,
+            reasons_lost={worker_id: reason for (worker_id, _), reason in self._core.reasons_lost.items()},
+            last_retries=tuple(self._core.last_retries),
         )
 
     # --- the workers -----------------------------------------------------------------------------
@@ -308,6 +310,7 @@ def _measure(worker: Worker) -> WorkerSnapshot:
         draining=worker.draining,
         host=hello.host.partition("/")[0],
         pid=hello.pid,
+        max_num_seqs=hello.max_num_seqs,
         device=hello.device,
         gauges=load.gauges if load else {},
         busy=worker.busy.share,

@@ -89,6 +89,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
         batches,
         settings.price_per_hour,
     )
+    app.dashboard.view.objectives = settings.objectives
     steering = steering_of(settings, lifecycle, dispatcher)
     if settings.log_requests:
         app.metrics.listeners.append(log_request)

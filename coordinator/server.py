@@ -54,7 +54,7 @@ class HttpApp:
     ) -> None:
         """``more_admin``: the admin API has a port of its own, and these routes beside its usual ones."""
         self.metrics = Metrics(model.name, system, price_per_hour)
-        self.dashboard = Dashboard(model.name, system)
+        self.dashboard = Dashboard(model.name, system, self.metrics)
         self.metrics.listeners.append(self.dashboard.view.note)
         self.sampler = Sampler(system, [self.dashboard.view.sample, self.metrics.efficiency.sample])
         self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy)

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .objectives import Objectives
 from .steering.latency_bounds import LatencyBound, attainment, notation, parse_bounds
 from .steering.options import SteeringOptions
 
@@ -271,6 +272,13 @@ class CoordinatorSettings(BaseModel):
     def ttft_slo_s(self) -> dict[str, float]:
         """Seconds by priority class."""
         return {name: float(seconds) for part in self.ttft_slo.split(",") if part for name, seconds in (part.split("="),)}
+
+    @property
+    def objectives(self) -> Objectives:
+        """What requests may take, by --steer-slo or else --ttft-slo: for the dashboard."""
+        bounds = _bounds("steer_slo", self.steer_slo)
+        seconds = {name: bound.seconds for name, bound in bounds.items()}
+        return Objectives(seconds.get("ttft"), seconds.get("tpot"), attainment(bounds), self.ttft_slo_s)
 
     @property
     def steering(self) -> SteeringOptions | None:

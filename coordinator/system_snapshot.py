@@ -30,6 +30,7 @@ class WorkerSnapshot(NamedTuple):
     device: str = ""  # its GPU's UUID
     gauges: Mapping[str, float] = NOTHING
     busy: float | None = None  # share of the last seconds in which a step ran, 0 to 1; None: not known
+    max_num_seqs: int = 0  # rows of its batch; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +44,5 @@ class SystemSnapshot:
     counters: Mapping[str, float] = field(default_factory=dict)
     stages: Mapping[str, int] = field(default_factory=dict)  # requests by the stage that they are in
     steering: Mapping[str, Any] | None = None  # JSON-ready; None: there is no pool controller
+    reasons_lost: Mapping[str, str] = field(default_factory=dict)  # why the latest workers that are gone are gone, by worker id
+    last_retries: Sequence[str] = ()  # the latest requests that had to be dispatched again, and why

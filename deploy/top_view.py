@@ -17,9 +17,10 @@ STAGES = {"parse": "bright_black", "queue": "yellow", "prefill": "blue", "handof
 USED, LEASED, CACHED = "█", ("magenta", "▓"), ("bright_black", "▒")
 WITHOUT_COLOUR = {"parse": "a", "queue": "q", "prefill": "p", "handoff": "h", "decode": "d", "stream": "s"}
 """What a stage's cells are drawn with where a terminal, a file or NO_COLOR shows none."""
+LEVELS = {"good": "green", "idle": "dim", "unknown": "dim", "warn": "yellow", "bad": "red"}
 RECENT_POINTS = 15
 SPARKS = " ▁▂▃▄▅▆▇█"
-NUM_FIXED = 18  # lines that are there whatever there is to show
+NUM_FIXED = 20  # lines that are there whatever there is to show
 
 
 class Picture(NamedTuple):
@@ -35,7 +36,7 @@ def render(picture: Picture, width: int, height: int, coloured: bool = True) -> 
     """All of it, on ``width`` columns and ``height`` lines. Not ``coloured``: what colours tell, letters do."""
     workers = picture.state["workers"]
     room = max(3, height - NUM_FIXED - len(workers) - len(picture.state["tenants"][:5]) - 3 * bool(picture.state["steering"]))
-    parts = [_head(picture), _numbers(picture), _workers(workers, width)]
+    parts = [_head(picture), _finding(picture.state["findings"][0]), _numbers(picture), _workers(workers, width)]
     if picture.state["steering"]:
         parts.append(_steering(picture.state["steering"]))
     parts.append(_latencies(picture.points, width))
@@ -55,6 +56,11 @@ def _head(picture: Picture) -> RenderableType:
     ready = "[green]ready[/]" if state["ready"] else "[yellow]not ready[/]"
     words = f"[b]splitserve[/] {escape(state['model'])}  {ready}  up {_age(state['uptime_s'])}  [dim]{escape(picture.url)}[/]"
     return Text.from_markup(words, overflow="ellipsis")
+
+
+def _finding(finding: Mapping[str, str]) -> RenderableType:
+    """What is in the way, and what would help."""
+    return Text(f"{finding['what']} {finding['remedy']}".strip().replace("`", ""), style=LEVELS[finding["level"]])
 
 
 def _numbers(picture: Picture) -> RenderableType:

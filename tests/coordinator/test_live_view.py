@@ -10,6 +10,7 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.admin import AdminRoutes
 from splitserve.coordinator.live_view import NUM_POINTS, NUM_RECENT, LiveView
+from splitserve.coordinator.objectives import Objectives
 from splitserve.coordinator.request_record import RequestRecord
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
@@ -47,12 +48,15 @@ def worker(role: str, used: int, **counters: float) -> WorkerSnapshot:
 
 
 def test_each_point_says_what_happened_since_the_one_before() -> None:
-    view = LiveView(100.0, wall=5000.0)
+    answered: dict[tuple[str, str], int] = {("/v1/completions", "429"): 2}
+    view = LiveView(100.0, wall=5000.0, answered=answered)
     system = SystemSnapshot(workers=[worker("decode", 30, output_tokens=10.0), worker("prefill", 5, prompt_tokens=7.0)], num_waiting=3)
     view.sample(102.0, system)
     for number, step in enumerate((1.0, 2.0, 3.0)):
         view.note(record(number, 103.0, step))
     view.note(record(3, 103.0, status="429", first_token_at=0.0))
+    answered["/v1/completions", "429"] += 1
+    answered["/v1/completions", "200"] = 3
     grown = SystemSnapshot(workers=[worker("decode", 60, output_tokens=50.0), worker("prefill", 5, prompt_tokens=7.0)])
     view.sample(104.0, grown)
     first, second = view.state(104.0, grown)["points"]
@@ -61,7 +65,30 @@ def test_each_point_says_what_happened_since_the_one_before() -> None:
     assert second["ttft"] == [6.0, 8.7, 8.94]
     assert second["tpot"][0] == pytest.approx((5 - 3) * 2.0 / 4)  # handoff and decode, over the tokens after the first
     assert second["e2e"][0] == 12.0
+    assert second["stages"] == [6.0] * 6  # seconds by stage, of the three that were answered
     assert (second["t"], second["kv_decode"], second["kv_prefill"]) == (5004.0, 0.6, 0.05)
+
+
+def test_the_window_is_the_last_minute_and_the_findings_go_by_it() -> None:
+    view = LiveView(0.0, wall=5000.0)
+    view.objectives = Objectives(ttft_by_class={"standard": 5.0})
+    system = SystemSnapshot(ready=True, workers=[worker("decode", 30), worker("prefill", 5)])
+    assert [finding["kind"] for finding in view.state(0.0, system)["findings"]] == ["idle"]
+    for second in range(0, 120, 2):
+        view.note(record(second, float(second), 1.0 if second % 4 else 2.0))
+        view.sample(second + 2.0, system)
+    state = view.state(120.0, system)
+    assert (state["window"]["seconds"], state["window"]["requests"]) == (60.0, 30)
+    assert state["window"]["stages"] == dict.fromkeys(get_args(Stage), 1.5)
+    assert (state["window"]["kept"], state["window"]["goodput"]) == (0.5, 0.25)  # of 3 s and 6 s to the first token
+    assert [finding["kind"] for finding in state["findings"]] == ["handoff", "coordinator", "client"]  # every stage takes a sixth
+    own = view.state(120.0, system, objectives=Objectives(ttft_s=10.0))
+    assert own["window"]["kept"] == 1.0
+    assert view.state(120.0, system, objectives=Objectives())["window"]["kept"] is None
+    assert view.state(120.0, SystemSnapshot())["findings"][0]["kind"] == "no_workers"
+    for second in range(120, 182, 2):
+        view.sample(second + 2.0, system)
+    assert [finding["kind"] for finding in view.state(182.0, system)["findings"]] == ["idle"]
 
 
 def test_a_worker_that_starts_anew_counts_from_zero() -> None:
@@ -112,6 +139,24 @@ async def test_the_feed_over_http(http: httpx.AsyncClient, server: HttpServer, d
     assert [span[0] for span in state["requests"][0]["spans"]] == list(get_args(Stage))
     assert state["workers"][0]["blocks"] == [30, 0, 20, 50, 100]
     assert (await http.get("/dashboard/feed?after_point=x")).status_code == 400
+    assert [finding["kind"] for finding in state["findings"]] == ["no_workers", "too_few"]  # the fake has decode workers only
+    assert (state["window"]["objectives"], state["cost"]) == (None, {})
+    bound = (await http.get("/dashboard/feed?slo=ttft=30,tpot=0.5@p99")).json()["window"]
+    assert (bound["kept"], bound["objectives"]["attainment"]) == (1.0, 0.99)
+    for wrong in ("ttft", "ttft=1,ttft=2", "ttft=1@p0", "x" * 200):
+        refused = await http.get("/dashboard/feed", params={"slo": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "slo")
+
+
+async def test_requests_refused_before_they_began_are_counted_and_logged(http: httpx.AsyncClient, server: HttpServer) -> None:
+    view = server.app.dashboard.view
+    view.sample(view._sampled_at + 2, SystemSnapshot())
+    server.app.metrics.request_ended("/v1/completions", "429")
+    view.sample(view._sampled_at + 2, SystemSnapshot())
+    state = (await http.get("/dashboard/feed")).json()
+    assert state["statuses"] == {"429": 1}
+    assert state["totals"]["refused"] == 1
+    assert [(event["kind"], event["text"]) for event in state["events"]] == [("refused", "1 request refused (429)")]
 
 
 async def test_the_page_is_for_everyone_and_may_load_nothing_but_its_own(http: httpx.AsyncClient) -> None:

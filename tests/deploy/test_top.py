@@ -94,6 +94,7 @@ def test_the_picture(width: int) -> None:
     console.file.close()
     text = console.export_text()
     assert "splitserve tiny  ready  up 0 min 8 s" in text
+    assert "Too few requests to tell: 1 answered in the last minute, 20 are needed." in text
     assert re.search(r"decode-\[b\]0 +decode +█+▓*▒+─+ +30% +20% +2 +0", text)
     assert width < 100 or "GPU 83% 512 W" in text
     assert "pool controller (advise)  load 125% prefill, 50% decode  7P:1D is" in text
