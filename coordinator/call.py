@@ -110,7 +110,7 @@ class Call:
         handler: CallHandler,
         endpoint: Endpoint,
         method: str,
-        headers: Headers,
+        headers: Mapping[bytes, bytes],
         *,
         http_version: str,
         keep_alive: bool,
@@ -122,7 +122,7 @@ class Call:
         self.response_complete = False
         self.endpoint: Endpoint = endpoint
         self.method = method
-        self.headers: Mapping[bytes, bytes] = dict(headers)
+        self.headers = headers
         self.account: Account = ANONYMOUS
         self.responder: Responder | None = None
         self._connection = connection

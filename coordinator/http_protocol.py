@@ -1,12 +1,16 @@
 """uvicorn's HTTP protocol, with a way of its own for requests for tokens: they go to a ``Call`` straight from the parser.
 
 ASGI costs such a request a scope, a task, an event and a future, a fifth of all that the coordinator does for it.
+
+``Upgrade`` is followed to a WebSocket on its own path, and ignored everywhere else (RFC 9110, section 7.8). llhttp, the parser below, ends
+a message at an ``Upgrade`` and leaves its body in the stream, where it would be read as the next request: so such a head is parsed again
+without that header, and the rest of the stream after it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, cast
+from typing import Any, Final, NoReturn, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -18,6 +22,10 @@ MAX_HEADER_BYTES = 64 << 10
 MIN_BYTES_PER_S = 16 << 10  # of a body, beyond the time that every request has
 WEBSOCKET_PATH = b"/v1/stream"
 MAX_PIPELINED = 16  # requests that a client may send ahead on one connection
+MAX_CHUNK_OVERHEAD = 64 << 10
+"""Bytes of chunk sizes and chunk extensions that a body may have, beside 8 for each byte of it."""
+SINGLE = frozenset([b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"origin"])
+"""Headers that mean two different things to two readers where they come twice."""
 ENDPOINTS: Final[dict[bytes, Endpoint]] = {b"/v1/completions": "/v1/completions", b"/v1/chat/completions": "/v1/chat/completions"}
 
 
@@ -29,6 +37,10 @@ class HttpProtocol(HttpToolsProtocol):
     _has_head = False  # of that request all headers are here, and it is the ``cycle``
     _num_body_bytes = 0
     _num_header_bytes = 0
+    _num_messages = 0
+    _num_wire_bytes = 0  # of a body with its chunks' framing, as far as it came in reads of its own
+    _upgrades = False  # the parser stops behind this head
+    _fault = ""  # what is wrong with the message, where we say so and not the parser
 
     @property
     def default_headers(self) -> Headers:
@@ -38,9 +50,60 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._since = self.loop.time()
 
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        in_body, message = self._has_head and self._since is not None, self._num_messages
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response(self._fault or "This is not a valid HTTP/1.1 request.")
+            return
+        if in_body and message == self._num_messages and self._since is not None:
+            self._num_wire_bytes += len(data)
+            if self._num_wire_bytes > MAX_CHUNK_OVERHEAD + 9 * self._num_body_bytes:
+                self._break_off(InvalidRequest("The body's chunks are mostly chunk extensions; send larger chunks, and no extensions."))
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Raises httptools.HttpParserError."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = memoryview(data)[upgrade.args[0] :]
+                if self._should_upgrade():
+                    if data:
+                        self._refuse_message("A WebSocket client must wait for the answer to its handshake.")
+                    self._open_websocket()
+                    return
+                self._parse_without_upgrade()
+            else:
+                return
+
+    def _open_websocket(self) -> None:
+        self._begin_scope()
+        self.scope["method"] = "GET"
+        self.handle_websocket_upgrade()
+
+    def _parse_without_upgrade(self) -> None:
+        """Parses the head again as that of an ordinary request. Raises httptools.HttpParserError."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse_message("This server is no proxy: it does not take CONNECT.")
+        lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b", ".join(option for option in value.split(b",") if option.strip().lower() != b"upgrade")
+            if name != b"upgrade":
+                lines.append(b"%b: %b\r\n" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        self.parser.feed_data(b"".join([*lines, b"\r\n"]))
+
     def on_message_begin(self) -> None:
         self.url, self.headers, self.expect_100_continue, self._num_header_bytes = b"", [], False, 0
         self._since, self._has_head, self._num_body_bytes = self.loop.time(), False, 0
+        self._num_messages += 1
+        self._num_wire_bytes, self._upgrades = 0, False
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -48,9 +111,18 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + 4)  # ": " and the end of the line
-        super().on_header(name, value)
+        if not self._has_head:  # trailers are counted and dropped: nothing here is to be believed after the body (RFC 9110, 6.5.1)
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            self._upgrades = True  # the parser stops with the end of this head
+            return
+        headers = dict(self.headers)
+        if len(headers) != len(self.headers) and (doubled := self._doubled()) is not None:
+            self._refuse_message(f"A request must have only one {doubled} header.")
+        if b"host" not in headers and self.parser.get_http_version() != "1.0":
+            self._refuse_message("A request must have a Host header.")
         self._has_head = True
         endpoint = ENDPOINTS.get(self.url) or _endpoint_of(self.url)
         if endpoint is None:
@@ -64,7 +136,7 @@ class HttpProtocol(HttpToolsProtocol):
             handler,
             endpoint,
             self.parser.get_method().decode("ascii"),
-            self.headers,
+            headers,
             http_version=version,
             keep_alive=version != "1.0" and self.parser.should_keep_alive(),
             wants_continue=self.expect_100_continue,
@@ -85,9 +157,19 @@ class HttpProtocol(HttpToolsProtocol):
         self.headers += headers  # the list that the scope holds
 
     def _should_upgrade(self) -> bool:
-        """To a WebSocket: on its own path alone, and only once all earlier requests of this connection have been answered."""
-        free = self.cycle is None or self.cycle.response_complete
-        return free and self.url.partition(b"?")[0] == WEBSOCKET_PATH and super()._should_upgrade()
+        """To a WebSocket: on its own path alone, without a body, and only once all earlier requests have been answered."""
+        headers = dict(self.headers)
+        return (
+            self._is_free
+            and self.url.partition(b"?")[0] == WEBSOCKET_PATH
+            and self.parser.get_method() == b"GET"
+            and headers.get(b"upgrade", b"").lower() == b"websocket"
+            and b"host" in headers
+            and self._doubled() is None
+            and headers.get(b"content-length", b"0") == b"0"
+            and b"transfer-encoding" not in headers
+            and self.config.ws_protocol_class is not None
+        )
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -98,6 +180,8 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.feed(body)
 
     def on_message_complete(self) -> None:
+        if self._upgrades:
+            return  # it is parsed again
         self._since = None
         cycle: object = self.cycle
         if not isinstance(cycle, Call):
@@ -166,6 +250,15 @@ class HttpProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._answering = call
             call.begin()
+
+    def _doubled(self) -> str | None:
+        """A header of ``SINGLE`` that is here twice."""
+        names = [name for name, _ in self.headers]
+        return next((name.decode().title() for name in SINGLE if names.count(name) > 1), None)
+
+    def _refuse_message(self, fault: str) -> NoReturn:
+        self._fault = fault
+        raise httptools.HttpParserError(fault)
 
     def _count(self, num_bytes: int) -> None:
         self._num_header_bytes += num_bytes
