@@ -1,4 +1,4 @@
-"""Only what pyproject.toml cannot say: the optional native CPU kernels.
+"""What pyproject.toml cannot say: the optional native CPU kernels, and the commit that a wheel is built from.
 
 The build is portable: each instruction set has its own source file, chosen when the module is imported. Where there is no compiler the
 package installs without it and the kernels run in plain torch.
@@ -6,13 +6,50 @@ package installs without it and the kernels run in plain torch.
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 FOLDER = "src/splitserve/kernels/cpu"
 HEADERS = ("kernels.h", "calls.h", "decoder.h", "thread_pool.h", "simd.h", "linear.h", "attention.h", "elementwise.h")
 SOURCES = ("module.cpp", "isa_generic.cpp", "isa_avx2.cpp", "isa_avx512.cpp")
+COMMIT_FILE = "src/splitserve/deploy/commit.txt"
+"""In a wheel and in an sdist, not in a clone: `splitserve version` reads it."""
+
+
+def commit() -> str:
+    """The commit of this clone, with -dirty where files differ from it; what an sdist says of itself; or "", where nobody knows."""
+    if Path(COMMIT_FILE).is_file():
+        return Path(COMMIT_FILE).read_text()
+    asked = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout if Path(".git").exists() else ""
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+class BuildWithCommit(build_py):
+    """Adds the commit to a wheel, but not to an editable install, which follows its clone."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            (Path(self.build_lib) / "splitserve" / "deploy" / "commit.txt").write_text(commit())
+
+
+class SdistWithCommit(sdist):
+    """Adds the commit to an sdist."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        (Path(base_dir) / COMMIT_FILE).write_text(commit())
+
 
 setup(
+    cmdclass={"build_py": BuildWithCommit, "sdist": SdistWithCommit},
     ext_modules=[
         Extension(
             "splitserve.kernels._cpu",
@@ -24,5 +61,5 @@ setup(
             extra_link_args=["-pthread"],
             optional=True,
         )
-    ]
+    ],
 )

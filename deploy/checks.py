@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from ..engine.latency_profile import PACED, Profile
 from .config import ConfigError, flag_of
+from .extras import missing_for
 
 OUTPUTS = ("output", "json_file", "plot_file", "html_file", "launch_file", "records")
 """Settings that name a file to write."""
@@ -48,7 +49,7 @@ def require_writable(settings: BaseModel) -> None:
     """Raises ConfigError if a file that is to be written in the end could not be: better said now than after the work."""
     for name in OUTPUTS:
         path = getattr(settings, name, None)
-        if path is not None and (problem := write_problem(path)):
+        if path is not None and (problem := write_problem(path) or (missing_for("plots") if name == "plot_file" else "")):
             raise ConfigError(f"{flag_of(name)}: {problem}")
 
 

@@ -5,8 +5,6 @@ Everything heavy is imported by the command that needs it, so that ``--help`` is
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,12 +13,12 @@ from typing import Any, Literal, cast
 
 import click
 
-from .. import __version__
 from ..coordinator.tenants.errors import TenantsError
 from ..engine.errors import EngineError
 from ..planner.errors import PlannerError
 from ..transport.errors import TransportError
 from .config import CONFIG_VARIABLE, SECTIONS, ConfigError, Sources, load
+from .extras import advice_for
 from .options import SettingsCommand, given, options
 from .process_log import log_to_stderr
 from .settings import ChatSettings, DoctorSettings, FlipSettings, TopSettings
@@ -303,13 +301,16 @@ def keygen(file: Path, step: Literal["add", "switch", "finish"] | None) -> None:
 
 @click.command()
 def version() -> None:
-    """Print the versions of splitserve, Python and the main libraries."""
-    click.echo(f"splitserve {__version__}, Python {platform.python_version()} on {platform.machine()}")
-    for package in ("torch", "pyzmq", "tokenizers", "uvicorn"):
-        try:
-            click.echo(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            click.echo(f"{package} is not installed")
+    """Print the versions of splitserve, of its wire, of Python and of the main libraries, and the commit it was built from."""
+    from .version import version_text
+
+    click.echo(version_text())
+
+
+def _print_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        ctx.invoke(version)
+        ctx.exit()
 
 
 class Commands(click.Group):
@@ -324,7 +325,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="splitserve")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Same as `splitserve version`.")
 def cli() -> None:
     """Serves large language models with prefill and decode on separate worker pools.
 
@@ -364,6 +365,11 @@ def main() -> None:
         sys.exit(2)
     except (EngineError, PlannerError, TenantsError, TransportError) as error:
         click.echo(f"splitserve: {error}", err=True)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if not (advice := advice_for(error)):
+            raise
+        click.echo(f"splitserve: {advice}", err=True)
         sys.exit(1)
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from .checks import model_problem, port_problem
+from .extras import missing_for
 from .settings import DEMO_MODEL, DoctorSettings
 
 GIB = 1 << 30
@@ -51,11 +52,13 @@ def main(settings: DoctorSettings, console: Console | None = None) -> int:
 
 def check_versions(_: DoctorSettings) -> Iterator[Finding]:
     yield Finding("ok", f"Python {platform.python_version()}")
-    for package in ("torch", "pyzmq", "tokenizers", "uvicorn", "numpy"):
+    for package in ("pyzmq", "tokenizers", "uvicorn", "numpy", *(() if missing_for("worker") else ("torch",))):
         try:
             yield Finding("ok", f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             yield Finding("problem", f"{package} is not installed", "run deploy/quickstart.sh, or pip install splitserve again")
+    if advice := missing_for("worker"):
+        yield Finding("note", "this host can run a coordinator, but no worker", advice)
 
 
 def check_encryption(_: DoctorSettings) -> Iterator[Finding]:
@@ -68,6 +71,8 @@ def check_encryption(_: DoctorSettings) -> Iterator[Finding]:
 
 
 def check_devices(_: DoctorSettings) -> Iterator[Finding]:
+    if missing_for("worker"):
+        return
     import torch
 
     if not torch.cuda.is_available():
@@ -99,6 +104,8 @@ def _gpu_names() -> list[str]:
 
 
 def check_kernels(_: DoctorSettings) -> Iterator[Finding]:
+    if missing_for("worker"):
+        return
     if importlib.util.find_spec("splitserve.kernels._cpu"):
         yield Finding("ok", "C++ kernels for CPUs are built")
     else:
@@ -164,6 +171,9 @@ def check_model(settings: DoctorSettings) -> Iterator[Finding]:
     folder = settings.model or DEMO_MODEL
     if problem := model_problem(folder):
         yield Finding("problem", f"model: {problem}")
+        return
+    if missing_for("worker"):
+        yield Finding("ok", f"model {folder.name}: all files are there; a host with workers looks into them")
         return
     from ..engine.config import ModelConfig
     from ..engine.errors import EngineError

@@ -6,6 +6,8 @@
 #     deploy/quickstart.sh --serve           serve until stopped
 #     deploy/quickstart.sh --model PATH      any of these, with another model (a Hugging Face checkpoint folder)
 #
+# It installs Python packages into .venv at the root of the clone, and nothing outside of it.
+#
 # Every other option goes to `splitserve up`. Without a terminal it answers a sample question and stops.
 set -euo pipefail
 # shellcheck source=deploy/setup.sh

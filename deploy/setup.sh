@@ -43,7 +43,7 @@ prepare_alone() {
         install_package "${ROOT}[test]"
         install_nixl
     else
-        install_package "$ROOT"
+        install_package "${ROOT}[all]"
     fi
     report_kernels
     echo "$stamp" >"$VENV/.prepared-$purpose"

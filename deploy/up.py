@@ -17,6 +17,7 @@ from ..engine.settings import WorkerSettings
 from ..prefill.settings import PrefillSettings
 from .checks import port_problem, read_key, require_device, require_model, require_port, require_runner
 from .config import ConfigError, Layer, Sources, Value, build
+from .extras import missing_for
 from .flexible_settings import FlexibleSettings
 from .gpus import deal, num_gpus
 from .options import options
@@ -80,6 +81,8 @@ def up_options() -> list[click.Parameter]:
 def plan(flags: Layer, sources: Sources) -> Plan:
     """Settings of all processes. Makes the run directory and the cluster's key. Raises ConfigError."""
     up = build(UpSettings, [_only(UpSettings, flags), *sources.of("up")])
+    if advice := missing_for("worker"):
+        raise ConfigError(advice)
     if not (up.prefill or up.mixed) or not (up.decode or up.mixed):
         raise ConfigError(f"{'--decode' if up.prefill else '--prefill'} is 0: start one at least, or workers of both roles by --mixed")
     derived = {

@@ -36,6 +36,9 @@ class Bounds:
 LONG_LIST = 1024
 _TOKENS = Bounds(max_bytes=5 * MIB)
 
+WIRE_VERSION = 1
+"""Raised by every change of the messages but a new optional field: processes of unequal versions do not work together."""
+
 WIRE: dict[int, tuple[type[Message], Bounds]] = {
     1: (messages.Hello, Bounds()),
     2: (messages.Load, Bounds()),
