@@ -91,7 +91,7 @@ async def admission(model: Path, tenants: Path, key: str, count: int = 20_000) -
 async def _admission(served: ServedModel, tenancy: Tenancy, header: bytes, count: int, tracing: Tracing | None = None) -> dict[str, float]:
     dispatcher, heard, no_headers = Noting(), Heard(), dict[bytes, bytes]()
     metrics = Metrics("bench", SystemSnapshot)
-    metrics.listeners.append(end_trace)
+    metrics.listeners.add("tracing", end_trace)
     api = GenerationApi(dispatcher, served, HttpLimits(), metrics, tenancy)
     api.tracing = tracing
     body = json.dumps({**CHAT, "max_tokens": 16}).encode()

@@ -22,6 +22,7 @@ from ..transport.messages import FROM_WORKER, Message, Role
 from .flight import Action, End, Push, PushPromptLogprobs, Send
 from .flips import FlipRecord
 from .lifecycle import Lifecycle
+from .listeners import Listeners
 from .membership import DRAINED
 from .process_watch import ProcessWatch
 from .request import Ended, GenerationRequest, Sink
@@ -50,7 +51,7 @@ class SocketDispatcher:
         self._partings: dict[WorkerId, asyncio.TimerHandle] = {}
         self._known: dict[tuple[str, int], str] = {}
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
-        self.listeners: list[Callable[[GenerationRequest, Ended], None]] = []
+        self.listeners: Listeners[[GenerationRequest, Ended]] = Listeners()
         """Called for each sequence that is over."""
         self.steering: Callable[[], dict[str, Any]] | None = None
         """What the pool controller has to say, where there is one."""
@@ -183,23 +184,39 @@ class SocketDispatcher:
         self._tell_changes()
 
     def _carry_out(self, actions: list[Action]) -> None:
-        touched: dict[Sink, None] = {}
+        """All of them, whatever a sink or a listener raises: the lifecycle never says an action twice."""
+        touched: dict[Sink, GenerationRequest] = {}
         for action in actions:
-            if type(action) is Push:
-                sink = action.request.sink
-                sink.push(action.token, action.logprobs)
-                touched[sink] = None
-            elif type(action) is Send:
+            if isinstance(action, Send):
                 self._post(action)
-            elif type(action) is PushPromptLogprobs:
-                action.request.sink.push_prompt_logprobs(action.logprobs)
-            elif type(action) is End:
-                touched.pop(action.request.sink, None)
-                action.request.sink.end(action.ended)
-                for hear in self.listeners:
-                    hear(action.request, action.ended)
-        for sink in touched:
-            sink.flush()
+                continue
+            request = action.request
+            try:
+                if type(action) is Push:
+                    request.sink.push(action.token, action.logprobs)
+                    touched[request.sink] = request
+                elif type(action) is PushPromptLogprobs:
+                    request.sink.push_prompt_logprobs(action.logprobs)
+                elif type(action) is End:
+                    touched.pop(request.sink, None)
+                    request.sink.end(action.ended)
+            except Exception:
+                self._sink_failed(request)
+            if type(action) is End:
+                self.listeners(request, action.ended)
+        for sink, request in touched.items():
+            try:
+                sink.flush()
+            except Exception:
+                self._sink_failed(request)
+
+    def _sink_failed(self, request: GenerationRequest) -> None:
+        """A defect of ours ends this request alone, with an error; nothing more is pushed to its sink."""
+        _log.exception("%s: its tokens cannot be written; it ends with an error", request.request_id)
+        sink, request.sink = request.sink, ClosedSink()
+        with contextlib.suppress(Exception):  # logged above; its deadline ends the response
+            sink.end(Ended(error="failed", message=f"Internal error; the server's log says more under {request.request_id}."))
+        asyncio.get_running_loop().call_soon(self.cancel, request.request_id)
 
     def _post(self, send: Send) -> None:
         """What one turn of the loop has to say to a worker goes to it together: each message alone would wake two I/O threads."""
@@ -233,15 +250,20 @@ class SocketDispatcher:
         self._known = dict(now)
 
 
-class ProbeSink:
-    """Takes a probe's tokens and wakes who waits for its end."""
-
-    def __init__(self) -> None:
-        self.done = asyncio.Event()
+class ClosedSink:
+    """Takes everything and does nothing."""
 
     def push(self, token_id: int, logprobs: object) -> None: ...
     def push_prompt_logprobs(self, logprobs: object) -> None: ...
     def flush(self) -> None: ...
+    def end(self, ended: object) -> None: ...
+
+
+class ProbeSink(ClosedSink):
+    """Sets ``done`` at a probe's end."""
+
+    def __init__(self) -> None:
+        self.done = asyncio.Event()
 
     def end(self, ended: object) -> None:
         self.done.set()

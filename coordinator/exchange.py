@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..transport.otel import RequestTrace
 from .call import JSON, Call, Headers
 from .choice import Choice, ChoiceOptions
-from .errors import ApiError, InternalError, from_ended
+from .errors import ApiError, DeadlineExceeded, InternalError, from_ended
 from .formats import DONE, Usage, error_event
 from .metrics import Metrics
 from .parsed_choice import ParsedChoice
@@ -36,6 +36,7 @@ class ExchangeOptions(NamedTuple):
     id: str
     endpoint: str
     arrival: float  # monotonic seconds
+    deadline: float  # monotonic seconds
     include_usage: bool
     priority_class: PriorityClass
     done: Callable[[HttpExchange], None] | None = None
@@ -56,6 +57,7 @@ class HttpExchange:
         self._call = call
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._failures = metrics.failures
         self._options = options
         self._choice_options = choice_options
         self._loop = asyncio.get_running_loop()
@@ -63,6 +65,7 @@ class HttpExchange:
         self._num_open = 0  # choices that have not ended
         self._num_running = 0  # of these, with the dispatcher
         self.num_prompt_tokens = 0  # of each prompt once, however many choices it has
+        self.deadline = options.deadline
         self._done = options.done
         self._closed = False
         self.more_headers: Headers = []
@@ -154,10 +157,19 @@ class HttpExchange:
             self._ledger = ended.ledger
             self._ledger.enter("stream", now)
         num_prompt = len(choice.prompt.token_ids)
-        self._metrics.sequence_ended(ended, num_prompt, choice.num_tokens, self._options.arrival, choice.first_token_at, now)
+        count = self._metrics.sequence_ended
+        self._failures.call("metrics", count, ended, num_prompt, choice.num_tokens, self._options.arrival, choice.first_token_at, now)
         if self._over:
             self._look_if_done()
             return
+        try:
+            self._answer(choice, ended)
+        except Exception:
+            logger.exception("%s: the end of its answer cannot be written", self._options.id)
+            self.fail(InternalError(f"Internal error; the server's log says more under {self._options.id}."))
+
+    def _answer(self, choice: Choice, ended: Ended) -> None:
+        """What the client is to have of it now."""
         if ended.error is not None:
             error = from_ended(ended)
             if error.status >= 500:
@@ -179,12 +191,28 @@ class HttpExchange:
         if self._begun:
             # a choice that ended without error has had its last chunk
             unfinished = [choice for choice in self.choices if choice.ended is None or choice.ended.error is not None]
-            chunks = b"".join(choice.last_chunk("error") for choice in unfinished)
+            chunks = b"".join(map(self._broken_off, unfinished))
             self._call.finish(chunks + error_event(error.body()) + self._closing())
         else:
             self._metrics.refused(error)
             self._respond(error.status, error.body(), error.headers(), server_timing(*self._close()))
         self._loop.call_soon(self._cancel_rest)  # not from within the dispatcher's own call
+
+    def _broken_off(self, choice: Choice) -> bytes:
+        """Its last chunk; nothing where its own text is what has failed."""
+        try:
+            return choice.last_chunk("error")
+        except Exception:
+            logger.exception("%s: choice %d cannot write its last chunk", self._options.id, choice.index)
+            return b""
+
+    def overdue(self) -> None:
+        """Its deadline has passed and nobody has ended it, by a defect of ours: it ends all the same, and counts as run no more."""
+        if not self._over:
+            logger.error("%s: not ended at its deadline by what should have; it is ended now", self._options.id)
+            self.fail(DeadlineExceeded("The request did not finish before its deadline."))
+        self._num_running = 0
+        self._look_if_done()
 
     def client_gone(self) -> None:
         """The connection has ended; nothing happens if the response was complete."""
@@ -201,7 +229,7 @@ class HttpExchange:
 
     def let_go(self) -> None:
         """The response is complete: exchange and choices are freed at once, without waiting for the collector of cycles."""
-        self._metrics.request_closed(self._record(monotonic()))
+        self._failures.call("metrics", self._metrics.request_closed, self._record(monotonic()))
         self._closed = True
         self._look_if_done()
         if not self._num_open:
@@ -216,19 +244,20 @@ class HttpExchange:
         if self._num_open:
             self.write(chunks)
             return
-        self._end("200")
         if self._options.include_usage:
             chunks += self._choice_options.form.usage_chunk(self._usage(self._close()[0]))
-        self._call.finish(chunks + self._closing())
+        chunks += self._closing()
+        self._end("200")
+        self._call.finish(chunks)
 
     def _respond_whole(self) -> None:
-        self._end("200")
         chosen = self.choices if self._options.best is None else _best(self.choices, self._options.best)
         results = [choice.result(choice.finish_reason() or "error") for choice in chosen]
         if self._options.best is not None:
             results = [replace(result, index=index) for index, result in enumerate(results)]
         stages, total = self._close()
         body = self._choice_options.form.response(results, self._usage(stages))
+        self._end("200")
         self._respond(200, body, [], server_timing(stages, total))
 
     def _respond(self, status: int, body: bytes, headers: Headers, timing: bytes) -> None:

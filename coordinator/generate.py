@@ -43,6 +43,9 @@ from .unknown_fields import UnknownFields
 
 STEMS: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
 """What requests' ids begin with."""
+SWEEP_EVERY_S = 1.0
+OVERDUE_S = 5.0
+"""What ends a request at its deadline has this long before its response is ended without it."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -74,6 +77,7 @@ class GenerationApi:
         self._id_stem = secrets.token_hex(10)  # of this process; requests are numbered
         self._num_requests = 0
         self._arrived: list[tuple[Call, float]] = []  # complete, and not looked at yet; since when: monotonic seconds
+        self._sweep: asyncio.TimerHandle | None = None  # while anything is open
 
     def opened(self, call: Call) -> None:
         self._metrics.num_open += 1
@@ -172,16 +176,26 @@ class GenerationApi:
         else:
             exchange.admission, exchange.more_headers = answer, headers_of(answer.room)
             call.responder = self.open[call] = exchange
-            if self._tenancy.meter is not None:
-                self._tenancy.meter.began(exchange.usage_begun())
+            if self._sweep is None:
+                self._sweep = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._end_overdue)
+            if (meter := self._tenancy.meter) is not None:
+                self._metrics.failures.call("usage", lambda: meter.began(exchange.usage_begun()))
             exchange.submit(requests)
+
+    def _end_overdue(self) -> None:
+        """The last line of defence: a response ends soon after its deadline, whatever the dispatcher has forgotten."""
+        self._sweep = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._end_overdue) if self.open else None
+        latest = monotonic() - OVERDUE_S
+        for exchange in [exchange for exchange in self.open.values() if exchange.deadline < latest]:
+            exchange.overdue()
 
     def _done(self, exchange: HttpExchange) -> None:
         """Nothing of it runs any more: what was taken by estimate is set right, and what was used is written down."""
-        if exchange.admission is not None:
-            self._tenancy.limiter.settle(exchange.admission, exchange.num_used_tokens())
-            if self._tenancy.meter is not None:
-                self._tenancy.meter.ended(exchange.usage_record())
+        if (admission := exchange.admission) is not None:
+            failures, meter = self._metrics.failures, self._tenancy.meter
+            failures.call("limits", lambda: self._tenancy.limiter.settle(admission, exchange.num_used_tokens()))
+            if meter is not None:
+                failures.call("usage", lambda: meter.ended(exchange.usage_record()))
 
     def _parse(self, call: Call) -> GenerateRequest:
         if call.method != "POST":
@@ -214,11 +228,11 @@ class GenerationApi:
         trace = self._begin_trace(call, arrival)
         account = call.account
         priority_class = class_in_force(request.service_tier, account.priority_class)
-        options = ExchangeOptions(id, call.endpoint, arrival, request.include_usage, priority_class, self._done, best, trace)
+        deadline = arrival + timeout_of(request.timeout, call.headers, self.limits.request_timeout_s)
+        options = ExchangeOptions(id, call.endpoint, arrival, deadline, request.include_usage, priority_class, self._done, best, trace)
         choice_options = self._choice_options(request, self._format(call.endpoint, id, request, priority_class))
         choice_options = read_as_chat(choice_options, request, self._model)
         exchange = HttpExchange(call, self._dispatcher, self._metrics, options, choice_options)
-        deadline = arrival + timeout_of(request.timeout, call.headers, self.limits.request_timeout_s)
         session = call.headers.get(b"x-session-id", b"").decode("latin-1")[:512] or request.prompt_cache_key or request.user or ""
         requests = [
             GenerationRequest(
@@ -246,7 +260,11 @@ class GenerationApi:
         if self.tracing is None:
             return None
         context = {name: call.headers.get(name.encode(), b"").decode("latin-1") for name in ("traceparent", "tracestate")}
-        return self.tracing.begin(f"POST {call.endpoint}", {name: value for name, value in context.items() if value}, arrival)
+        try:
+            return self.tracing.begin(f"POST {call.endpoint}", {name: value for name, value in context.items() if value}, arrival)
+        except Exception as error:  # whatever a library of others raises
+            self._metrics.failures.note("tracing", error)
+            return None
 
     def _new_id(self, kind: str) -> str:
         self._num_requests += 1

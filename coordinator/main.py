@@ -90,16 +90,17 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
         settings.price_per_hour,
     )
     app.dashboard.view.objectives = settings.objectives
+    dispatcher.listeners.failures = app.metrics.failures
     steering = steering_of(settings, lifecycle, dispatcher)
     if settings.log_requests:
-        app.metrics.listeners.append(log_request)
+        app.metrics.listeners.add("request log", log_request)
     trace_log = None if settings.trace_folder is None else TraceLog(settings.trace_folder, settings.request_timeout_s)
     if trace_log is not None:
-        dispatcher.listeners.append(trace_log.note)
+        dispatcher.listeners.add("trace file", trace_log.note)
     tracing = tracing_of(settings)
     if tracing is not None:
         app.generation.tracing = tracing
-        app.metrics.listeners.append(end_trace)
+        app.metrics.listeners.add("tracing", end_trace)
     server = HttpServer(app, host=settings.listen_host, port=settings.port, shared=bool(place.others))
     if not place.others:
         say_who_may(settings)
@@ -164,7 +165,7 @@ def steering_of(settings: CoordinatorSettings, lifecycle: Lifecycle, dispatcher:
         return None
     hooks = Hooks(options.mode, settings.steer_webhook, settings.steer_command)
     shell = SteeringShell(Steering(options, Profile.read(settings.steer_profile)), lifecycle, dispatcher, hooks)
-    dispatcher.listeners.append(shell.note)
+    dispatcher.listeners.add("steering", shell.note)
     dispatcher.steering = shell.as_json
     return shell
 

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from .efficiency import Efficiency
 from .errors import ApiError
 from .histogram import BatchedHistogram
+from .listeners import ListenerFailures, Listeners
 from .request import Ended
 from .request_record import RequestRecord
 from .server_collector import Counts, ServerCollector
@@ -48,8 +49,10 @@ class Metrics:
         self.counts = Counts()
         self.num_open = 0  # HTTP requests for tokens that have not ended
         self.efficiency = Efficiency(price_per_hour)
-        self.listeners: list[Callable[[RequestRecord], None]] = []
-        """Hear of each request that is over."""
+        self.failures = ListenerFailures()
+        """Of every listener in this coordinator."""
+        self.listeners: Listeners[[RequestRecord]] = Listeners(self.failures)
+        """Called for each request that is over."""
         self.model_name = model_name
         self._scraped_at = float("-inf")
         self._text = b""
@@ -63,7 +66,7 @@ class Metrics:
         self._closed: list[RequestRecord] = []  # not yet in the histograms
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence.", TOKENS)
         self._output_length = self._histogram("request_generation_tokens", "Output tokens of a sequence.", TOKENS)
-        self.registry.register(ServerCollector(self.counts, lambda: self.num_open, self.efficiency, model_name))
+        self.registry.register(ServerCollector(self.counts, lambda: self.num_open, self.efficiency, model_name, self.failures.counts))
         self.registry.register(SystemCollector(system))
 
     def request_ended(self, endpoint: str, status: str) -> None:
@@ -98,8 +101,7 @@ class Metrics:
         self._closed.append(record)
         if len(self._closed) >= BATCH:
             self._book_closed()
-        for listener in self.listeners:
-            listener(record)
+        self.listeners(record)
 
     def render(self, now: float) -> bytes:
         """The text for a scrape."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic
 
 from .live_view import PERIOD_S
@@ -13,13 +13,11 @@ from .system_snapshot import SystemSnapshot
 class Sampler:
     """``listeners`` take the time (monotonic seconds) and what was seen."""
 
-    def __init__(self, system: Callable[[], SystemSnapshot], listeners: Sequence[Callable[[float, SystemSnapshot], None]]) -> None:
+    def __init__(self, system: Callable[[], SystemSnapshot], listeners: Callable[[float, SystemSnapshot], None]) -> None:
         self._system, self._listeners = system, listeners
 
     async def follow(self) -> None:
         """Until it is cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            now, system = monotonic(), self._system()
-            for listener in self._listeners:
-                listener(now, system)
+            self._listeners(monotonic(), self._system())

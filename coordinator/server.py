@@ -21,6 +21,7 @@ from .errors import Unavailable
 from .generate import GenerationApi
 from .http_protocol import HttpProtocol
 from .limits import HttpLimits
+from .listeners import Listeners
 from .listening_server import ListeningServer, bind
 from .metrics import Metrics
 from .routes import OrdinaryRoutes
@@ -55,8 +56,11 @@ class HttpApp:
         """``more_admin``: the admin API has a port of its own, and these routes beside its usual ones."""
         self.metrics = Metrics(model.name, system, price_per_hour)
         self.dashboard = Dashboard(model.name, system, self.metrics)
-        self.metrics.listeners.append(self.dashboard.view.note)
-        self.sampler = Sampler(system, [self.dashboard.view.sample, self.metrics.efficiency.sample])
+        self.metrics.listeners.add("dashboard", self.dashboard.view.note)
+        sampled: Listeners[[float, SystemSnapshot]] = Listeners(self.metrics.failures)
+        sampled.add("dashboard", self.dashboard.view.sample)
+        sampled.add("efficiency", self.metrics.efficiency.sample)
+        self.sampler = Sampler(system, sampled)
         self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy)
         self.batches = None if batches is None else BatchRunner(batches, self.generation)
         clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]

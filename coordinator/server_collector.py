@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import Metric
@@ -47,10 +47,13 @@ class Counts:
 
 
 class ServerCollector:
-    """``num_open``: HTTP requests for tokens that have not ended."""
+    """``num_open``: HTTP requests for tokens that have not ended. ``failures``: of listeners, by name."""
 
-    def __init__(self, counts: Counts, num_open: Callable[[], int], efficiency: Efficiency, model_name: str) -> None:
+    def __init__(
+        self, counts: Counts, num_open: Callable[[], int], efficiency: Efficiency, model_name: str, failures: Mapping[str, int]
+    ) -> None:
         self._counts, self._num_open, self._efficiency, self._model_name = counts, num_open, efficiency, model_name
+        self._failures = failures
 
     def describe(self) -> list[Metric]:
         return []
@@ -68,7 +71,12 @@ class ServerCollector:
         )
         for reason, count in counts.refusals.items():
             refusals.add_metric([model, reason], count)
-        yield from (requests, sequences, refusals)
+        failures = CounterMetricFamily(
+            "splitserve_listener_failures", "Failures beside requests, which went on: trace file, usage, steering.", labels=["listener"]
+        )
+        for name, count in self._failures.items():
+            failures.add_metric([name], count)
+        yield from (requests, sequences, refusals, failures)
         for field_name, text in TOKENS.items():
             counter = CounterMetricFamily(f"splitserve_{NAMES[field_name]}", text, labels=["model_name"])
             counter.add_metric([model], getattr(counts, field_name))

@@ -28,7 +28,7 @@ def spans(server: HttpServer) -> Iterator[InMemorySpanExporter]:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     server.app.generation.tracing = Tracing(provider)
-    server.app.metrics.listeners.append(end_trace)
+    server.app.metrics.listeners.add("tracing", end_trace)
     yield exporter
     provider.shutdown()
 
