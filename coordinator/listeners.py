@@ -59,6 +59,7 @@ class Listeners(Generic[P]):
     def add(self, name: str, listener: Callable[P, object]) -> None:
         """``name``: as the log and /metrics call it."""
         self._listeners.append((name, listener))
+        self.failures.counts[name] += 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for name, listener in self._listeners:
