@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..transport.channels import DealerChannel
 from ..transport.coordinator_link import identity_of
+from ..transport.incarnation import incarnations
 from ..transport.messages import (
     FROM_COORDINATOR,
     Cancel,
@@ -38,7 +39,7 @@ class FakeWorkers:
 
     def __init__(self, coordinator: str, tokens: Sequence[int]) -> None:
         """``tokens``: what every sequence says, over and over."""
-        self._incarnation = time.time_ns()
+        self._incarnation = incarnations()()
         self._coordinator = 0
         self._tokens = np.array(tokens, dtype="<u4")
         self._channels: dict[Role, DealerChannel] = {role: self._connect(coordinator, role) for role in ("prefill", "decode")}

@@ -16,6 +16,7 @@ import uvloop
 from ..engine.latency_profile import Profile
 from ..transport.collector import settle_heap
 from ..transport.errors import KeyFileError
+from ..transport.incarnation import incarnations
 from ..transport.keys import KeyFile
 from ..transport.messages import Sampling
 from ..transport.otel import Tracing
@@ -69,7 +70,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     TenantsError, TransportError or OSError where it cannot start."""
     keys = None if settings.insecure or settings.key_file is None else KeyFile(settings.key_file)
     model = model_of(settings)
-    lifecycle = Lifecycle(incarnation(place), settings.routing, limits_of(settings, place))
+    lifecycle = Lifecycle(incarnations()(), settings.routing, limits_of(settings, place))
     dispatcher = SocketDispatcher(lifecycle, settings.control_address, keys.key if keys is not None else None)
     limits = HttpLimits(int(settings.max_body_mib * 2**20), settings.request_timeout_s, settings.receive_timeout_s)
     directory = directory_of(settings.tenants_file)
@@ -235,11 +236,6 @@ async def follow(keys: KeyFile, dispatcher: SocketDispatcher, every_s: float = 1
             continue
         dispatcher.change_key(keys.key)
         _log.info("the cluster key has changed: %s", "two are accepted for now" if keys.key.second else "one is accepted")
-
-
-def incarnation(place: Place) -> int:
-    """A number that no other coordinator has, nor had: workers tell requests by it."""
-    return time.time_ns() // 64 * 64 + place.number
 
 
 def limits_of(settings: CoordinatorSettings, place: Place) -> LifecycleLimits:

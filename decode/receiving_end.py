@@ -16,6 +16,7 @@ from ..transport.channels import RouterChannel
 from ..transport.coordinator_link import opened_to, worker_of
 from ..transport.handoff import PeerId
 from ..transport.host import advertised_address, host_identity
+from ..transport.incarnation import has_ended, same_process
 from ..transport.keys import ClusterKey
 from ..transport.liveness import ProcessIdentity
 from ..transport.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Message, Met, Retire, Retired
@@ -116,7 +117,7 @@ class ReceivingEnd:
         for identity, message in self._peers.receive(RECEIVE_LIMIT):
             peer = worker_of(identity)
             if peer is not None:
-                if opened_to(identity) >= opened_to(self._identities.get(peer, b"")):  # what an older channel still brings is no way back
+                if _age(identity, core) >= _age(self._identities.get(peer, b""), core):  # what an older channel still brings is no way back
                     self._identities[peer] = identity
                 if isinstance(message, Meet) and not self._note_writer(peer, message, core):
                     continue  # it will be said again
@@ -143,7 +144,7 @@ class ReceivingEnd:
         said = self._movers.complete(message, peer) if isinstance(message, Met) else message
         if said is not None and peer in self._identities:
             self._peers.send(self._identities[peer], said)
-        if isinstance(message, Retired) and message.incarnation >= peer[1]:  # nothing more comes from it
+        if isinstance(message, Retired) and has_ended(peer[1], message.incarnation):  # nothing more comes from it
             self._identities.pop(peer, None)
             self._processes.pop(peer, None)
             self._movers.ways_in.forget(peer)
@@ -158,6 +159,12 @@ class ReceivingEnd:
         if on_device is None:
             self._model.store([block for position, block in zip(check.positions, check.blocks, strict=True) if position not in wrong])
         core.receiver.verified(check.lease, check.positions, sorted(wrong), now)
+
+
+def _age(identity: bytes, core: DecodeCore) -> int:
+    """Ranks a peer's channels by which incarnation of this process each was opened to: later is more, none of this process's is 0."""
+    incarnation = opened_to(identity)
+    return incarnation if same_process(incarnation, core.worker[1]) else 0
 
 
 def advertised_host(settings: DecodeSettings) -> str:

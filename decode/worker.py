@@ -36,6 +36,7 @@ from ..transport.coordinator_links import CoordinatorLinks
 from ..transport.handoff import HandoffTimes
 from ..transport.handoff_receiver import HandoffReceiver
 from ..transport.host import allow_many_files, host_identity
+from ..transport.incarnation import incarnations
 from ..transport.keys import ClusterKey, load_key
 from ..transport.messages import FROM_DECODE, SECRET_BYTES, Flip, Goodbye, Hello, Meet, ModelIdentity
 from ..transport.movers.shm import SharedPool
@@ -80,8 +81,9 @@ class DecodeWorker:
         self._ticked = 0.0
         self._receiving = ReceivingEnd(settings, model, key, shared)
         self._poller = self._make_poller()
+        numbers = host.incarnations if host else incarnations()
         self._links = CoordinatorLinks(
-            settings.coordinators, key, settings.worker_id, self, time.time_ns, self._poller, settings.orphaned_after_s
+            settings.coordinators, key, settings.worker_id, self, numbers, self._poller, settings.orphaned_after_s
         )
         blocks = host.blocks if host else BlockManager(len(model.pool))
         size = self._identity.block_size

@@ -26,6 +26,7 @@ from ..engine.worker_model import WorkerModel
 from ..prefill.worker import TICK_S, PrefillWorker
 from ..transport.collector import settle_heap
 from ..transport.host import allow_many_files
+from ..transport.incarnation import incarnations
 from ..transport.keys import ClusterKey, load_key
 from ..transport.movers.shm import SharedPool
 from ..transport.retiring_end import RetiringEnd
@@ -43,7 +44,7 @@ class FlexibleWorker:
         self._model = replace(model, runner=turns, launch=turns.launch if model.launch is not None else None)
         mixed = settings.start_as == "mixed"
         blocks = BlockManager(len(model.pool))
-        self._host = RoleHost(settings.worker_id, blocks, self.begin, mixed=mixed, for_decode=self._num_growing_blocks)
+        self._host = RoleHost(settings.worker_id, blocks, self.begin, incarnations(), mixed=mixed, for_decode=self._num_growing_blocks)
         self._workers: dict[str, PrefillWorker | DecodeWorker] = {}
         self._retiring: list[RetiringEnd] = []  # of roles that are over
         self._leaving = False

@@ -16,11 +16,12 @@ def worker_name(process: str, role: str) -> str:
 @dataclass(frozen=True, slots=True)
 class RoleHost:
     """``process``: its name; ``blocks``: of its one KV cache; ``flip``: has the worker of the role of this name begin beside this one;
-    False: it cannot yet, one of that role is still leaving."""
+    False: it cannot yet, one of that role is still leaving; ``incarnations``: gives the next number of any of its workers."""
 
     process: str
     blocks: BlockManager
     flip: Callable[[str], bool]
+    incarnations: Callable[[], int]
     linger_s: float = 1.0
     """A worker whose role is over answers its peers for so long: what is leased to it there may wait for a last word."""
     mixed: bool = False

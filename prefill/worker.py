@@ -33,6 +33,7 @@ from ..transport.actions import ToCoordinator
 from ..transport.collector import settle_heap
 from ..transport.coordinator_links import CoordinatorLinks
 from ..transport.host import allow_many_files, host_identity
+from ..transport.incarnation import incarnations
 from ..transport.keys import ClusterKey, load_key
 from ..transport.layer_slicing import LayerSlicing
 from ..transport.messages import Flip, Goodbye, Hello, Meet, ModelIdentity
@@ -68,8 +69,9 @@ class PrefillWorker:
         self.stopped = False
         self._host = host
         self._ticked = 0.0
+        numbers = host.incarnations if host else incarnations()
         self._links = CoordinatorLinks(
-            settings.coordinators, key, settings.worker_id, self, time.time_ns, self._poller, settings.orphaned_after_s
+            settings.coordinators, key, settings.worker_id, self, numbers, self._poller, settings.orphaned_after_s
         )
         scheduler = PrefillScheduler(
             host.blocks if host else BlockManager(len(model.pool)),

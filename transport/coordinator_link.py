@@ -69,7 +69,7 @@ def opened_to(identity: bytes) -> int:
 
 
 class CoordinatorLink:
-    """One DEALER socket, made anew with each incarnation. ``clock`` gives a new incarnation's number (it must grow)."""
+    """One DEALER socket, made anew with each incarnation. ``incarnations`` gives a new one's number."""
 
     def __init__(
         self,
@@ -77,15 +77,15 @@ class CoordinatorLink:
         key: ClusterKey | None,
         worker_id: str,
         worker: LinkOwner,
-        clock: Callable[[], int],
+        incarnations: Callable[[], int],
         orphaned_after_s: float = ORPHANED_AFTER_S,
         incarnation: int | None = None,
     ) -> None:
         """``incarnation``: where the worker has one already."""
-        self._address, self._key, self._worker_id, self._worker, self._clock = address, key, worker_id, worker, clock
+        self._address, self._key, self._worker_id, self._worker, self._incarnations = address, key, worker_id, worker, incarnations
         self._orphaned_after_s = orphaned_after_s
         self._heard = 0.0  # when the coordinator last spoke
-        self.incarnation = clock() if incarnation is None else incarnation
+        self.incarnation = incarnations() if incarnation is None else incarnation
         self.coordinator: int | None = None  # the coordinator's incarnation, once it has welcomed us
         self.heartbeat_s = 0.25
         self._said_hello = float("-inf")
@@ -167,7 +167,7 @@ class CoordinatorLink:
             return
         _log.warning("fenced by the coordinator (%s): dropping all work, starting over as a new incarnation", message.reason)
         self._channel.close()
-        self.incarnation = self._clock()
+        self.incarnation = self._incarnations()
         self.coordinator, self._said_hello = None, float("-inf")
         self._channel = self._connect()
         self._worker.fenced(self.incarnation)

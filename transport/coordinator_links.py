@@ -31,16 +31,16 @@ class CoordinatorLinks:
         key: ClusterKey | None,
         worker_id: str,
         worker: LinkedWorker,
-        clock: Callable[[], int],
+        incarnations: Callable[[], int],
         poller: zmq.Poller,
         orphaned_after_s: float = ORPHANED_AFTER_S,
     ) -> None:
         """``poller``: all sockets are registered there, as they come and go."""
-        self._key, self._worker_id, self._worker, self._clock = key, worker_id, worker, clock
+        self._key, self._worker_id, self._worker, self._incarnations = key, worker_id, worker, incarnations
         self._orphaned_after_s, self._poller = orphaned_after_s, poller
         self._links: dict[str, CoordinatorLink] = {}
         self._newcomers: list[str] = []
-        self.incarnation = clock()
+        self.incarnation = incarnations()
         for address in dict.fromkeys(addresses):
             self._open(address)
 
@@ -121,6 +121,6 @@ class CoordinatorLinks:
         return next(link for link in self._links.values() if link.coordinator == coordinator)
 
     def _open(self, address: str) -> None:
-        link = CoordinatorLink(address, self._key, self._worker_id, self, self._clock, self._orphaned_after_s, incarnation=self.incarnation)
+        link = CoordinatorLink(address, self._key, self._worker_id, self, self._incarnations, self._orphaned_after_s, self.incarnation)
         self._links[address] = link
         self._poller.register(link.socket, zmq.POLLIN)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from .handoff import Key, PeerId
+from .incarnation import COUNT_BITS
 from .incoming import Incoming
 from .messages import Grant, Offer, from_hashes, u32
 from .past import remember
@@ -77,7 +78,7 @@ class Granting:
         fresh = self._pool.allocate(self._num_blocks(incoming.num_tokens) - len(cached))
         assert fresh is not None, "room was checked"
         incoming.blocks, incoming.num_cached = cached + fresh, len(cached)
-        incoming.lease, self._next_lease = (incarnation & 0x3FFFFFFF) << 32 | self._next_lease, self._next_lease + 1
+        incoming.lease, self._next_lease = _lease_bits(incarnation) << 32 | self._next_lease, self._next_lease + 1
         incoming.expires = now + self._lease_s
         incoming.grant = self._grant(incoming)
         return incoming
@@ -105,3 +106,8 @@ class Granting:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+
+def _lease_bits(incarnation: int) -> int:
+    """30 bits that differ between the incarnations of a process, and as good as always between processes."""
+    return (incarnation >> COUNT_BITS ^ incarnation) & 0x3FFFFFFF

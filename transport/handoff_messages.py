@@ -95,7 +95,6 @@ class Retire(Message, frozen=True, kw_only=True):
     """What this process was called, by that name up to this incarnation, writes no more: whatever it was granted is free. Said again until
     Retired."""
 
-    pid: ProcessNumber
     incarnation: Incarnation
 
 

@@ -125,7 +125,7 @@ class HandoffReceiver:
     def receive(self, peer: PeerId, message: Message, now: float) -> None:
         """A message from a prefill worker."""
         if isinstance(message, Meet):
-            if not self._writers.has_retired(peer, message.pid):  # else an echo
+            if not self._writers.has_retired(peer):  # else an echo
                 self._actions.append(ToPeer(peer, self._meet(peer, message)))
         elif isinstance(message, Offer):
             self._on_offer(peer, message, now)
@@ -212,7 +212,7 @@ class HandoffReceiver:
             self._actions.append(ToPeer(incoming.peer, incoming.grant))
 
     def _meet(self, peer: PeerId, meet: Meet) -> Met:
-        for earlier in self._writers.earlier_runs(peer, meet):
+        for earlier in self._writers.earlier_runs(peer):
             self.writer_gone(earlier)
         return self._writers.meet(peer, meet, self._worker)
 

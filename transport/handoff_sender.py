@@ -223,7 +223,7 @@ class HandoffSender:
         self._greet(now)
         self._renew(now)
         for peer in self._retirement.to_tell(self._times.resend, now):
-            self._actions.append(ToPeer(peer, Retire(pid=self._meet.pid, incarnation=self._retirement.ended)))
+            self._actions.append(ToPeer(peer, Retire(incarnation=self._retirement.ended)))
 
     def _contact(self, peer: Peer) -> None:
         if self._contacts.add(peer):

@@ -18,8 +18,9 @@ from .coordinator_link import identity_of
 from .errors import PeerEnded, TransportError
 from .handoff import FALLBACK_MOVER, PeerId
 from .handoff_sender import HandoffSender
+from .incarnation import is_earlier, same_process
 from .keys import ClusterKey
-from .messages import BETWEEN_MOVERS, FROM_DECODE, Message, Placed, Release, u64
+from .messages import BETWEEN_MOVERS, FROM_DECODE, Message, Met, Placed, Release, u64
 from .movers.block_memory import DevicePool
 from .movers.checksum import DeviceChecksums, RunningChecksums
 from .movers.interface import Pool, PutSource, as_talking_source
@@ -31,6 +32,8 @@ LOOK_S, IDLE_LOOK_S = 0.05, 1.0
 BEYOND_REACH_S = 1.0  # ZeroMQ connects again within a tenth where it can
 FIRST_CONTACT_S = 5.0  # the first connection, whose handshake waits for both ends' threads
 FORGOTTEN_S = 300.0  # connected to anew when a prompt is for it again
+FENCED = "the decode worker has been fenced, and goes on as a new incarnation"
+RESTARTED = "the decode worker has been started anew"
 _log = logging.getLogger(__name__)
 
 
@@ -120,6 +123,8 @@ class SendingEnd:
     def _hear(self, peer: PeerId, message: Message, now: float) -> None:
         if not isinstance(message, BETWEEN_MOVERS):
             self._sender.receive(peer, message, now)
+            if isinstance(message, Met) and not same_process(message.incarnation, peer[1]):
+                self._replace(peer, RESTARTED)  # another process answers there now
         elif (talking := as_talking_source(self._movers.get(peer))) is not None:
             talking.hear(message)
 
@@ -162,12 +167,13 @@ class SendingEnd:
 
     def _connect(self, action: Connect) -> None:
         peer = (action.peer.worker_id, action.peer.incarnation)
-        for other in [p for p in self._channels if p[0] == peer[0] and p != peer]:
-            if other[1] > peer[1] and self._channels[other].gone_since(time.monotonic()) is None:
-                self._sender.peer_lost(peer, "it has restarted")  # wanted by a prompt that has waited since then
-                return
-            self._forget(other)
-            self._sender.peer_lost(other, "it has restarted")
+        others = self._others(peer)
+        if any(is_earlier(peer[1], other[1]) for other in others):
+            self._sender.peer_lost(peer, FENCED)  # wanted by a prompt that has waited since then
+            return
+        for other in others:
+            if is_earlier(other[1], peer[1]):
+                self._replace(other, FENCED)
         self._wanted_at[peer] = time.monotonic()
         if peer in self._channels:
             return  # it was given up, and is met again
@@ -176,7 +182,18 @@ class SendingEnd:
         self._channels[peer] = channel
         self._poller.register(channel.socket, zmq.POLLIN)
 
+    def _others(self, peer: PeerId) -> list[PeerId]:
+        """What else goes by that name: other incarnations of its process, and other processes."""
+        return [other for other in self._channels if other[0] == peer[0] and other != peer]
+
+    def _replace(self, peer: PeerId, reason: str) -> None:
+        """Another incarnation of this name is spoken to from now on."""
+        self._forget(peer)
+        self._sender.peer_lost(peer, reason)
+
     def _open_mover(self, action: OpenMover) -> None:
+        for other in self._others(action.peer):
+            self._replace(other, RESTARTED)  # the one that answers is the one that is here, whichever number it has
         device = self._source.device_blocks
         self._movers[action.peer] = open_source(action.met, self._source.pool, self._plaintext, device)
         if device is not None and action.met.mover in ON_DEVICE:

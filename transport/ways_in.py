@@ -8,10 +8,12 @@ the writer, until the target has ended the agent that it comes in by. So the cor
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Mapping
 from typing import Protocol
 
 from .handoff import PeerId
+from .incarnation import has_ended, is_earlier, same_process
 from .messages import Meet, Retire
 
 
@@ -56,9 +58,8 @@ class WaysIn:
     def may_meet(self, peer: PeerId, meet: Meet, here: bool, receiver: Receiver) -> bool:
         """Whether Meet may go to the core: not while what was begun under an earlier name of the same process, or by a mover that has
         failed since, may still land. It will be said again. ``here``: the writer is on this host."""
-        pids = receiver.writers()
         for earlier in self._earlier(peer):
-            if pids.get(earlier) == meet.pid:
+            if same_process(earlier[1], peer[1]):
                 if not self._is_over(earlier):
                     return False
                 self.forget(earlier)  # as the core does when it hears this
@@ -72,7 +73,7 @@ class WaysIn:
 
     def may_retire(self, peer: PeerId, retire: Retire, receiver: Receiver) -> bool:
         """Whether Retire may go to the core; if not, it will be said again."""
-        ended = [e for e, pid in receiver.writers().items() if (e[0], pid) == (peer[0], retire.pid) and e[1] <= retire.incarnation]
+        ended = [e for e in receiver.writers() if e[0] == peer[0] and has_ended(e[1], retire.incarnation)]
         waiting = [e for e in ended if not self._is_over(e)]
         return not waiting
 
@@ -121,9 +122,11 @@ class WaysIn:
         return any(self._targets[mover].lingers for mover in self._met_by.get(peer, ()))
 
     def _earlier(self, peer: PeerId) -> list[PeerId]:
-        """Earlier incarnations of this worker that were met and may be writing."""
-        others = [other for other in self._met_by if other[0] == peer[0] and other[1] < peer[1]]
-        return [other for other in others if any(self._targets[mover].one_sided for mover in self._met_by[other])]
+        """Earlier incarnations of this worker that may be writing. Of another process: if it was met before this one was."""
+        before = itertools.takewhile(lambda known: known != peer, self._met_by)
+        other_processes = [p for p in before if p[0] == peer[0] and not same_process(p[1], peer[1])]
+        own = [p for p in self._met_by if p[0] == peer[0] and is_earlier(p[1], peer[1])]
+        return [p for p in (*own, *other_processes) if any(self._targets[mover].one_sided for mover in self._met_by[p])]
 
     def _tell_shut_out(self, peer: PeerId, receiver: Receiver) -> None:
         self._tell(f"{peer[0]} can write no more KV blocks here: it has not answered, or has been started anew")

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from .handoff import FALLBACK_MOVER, SAME_HOST_MOVERS, PeerId
+from .incarnation import COUNT_BITS, has_ended, is_earlier
 from .messages import Meet, Met, ModelIdentity, Retire
 from .past import remember
 
@@ -28,7 +29,7 @@ class Writers:
         self.movers: dict[PeerId, str] = {}
         """By writer, the one in use."""
         self.pids: dict[PeerId, int] = {}
-        self._retired: OrderedDict[tuple[str, int], int] = OrderedDict()  # the newest incarnation, by worker id and process
+        self._retired: OrderedDict[PeerId, int] = OrderedDict()  # the newest incarnation, by worker id and process
         self._num_failed: dict[PeerId, int] = {}  # movers that a writer has named as failed: they only become more
 
     def __contains__(self, peer: PeerId) -> bool:
@@ -59,18 +60,18 @@ class Writers:
             shm_name=ours.shm_name,
         )
 
-    def earlier_runs(self, peer: PeerId, meet: Meet) -> list[PeerId]:
+    def earlier_runs(self, peer: PeerId) -> list[PeerId]:
         """What the same process was called before: it has no put under way that it began under those names."""
-        return [e for e, pid in self.pids.items() if e[0] == peer[0] and e[1] < peer[1] and pid == meet.pid]
+        return [known for known in self.pids if known[0] == peer[0] and is_earlier(known[1], peer[1])]
 
     def retire(self, peer: PeerId, message: Retire) -> list[PeerId]:
         """Those that have ended so. An echo of what they once said does not bring them back."""
-        ended, names = message.incarnation, (peer[0], message.pid)
-        remember(self._retired, names, max(ended, self._retired.get(names, 0)))
-        return [e for e, pid in self.pids.items() if (e[0], pid) == names and e[1] <= ended]
+        ended, process = message.incarnation, (peer[0], message.incarnation >> COUNT_BITS)
+        remember(self._retired, process, max(ended, self._retired.get(process, 0)))
+        return [known for known in self.pids if known[0] == peer[0] and has_ended(known[1], ended)]
 
-    def has_retired(self, peer: PeerId, pid: int) -> bool:
-        return peer[1] <= self._retired.get((peer[0], pid), 0)
+    def has_retired(self, peer: PeerId) -> bool:
+        return peer[1] <= self._retired.get((peer[0], peer[1] >> COUNT_BITS), 0)
 
     def forget_choices(self) -> None:
         """What failed with this worker's earlier incarnation may be tried again."""

@@ -13,6 +13,7 @@ from ...engine.worker_model import WorkerModel
 from ...prefill.settings import PrefillSettings
 from ...prefill.worker import PrefillWorker
 from ...transport.channels import RouterChannel
+from ...transport.incarnation import incarnations
 from ...transport.messages import FROM_WORKER, Hello
 from ..errors import ProfilingError
 
@@ -26,7 +27,7 @@ def measure_flip(model: WorkerModel, prefill: PrefillSettings, decode: DecodeSet
     """Seconds from when a worker is to be of the other role until its hello in that role has been heard, beside the worker that it was:
     the median of the slower way. The settings use no key; whatever coordinator they name, only a channel made here hears of the workers.
     Raises ProfilingError."""
-    host = RoleHost("profiled", BlockManager(len(model.pool)), lambda _: False)
+    host = RoleHost("profiled", BlockManager(len(model.pool)), lambda _: False, incarnations())
     listening = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER)
     workers: list[PrefillWorker | DecodeWorker] = []
     seconds: tuple[list[float], list[float]] = ([], [])

@@ -192,7 +192,12 @@ class Simulation:
         if mixed or pool.flexible:
             blocks = BlockManager(pool.blocks)
             machine.host = RoleHost(
-                machine.name, blocks, lambda role: self._begin(machine, role), mixed=mixed, for_decode=lambda: device.num_growing_blocks
+                machine.name,
+                blocks,
+                lambda role: self._begin(machine, role),
+                self.next_number,
+                mixed=mixed,
+                for_decode=lambda: device.num_growing_blocks,
             )
         for role in BOTH if mixed else (pool.role,):
             self._begin(machine, role)

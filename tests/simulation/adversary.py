@@ -26,6 +26,7 @@ class Adversary:
             (faults.coordinator_restart_every, self.restart_coordinator),
             (faults.coordinator_freeze_every, self.freeze_coordinator),
             (faults.flip_every, self.flip),
+            (faults.clock_jump_every, self.set_a_clock),
         ):
             if every:
                 self._again(every, strike)
@@ -95,6 +96,11 @@ class Adversary:
             coordinator, process = self.world.some_coordinator(), self.random.choice(sorted(self.world.processes))
             role = self.random.choice(("prefill", "decode"))
             coordinator.run(coordinator.flip, process, role, self.random.choice((None, 0.3)))
+
+    def set_a_clock(self) -> None:
+        """Of one host."""
+        self.counts["clocks set"] += 1
+        self.world.hosts[self.random.choice(sorted(self.world.hosts))].jump()
 
     def spill(self) -> None:
         self.counts["spills"] += 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from simulation.host import Host
 
 from splitserve.coordinator.attempts import Attempts
 from splitserve.coordinator.flight import Flight
@@ -20,6 +21,7 @@ from splitserve.decode.rows import DecodeRows
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.block_manager import BlockManager, CacheEvents
 from splitserve.prefill.core import PrefillCore
+from splitserve.transport import incarnation
 from splitserve.transport.handoff_sender import HandoffSender
 from splitserve.transport.messages import u32
 from splitserve.transport.retirement import Retirement
@@ -129,6 +131,12 @@ def evict_blocks_and_keep_their_names(patch: Patch) -> None:
     patch.setattr(BlockManager, "_forget", lambda self, block: None)
 
 
+def number_incarnations_by_the_hosts_clock(patch: Patch) -> None:
+    """And compare all of a name by their numbers: the rule until clocks jumped here."""
+    patch.setattr(Host, "incarnations", lambda self: self.time_ns)
+    patch.setattr(incarnation, "COUNT_BITS", 63)
+
+
 # --- the coordinator -------------------------------------------------------------------------------
 
 
@@ -229,7 +237,11 @@ def say_once_that_a_role_is_over(patch: Patch) -> None:
 
 def take_the_end_of_a_name_for_that_of_the_next(patch: Patch) -> None:
     retire = Writers.retire
-    patch.setattr(Writers, "retire", lambda self, peer, message: retire(self, peer, replace(message, incarnation=1 << 60)))
+
+    def broken(self: Any, peer: Any, message: Any) -> Any:
+        return retire(self, peer, replace(message, incarnation=message.incarnation | (1 << incarnation.COUNT_BITS) - 1))
+
+    patch.setattr(Writers, "retire", broken)
 
 
 BUGS: list[tuple[Callable[[Patch], None], str]] = [
@@ -244,6 +256,7 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (cache_a_block_one_token_early, "calm"),
     (take_up_cached_blocks_without_a_reference, "calm"),
     (evict_blocks_and_keep_their_names, "memory"),
+    (number_incarnations_by_the_hosts_clock, "clocks"),
     (pass_on_tokens_whatever_their_index, "network"),
     (dispatch_again_without_the_tokens_the_client_has, "processes"),
     (never_compare_notes, "network"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 TICK_S = 0.1
+HOST = "host-0"
 PRODUCT_LIMITS = LifecycleLimits()
 LIMITS = LifecycleLimits(
     max_queue=10**6,
@@ -40,11 +41,12 @@ class CoordinatorProcess(Process):
         super().__init__(world, name)
         siblings = tuple(other for other in world.coordinator_names if other != name)
         limits = replace(PRODUCT_LIMITS if world.scenario.product_limits else LIMITS, siblings=siblings)
-        self.core = Lifecycle(world.next_number(), world.scenario.cluster.policy, limits)
+        self.number = world.next_number()  # of this process, among those of its name
+        self.core = Lifecycle(world.hosts[HOST].incarnations()(), world.scenario.cluster.policy, limits)
         self._num_ticks = 0
         # Half of them see that a worker's connection is gone, as ZeroMQ tells; the others go by its silence.
         kills = world.scenario.faults.kill_every > 0
-        self._sees_connections = kills and Random(f"{world.seed} {name} {self.core.incarnation}").random() < 0.5
+        self._sees_connections = kills and Random(f"{world.seed} {name} {self.number}").random() < 0.5
         self._tick()
 
     def submit(self, request: GenerationRequest) -> None:
@@ -98,7 +100,7 @@ class CoordinatorProcess(Process):
             self._see_connection(send.worker, worker is not None and worker.alive and worker.id == send.worker)
         if worker is not None:
             self.world.network.send(
-                self.name, worker.name, send.message, worker.run, worker.hear_coordinator, self.name, self.core.incarnation, send.worker
+                self.name, worker.name, send.message, worker.run, worker.hear_coordinator, self.name, self.number, send.worker
             )
 
     def _see_connection(self, worker: PeerId, connected: bool) -> None:

@@ -19,6 +19,7 @@ from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.transport import actions as act
 from splitserve.transport.handoff import Key
 from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.incarnation import has_ended, same_process
 from splitserve.transport.messages import BETWEEN_MOVERS, FROM_DECODE, Meet, Message, Met, Retire, Retired
 from splitserve.transport.ways_in import Way, WaysIn
 
@@ -121,7 +122,7 @@ class DecodeProcess(WorkerProcess):
         self.core.drop_others(-1)
         self.carry_out_all()
         self.sending.close()
-        self.incarnation = self.world.next_number()
+        self.incarnation = self.next_incarnation()
         self.core.rename(self.incarnation)
 
     def block_tables(self) -> Iterable[Sequence[int]]:
@@ -137,7 +138,7 @@ class DecodeProcess(WorkerProcess):
 
     def hear_peer(self, peer: PeerId, channel: Channel, message: Message) -> None:
         known = self._peers.get(peer)
-        if known is None or channel[1][1] >= known[1][1]:  # what an older channel still brings is no way back
+        if known is None or self._age(channel) >= self._age(known):  # what an older channel still brings is no way back
             self._peers[peer] = channel
         if isinstance(message, Meet):
             if here := message.host == self.host:
@@ -151,6 +152,10 @@ class DecodeProcess(WorkerProcess):
             self.turn()
         elif self.rendezvous is not None:
             self.rendezvous.hear(peer, message)
+
+    def _age(self, channel: Channel) -> int:
+        opened_to = channel[1][1]
+        return opened_to if same_process(opened_to, self.incarnation) else 0
 
     def do(self, action: Any) -> None:
         self._doing.get(type(action), self.sending.carry_out)(action)
@@ -167,7 +172,7 @@ class DecodeProcess(WorkerProcess):
             self.sending.carry_out(action)
         elif (channel := self._peers.get(action.peer)) is not None:
             end, opened_to = channel
-            if isinstance(action.message, Retired) and action.message.incarnation >= action.peer[1]:  # nothing more comes from it
+            if isinstance(action.message, Retired) and has_ended(action.peer[1], action.message.incarnation):  # nothing more comes from it
                 del self._peers[action.peer]
                 self._watched.pop(action.peer, None)
                 self.ways_in.forget(action.peer)

@@ -27,6 +27,7 @@ class FlexibleProcess:
         self.world, self.name, self.host, self.num_blocks = world, name, host, num_blocks
         self.alive, self.leaving = True, False
         self.pid = world.next_number()
+        self.next_incarnation = world.hosts[host].incarnations()
         self.memory = Memory(num_blocks, BLOCK_SIZE)
         self.writers: dict[Process, Counter[int]] = {}
         self.blocks = WatchedBlocks(num_blocks, self)

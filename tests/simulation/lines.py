@@ -20,7 +20,7 @@ class Line:
     """To the coordinator of one name, whichever process that is."""
 
     coordinator: int | None = None  # its incarnation, once it has welcomed us
-    newest: int = 0  # incarnation of the process that was last heard: of one before it nothing comes any more
+    newest: int = 0  # number of the process that was last heard: of one before it nothing comes any more
     heard: float = 0.0
     said_hello: float = -1e9
 

@@ -77,7 +77,7 @@ class PrefillProcess(WorkerProcess):
         self.core.drop_others(-1)
         self.carry_out_all()
         self.sending.close()
-        self.incarnation = self.world.next_number()
+        self.incarnation = self.next_incarnation()
         self.core.rename(self.meet())
 
     def block_tables(self) -> Iterable[Sequence[int]]:

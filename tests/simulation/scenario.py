@@ -48,6 +48,7 @@ class Faults:
     flip_every: float = 0.0  # a worker is told to change its role
     # clocks and clients
     clock_drift: float = 0.0  # share by which a process's clock may run too fast or too slow
+    clock_jump_every: float = 0.0  # mean seconds until some host's clock is set
     cancel: float = 0.0  # share of requests whose client leaves at some time
     short_deadline: float = 0.0  # share of requests with less than two seconds
     poison: float = 0.0  # share of requests that kill each worker that runs them, at once or after a few steps
@@ -113,6 +114,7 @@ EVERYTHING = replace(
     drain_every=1.5,
     spill_every=1.0,
     clock_drift=0.01,
+    clock_jump_every=0.5,
     coordinator_restart_every=5.0,
     coordinator_freeze_every=4.0,
     flip_every=0.8,
@@ -180,6 +182,11 @@ NAMED = {
         Faults(late_put=0.1, flip_every=0.3, coordinator_restart_every=1.0, coordinator_freeze_every=2.0, cancel=0.3, kill_every=2.0),
         Cluster(num_prefill=1, num_decode=1, num_flexible=3, num_hosts=2, one_sided=0.0, agents=1.0, decode_blocks=60),
     ),
+    "clocks": Scenario(
+        Faults(clock_jump_every=0.2, freeze_every=0.3, kill_every=3.0, coordinator_restart_every=6.0, cancel=0.1),
+        Cluster(num_decode=1, num_hosts=2),
+        rate=30.0,
+    ),
     "patience": Scenario(
         Faults(step_error=0.03, corrupt_put=0.2, partial_put=0.1, mover_error=0.05, step_no_memory=0.02, cancel=0.05), product_limits=True
     ),
@@ -192,7 +199,7 @@ NAMED = {
 
 
 OF_A_RENDEZVOUS = ("failed_rendezvous", "broken_communicator")
-DRAWN_APART = {"flip_every", "poison", *OF_A_RENDEZVOUS}
+DRAWN_APART = {"flip_every", "poison", "clock_jump_every", *OF_A_RENDEZVOUS}
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -211,6 +218,8 @@ def draw_scenario(seed: int) -> Scenario:
     for name in OF_A_RENDEZVOUS if rendezvous else ():
         if meetings.random() < 0.7:
             chosen[name] = vars(EVERYTHING)[name] * 2 ** meetings.uniform(-1.0, 1.0)
+    if (clocks := Random(f"clocks {seed}")).random() < 0.5:
+        chosen["clock_jump_every"] = EVERYTHING.clock_jump_every * 2 ** clocks.uniform(-1.0, 1.0)
     agents = Random(f"agents {seed}").choice([0.0, 0.0, 0.5, 1.0])
     limits = Random(f"limits {seed}")
     if (product_limits := limits.random() < 0.3) and limits.random() < 0.4:

@@ -17,7 +17,8 @@ from simulation.movers import ParcelSource, SharedMemorySource, Source
 from splitserve.transport import actions as act
 from splitserve.transport.errors import MoverError
 from splitserve.transport.handoff_sender import HandoffSender
-from splitserve.transport.messages import BETWEEN_MOVERS, Ack, Message, Placed, Release, u64
+from splitserve.transport.incarnation import is_earlier, same_process
+from splitserve.transport.messages import BETWEEN_MOVERS, Ack, Message, Met, Placed, Release, u64
 
 if TYPE_CHECKING:
     from simulation.retiring_role import RetiringRole
@@ -73,6 +74,8 @@ class SendingEnd:
         if isinstance(message, Ack):
             self._num_broken.pop(peer, None)
         self.sender.receive(peer, message, self.process.now)
+        if isinstance(message, Met) and not same_process(message.incarnation, peer[1]):
+            self._replace(peer)
         self.process.turn()
 
     def carry_out(self, action: Any) -> None:
@@ -103,15 +106,25 @@ class SendingEnd:
 
     def _connect(self, action: act.Connect) -> None:
         peer = (action.peer.worker_id, action.peer.incarnation)
-        for other in [p for p in self.channels if p[0] == peer[0] and p != peer]:
-            if other[1] > peer[1]:
-                self.sender.peer_lost(peer, "it has restarted")
-                return
-            self._forget(other)
-            self.sender.peer_lost(other, "it has restarted")
+        others = self._others(peer)
+        if any(is_earlier(peer[1], other[1]) for other in others):
+            self.sender.peer_lost(peer, "it has been fenced")
+            return
+        for other in others:
+            if is_earlier(other[1], peer[1]):
+                self._replace(other)
         self.channels.add(peer)
 
+    def _others(self, peer: PeerId) -> list[PeerId]:
+        return [other for other in self.channels if other[0] == peer[0] and other != peer]
+
+    def _replace(self, peer: PeerId) -> None:
+        self._forget(peer)
+        self.sender.peer_lost(peer, "another incarnation is there")
+
     def _open_mover(self, action: act.OpenMover) -> None:
+        for other in self._others(action.peer):
+            self._replace(other)
         (worker_id, _), met = action.peer, action.met
         process = int(met.data_address)
         if met.mover == "nccl":

@@ -63,7 +63,7 @@ communicators made|communicators broken|communicators torn down|late collectives
 steps failed|steps out of memory|steps skipped|steps made ahead|prefill steps made ahead
 kills|connections found gone|freezes|hangs|slow workers|partitions|one-way partitions|spills
 coordinator restarts|coordinator freezes|fenced by one of several|drains by signal|drains by the coordinator|workers drained
-layers put|cancellations|flips ordered|roles begun
+layers put|cancellations|flips ordered|roles begun|clocks set
 deaths by poison|ended: failed|orphaned: their coordinator died
 ended: stop|ended: length|ended: deadline|ended: cancelled|ended: overloaded
 given back: preempted|given back: handoff_failed|given back: peer_lost|given back: internal

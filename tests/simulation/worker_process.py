@@ -58,8 +58,10 @@ class WorkerProcess(Process, ABC):
         """``process``: whose role it is, where that can change; the memory is then that one's."""
         super().__init__(world, name)
         self.host, self.num_blocks, self.process = host, num_blocks, process
-        self.incarnation = self.endpoint = world.next_number()  # the endpoint survives a change of incarnation, not a restart
-        self.pid = process.pid if process else self.incarnation
+        self.next_incarnation = process.next_incarnation if process else world.hosts[host].incarnations()
+        self.incarnation = self.next_incarnation()
+        self.endpoint = world.next_number()  # survives a change of incarnation, not a restart
+        self.pid = process.pid if process else self.endpoint
         self.memory = process.memory if process else Memory(num_blocks, BLOCK_SIZE)
         self.blocks = process.blocks if process else WatchedBlocks(num_blocks, self)
         # processes in the middle of copying into these blocks of ours
@@ -132,8 +134,8 @@ class WorkerProcess(Process, ABC):
         return (self.name, self.incarnation)
 
     def hear_coordinator(self, name: str, speaker: int, addressee: PeerId, message: Message) -> None:
-        """``speaker``: that coordinator's incarnation. The socket belongs to an incarnation of ours: what was sent to an earlier one is
-        not heard."""
+        """``speaker``: the number of that coordinator's process. The socket belongs to an incarnation of ours: what was sent to an earlier
+        one is not heard."""
         if addressee != self.id or not self.lines.hears(name, speaker, self.now):
             return
         if isinstance(message, Welcome):

@@ -3,7 +3,7 @@
 Nothing of a core is written again here. To be read in this order:
 
     scenario.py              which faults, which cluster
-    clock.py, process.py     events, and processes that die, freeze and have clocks of their own
+    clock.py, process.py, host.py     events; processes that die, freeze and have clocks of their own; hosts whose clocks jump
     network.py, movers.py, agents.py, copies.py, communicators.py      what carries messages and KV blocks, badly
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
     worker_process.py, prefill_process.py, decode_process.py, coordinator_process.py, lines.py      shells, as thin as the live ones
@@ -15,8 +15,8 @@ Nothing of a core is written again here. To be read in this order:
 
 from __future__ import annotations
 
-import random
 from collections import Counter
+from random import Random
 
 from simulation.adversary import Adversary
 from simulation.agents import Agent
@@ -27,6 +27,7 @@ from simulation.communicators import CommunicatorEnd
 from simulation.coordinator_process import CoordinatorProcess
 from simulation.decode_process import DecodeProcess
 from simulation.flexible_process import FlexibleProcess
+from simulation.host import Host
 from simulation.network import Network
 from simulation.poison import Poison
 from simulation.prefill_process import PrefillProcess
@@ -40,7 +41,7 @@ class World:
     """Everything of one seed. ``violations`` says what was found; ``counts`` what was done to it."""
 
     def __init__(self, seed: int, scenario: Scenario) -> None:
-        self.random = random.Random(seed)
+        self.random = Random(seed)
         self.seed, self.scenario = seed, scenario
         self.calm = False
         self.rest_s = 0.0  # how long everything took to end once the faults had stopped
@@ -54,6 +55,7 @@ class World:
         self.agents: dict[int, Agent] = {}  # likewise
         self._number = 0
         self.queue = EventQueue()
+        self.hosts = {name: Host(self.queue, Random(f"{seed} {name}")) for name in (f"host-{i}" for i in range(scenario.cluster.num_hosts))}
         self.network = Network(self)
         self.checks = Checks(self)
         self.clients = Clients(self)
@@ -80,7 +82,7 @@ class World:
         self.adversary = Adversary(self)
 
     def next_number(self) -> int:
-        """Incarnations: each is higher than all before it."""
+        """Of a process, an agent, a communicator: each is higher than all before it."""
         self._number += 1
         return self._number
 

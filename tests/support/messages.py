@@ -51,6 +51,6 @@ EXAMPLES: list[m.Message] = [
     m.ParcelComing(session=1, number=0, lease=2, secret=b"s" * 16, first_layer=0, num_layers=3, positions=m.u32([1])),
     m.SessionOver(session=1, reason="it broke"),
     m.Revoke(coordinator=1, dispatch=2, lease=3, reason="late"),
-    m.Retire(pid=7, incarnation=3),
+    m.Retire(incarnation=3),
     m.Retired(incarnation=3),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from support.handoff_pair import BLOCK, DECODE, MODEL, PREFILL, TIMES, Pair, spe
 
 from splitserve.transport import actions as act
 from splitserve.transport import contacts
+from splitserve.transport.incarnation import COUNT_BITS
 from splitserve.transport.messages import (
     Ack,
     Grant,
@@ -115,7 +116,8 @@ def test_meeting_a_newer_incarnation_of_the_same_process_ends_the_quarantine() -
     pair.now = 10.0
     pair.receiver.tick(pair.now)
     meet = Meet(worker_id="p", incarnation=9, host="h", pid=5, model=MODEL, movers=("shm",))
-    pair.receiver.receive(("p", 9), replace(meet, pid=6), pair.now)  # another process: proves nothing
+    other = 9 + (1 << COUNT_BITS)
+    pair.receiver.receive(("p", other), replace(meet, incarnation=other), pair.now)  # another process: proves nothing
     assert pair.pool.num_used == 3
     pair.receiver.receive(("p", 10), replace(meet, incarnation=10), pair.now)
     assert pair.pool.num_used == 0
@@ -170,8 +172,8 @@ def test_the_end_of_one_name_is_not_that_of_the_next_nor_of_another_process() ->
     pair = Pair(movers=("shm",))
     pair.offer(spec())
     pair.deliver()
-    for pid, incarnation in ((5, 0), (6, 1)):
-        pair.receiver.receive(("p", incarnation), Retire(pid=pid, incarnation=incarnation), pair.now)
+    for ended in (PREFILL[1] - 1, PREFILL[1] + (1 << COUNT_BITS), PREFILL[1] + (7 << COUNT_BITS)):
+        pair.receiver.receive(("p", ended), Retire(incarnation=ended), pair.now)
         assert pair.pool.num_used == 3
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from splitserve.transport.handoff import PeerId
+from splitserve.transport.incarnation import COUNT_BITS
 from splitserve.transport.messages import Meet, ModelIdentity, Retire
 from splitserve.transport.ways_in import WaysIn
 
 MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=1)
-OLD, NEW = ("p0", 1), ("p0", 2)
+OLD, NEW = ("p0", (1 << COUNT_BITS) + 1), ("p0", (1 << COUNT_BITS) + 2)
 
 
 @dataclass
@@ -77,25 +78,32 @@ def test_a_dead_writers_blocks_are_free_when_nothing_of_it_is_under_way(mover: s
 @pytest.mark.parametrize(("mover", "at_once"), [("shm", True), ("nixl", False)])
 def test_a_process_of_another_name_is_met_when_nothing_of_the_old_one_is_under_way(mover: str, at_once: bool) -> None:
     w = Ways(mover)
-    assert w.ways.may_meet(NEW, meet(2), True, w.receiver) is at_once
+    assert w.ways.may_meet(NEW, meet(NEW[1]), True, w.receiver) is at_once
     w.nixl.shut.add(OLD)
-    assert w.ways.may_meet(NEW, meet(2), True, w.receiver)
+    assert w.ways.may_meet(NEW, meet(NEW[1]), True, w.receiver)
     assert w.receiver.told == [], "the core itself sees that it is the same process"
 
 
 @pytest.mark.parametrize(("mover", "at_once"), [("shm", True), ("nixl", False)])
 def test_retire_is_answered_when_nothing_of_that_name_is_under_way(mover: str, at_once: bool) -> None:
     w = Ways(mover)
-    retire = Retire(pid=7, incarnation=1)
+    retire = Retire(incarnation=OLD[1])
     assert w.ways.may_retire(NEW, retire, w.receiver) is at_once
     w.nixl.shut.add(OLD)
     assert w.ways.may_retire(NEW, retire, w.receiver)
 
 
-def test_who_was_started_anew_elsewhere_is_met_at_once_and_its_old_name_shut_out() -> None:
-    w = Ways("nixl")
-    assert w.ways.may_meet(NEW, meet(2, pid=8), False, w.receiver)
+@pytest.mark.parametrize("pid", [7, 8])
+@pytest.mark.parametrize("number", [-1, 1])
+def test_who_was_started_anew_elsewhere_is_met_at_once_and_its_old_name_shut_out(pid: int, number: int) -> None:
+    """Whichever of the two numbers is the larger; in a container the process id is the same again."""
+    w, anew = Ways("nixl"), ("p0", OLD[1] + (number << COUNT_BITS))
+    w.ways.met(OLD, "nixl")
+    assert w.ways.may_meet(anew, meet(anew[1], pid=pid), False, w.receiver)
     assert w.nixl.asked == [OLD]
+    w.ways.met(anew, "nixl")
+    assert w.ways.may_meet(OLD, meet(OLD[1]), False, w.receiver), "it is answered by who is here"
+    assert w.nixl.asked == [OLD], "what comes late of the one that was met first ends nothing of the one that came after it"
     assert not w.receiver.told
     w.nixl.shut.add(OLD)
     w.ways.look((), w.receiver, 0.0)
@@ -105,7 +113,7 @@ def test_who_was_started_anew_elsewhere_is_met_at_once_and_its_old_name_shut_out
 
 def test_whose_mover_has_failed_is_met_anew_when_nothing_by_that_one_is_under_way() -> None:
     w = Ways("nixl")
-    again = meet(1, failed=("nixl",))
+    again = meet(OLD[1], failed=("nixl",))
     assert not w.ways.may_meet(OLD, again, False, w.receiver)
     w.nixl.shut.add(OLD)
     assert w.ways.may_meet(OLD, again, False, w.receiver)
@@ -142,5 +150,5 @@ def test_one_that_was_shut_out_and_granted_a_lease_after_that_does_not_keep_its_
         w.receiver.silent.add(OLD)
         w.ways.look({OLD}, w.receiver, 9.0)
     else:
-        assert w.ways.may_meet(OLD, meet(1, failed=("nixl",)), True, w.receiver)
+        assert w.ways.may_meet(OLD, meet(OLD[1], failed=("nixl",)), True, w.receiver)
     assert w.receiver.told == [("shut out", OLD)] * 2

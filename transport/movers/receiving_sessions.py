@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from ..handoff import PeerId
+from ..incarnation import is_earlier
 from ..messages import Message, ParcelComing, RendezvousEntry, SessionOver, from_u32
 from .interface import Arrival
 from .lease_book import Claim, LeaseBook
@@ -155,9 +156,9 @@ class ReceivingSessions:
         return self._end(session, reason or "it broke")
 
     def _begin(self, peer: PeerId, number: int) -> ReceivingSession:
-        for other in [p for p in self._sessions if p[0] == peer[0] and p[1] <= peer[1]]:
+        for other in [p for p in self._sessions if p[0] == peer[0] and not is_earlier(peer[1], p[1])]:
             self._end(self._sessions.pop(other), "a newer one has begun")
-        self._met = {p for p in self._met if p[0] != peer[0] or p[1] >= peer[1]}  # a worker has one name at a time
+        self._met = {p for p in self._met if p[0] != peer[0] or p == peer or is_earlier(peer[1], p[1])}  # a worker has one name at a time
         session = self._sessions[peer] = ReceivingSession(peer, number)
         self._actions.append(BeginSession(session))
         return session
