@@ -49,6 +49,7 @@ class SocketDispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._processes = ProcessWatch(self._process_ended)
         self._partings: dict[WorkerId, asyncio.TimerHandle] = {}
+        self._longest = 0
         self._known: dict[tuple[str, int], str] = {}
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
         self.listeners: Listeners[[GenerationRequest, Ended]] = Listeners()
@@ -247,6 +248,10 @@ class SocketDispatcher:
         if now != self._known:
             for misfit in self._core.pools.misfits():
                 _log.warning(misfit)
+        longest = self._core.pools.max_sequence_tokens
+        if longest != self._longest:
+            self._longest = longest
+            _log.info("requests may have %d tokens, prompt and output together, or fewer where --max-model-len says so", longest)
         self._known = dict(now)
 
 

@@ -10,7 +10,7 @@ from ..transport.messages import Cancel, Move, u32
 from .flight import Action, Flight, Send
 from .flight_table import FlightTable
 from .pools import Pools
-from .routing import Policy, choose_decode
+from .routing import Policy, choose_decode, that_hold
 from .worker import Worker
 
 AT_ONCE = 4
@@ -93,7 +93,7 @@ class Evacuation:
 
     def _choose(self, flight: Flight, worker: Worker) -> Worker | None:
         others = [w for w in self._pools.open_of_role("decode") if w.kind == worker.kind]
-        able = [w for w in others if w.room >= flight.num_tokens]
+        able = that_hold(flight.most_tokens, [w for w in others if w.room >= flight.num_tokens], others)
         if not able:
             return None
         return choose_decode(self._policy, able, flight.need(worker, flight.dispatch))

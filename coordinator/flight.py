@@ -97,6 +97,11 @@ class Flight:
         self.ledger.enter(self.stage, self.mark)
 
     @property
+    def most_tokens(self) -> int:
+        """Of prompt and output, if all of the output comes that may."""
+        return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens
+
+    @property
     def num_tokens(self) -> int:
         return len(self.request.prompt_token_ids) + len(self.tokens)
 

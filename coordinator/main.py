@@ -8,6 +8,7 @@ import multiprocessing
 import signal
 import socket
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -71,6 +72,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     keys = None if settings.insecure or settings.key_file is None else KeyFile(settings.key_file)
     model = model_of(settings)
     lifecycle = Lifecycle(incarnations()(), settings.routing, limits_of(settings, place))
+    model = replace(model, workers_hold=lambda: lifecycle.pools.max_sequence_tokens)
     dispatcher = SocketDispatcher(lifecycle, settings.control_address, keys.key if keys is not None else None)
     limits = HttpLimits(int(settings.max_body_mib * 2**20), settings.request_timeout_s, settings.receive_timeout_s)
     directory = directory_of(settings.tenants_file)

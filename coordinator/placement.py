@@ -11,7 +11,7 @@ from ..transport.messages import Prefill
 from .flight import Flight, Send
 from .lifecycle_state import LifecycleState
 from .open_workers import MOST_COMPARED, OpenWorkers
-from .routing import Policy, choose_decode, choose_pair, choose_prefill, that_fit
+from .routing import Policy, choose_decode, choose_pair, choose_prefill, that_fit, that_hold
 from .worker import Worker
 
 Pair = tuple[Worker, Worker]
@@ -128,6 +128,8 @@ class Placement:
             decodes = [w for w in decodes if w is not flight.avoid and w.kind == flight.avoid.kind] or decodes
         if len(state.suspicion):
             prefills, decodes = state.suspicion.allowed(flight, prefills), state.suspicion.allowed(flight, decodes)
+        prefills = that_hold(flight.most_tokens, prefills, state.pools.open_of_role("prefill"))
+        decodes = that_hold(flight.most_tokens, decodes, state.pools.open_of_role("decode"))
         prefills, decodes = that_fit(prefills, decodes)
         if not prefills or not decodes:
             self._unsure = True
@@ -142,6 +144,8 @@ class Placement:
         return prefill, choose_decode(self._policy, [w for w in decodes if w.kind == prefill.kind], need)
 
     def _prefill_has_room(self, worker: Worker, flight: Flight, num_tokens: int) -> bool:
+        if num_tokens >= worker.max_model_len:
+            return False
         if not flight.num_attempts:
             return worker.room >= num_tokens
         if not worker.accepting and worker.dispatches:

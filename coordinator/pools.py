@@ -53,10 +53,10 @@ class Pools:
         """Why no request can be served now, as a sentence; empty where at least one prefill and one decode worker fit together."""
         self.has_mixed = any(w.hello.mixed for w in workers)
         """Whether any worker's process is of both roles."""
-        self.all_fit = not self.has_mixed and len({w.kind for w in workers}) == 1
-        """Whether any prefill worker's KV cache may go to any decode worker."""
+        self.all_fit = not self.has_mixed and len({(w.kind, w.max_model_len) for w in workers}) == 1
+        """Whether any prefill worker's KV cache may go to any decode worker, and all hold sequences of the same length."""
         if workers:
-            self.max_sequence_tokens = min(w.hello.max_model_len for w in workers)
+            self.max_sequence_tokens = min(w.max_model_len for w in workers)
 
     def add(self, hello: Hello, now: float) -> list[Worker]:
         """A worker says hello. Returns its earlier incarnations, which are dead."""

@@ -17,7 +17,7 @@ prefill), or a prefill worker does, whichever costs less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
@@ -73,6 +73,13 @@ def that_fit(prefills: list[Worker], decodes: list[Worker]) -> tuple[list[Worker
     kinds = {p.kind for p in prefills if not p.hello.mixed}
     processes = {(p.kind, p.hello.process) for p in prefills if p.hello.mixed}
     return prefills, [d for d in decodes if d.kind in kinds or (d.kind, d.hello.process) in processes]
+
+
+def that_hold(num_tokens: int, candidates: list[Worker], open_workers: Iterable[Worker]) -> list[Worker]:
+    """Candidates that can hold a sequence of this length. All, where no open worker can: the sequence then ends early, with ``length``."""
+    if not any(w.max_model_len >= num_tokens for w in open_workers):
+        return candidates
+    return [w for w in candidates if w.max_model_len >= num_tokens]
 
 
 def choose_pair(policy: Policy, prefills: Sequence[Worker], decodes: Sequence[Worker], need: Need) -> tuple[Worker, Worker]:

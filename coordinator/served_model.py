@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,19 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
-    max_model_len: int
+    longest: int
+    """Most tokens of prompt and output together, as the model or the settings have it."""
     vocab_size: int
     defaults: SamplingDefaults = SamplingDefaults()
     chat_style: ChatStyle = field(default_factory=ChatStyle)
     created: int = field(default_factory=lambda: int(time.time()))
+    workers_hold: Callable[[], int] = lambda: 0
+    """The longest sequence that every worker holds; 0: not known yet."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together that are served now."""
+        return min(self.longest, self.workers_hold() or self.longest)
 
     @classmethod
     def load(
@@ -67,7 +76,7 @@ class ServedModel:
             tokenizer=tokenizer,
             chat_template=template,
             chat_style=ChatStyle.of(template.source if template is not None else "", tool_parser, reasoning_parser),
-            max_model_len=max_model_len or longest,
+            longest=max_model_len or longest,
             vocab_size=vocab_size,
             defaults=SamplingDefaults.of(read_json(folder / "generation_config.json")),
         )

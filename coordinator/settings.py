@@ -54,7 +54,10 @@ class CoordinatorSettings(BaseModel):
     )
     insecure: bool = Field(default=False, description="Use no key: control connections are neither authenticated nor encrypted.")
     max_model_len: int | None = Field(
-        default=None, ge=1, le=1 << 20, description="Most tokens of prompt and output together. Default: the model's."
+        default=None,
+        ge=1,
+        le=1 << 20,
+        description="Most tokens of prompt and output together. Default: the model's, or as many as every worker holds.",
     )
     tool_call_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
         default="auto", description="How the model writes tool calls: hermes is Qwen's way too. Default: told by its chat template."

@@ -52,6 +52,8 @@ class Worker:
     max_num_seqs: int = field(init=False)
     max_batch_tokens: int = field(init=False)
     num_blocks: int = field(init=False)
+    max_model_len: int = field(init=False)
+    """The longest sequence, prompt and output, that it can ever hold, in tokens."""
     accepting: bool = field(init=False, default=True)  # as it last reported
     num_others: int = field(init=False, default=0)
     """Dispatches of other coordinators that it held when it last reported."""
@@ -71,6 +73,7 @@ class Worker:
         self.role, self.block_size = hello.role, hello.model.block_size
         self.max_num_seqs, self.max_batch_tokens = max(1, hello.max_num_seqs), hello.max_batch_tokens
         self.num_blocks, self.blocks_reported = max(1, hello.num_blocks), hello.num_blocks
+        self.max_model_len = hello.max_model_len
         self._weigh()
 
     # --- what changes its room ---------------------------------------------------------------------
@@ -122,6 +125,7 @@ class Worker:
             self.room, self.rank = self._prompt_room(), self.pending_tokens
         else:
             self.room, self.rank = self._sequence_room(), -self.share_left(0)
+        self.room = min(self.room, self.max_model_len - 1)
         if self.listed is not None:
             self.listed.changed(self, before)
 

@@ -41,7 +41,7 @@ def shared(devices: Mapping[str, str]) -> str:
         if device.startswith("cuda"):
             on.setdefault(device, []).append(worker)
     said = [f"{', '.join(workers[:-1])} and {workers[-1]} share {device}" for device, workers in on.items() if len(workers) > 1]
-    return "; ".join(said) + ": each holds weights and a KV cache of its own there (--kv-cache-gib)" if said else ""
+    return "; ".join(said) + ": each holds weights and a KV cache of its own there, in its part of --gpu-memory-utilization" if said else ""
 
 
 def _meant(device: str, gpus: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from .gpus import deal, num_gpus
 from .options import options
 from .settings import DEMO_MODEL, DEMO_MODEL_NAME, UpSettings
 
-FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host")
+FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host", "memory_shared_by")
 """Settings of the roles that ``up`` decides."""
 
 TEXTS = {
@@ -123,7 +124,7 @@ def plan(flags: Layer, sources: Sources) -> Plan:
             for index in range(count)
         ]
     wanted += _of_both_roles("mixed", up.mixed, coordinator, flags, sources, "mixed")
-    workers = _on_devices(wanted, gpus)
+    workers = _sharing(_on_devices(wanted, gpus))
     for runner in {worker.runner for worker in workers}:
         require_runner(runner)
     if coordinator.steer != "off":
@@ -141,6 +142,21 @@ def _on_devices(wanted: list[_OnDevices], gpus: int) -> list[PrefillSettings | D
     choices = {each[0].name: [worker.device for worker in each] for each in wanted if each[0].runner == "model"}
     dealt = deal(choices, gpus)
     return [each[0].model_copy(update={"device": dealt.get(each[0].name, each[0].device)}) for each in wanted]
+
+
+def _sharing(workers: list[PrefillSettings | DecodeSettings]) -> list[PrefillSettings | DecodeSettings]:
+    """Each gets an equal part of this host's memory, and of a GPU's that several are on."""
+    computing = [worker for worker in workers if worker.runner == "model"]
+    on = Counter(worker.device for worker in computing if worker.device.startswith("cuda"))
+    return [
+        worker.model_copy(
+            update={
+                "memory_shared_by": max(1, len(computing)),
+                "gpu_memory_utilization": worker.gpu_memory_utilization / max(1, on[worker.device]),
+            }
+        )
+        for worker in workers
+    ]
 
 
 def _flexible(up: UpSettings, coordinator: CoordinatorSettings, flags: Layer, sources: Sources) -> list[_OnDevices]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ModelConfigError
-from .rope import RopeConfig, rope_config, rope_max_model_len
+from .rope_config import RopeConfig, rope_config, rope_max_model_len
 
 SUPPORTED = {
     "LlamaForCausalLM": "llama",

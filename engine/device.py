@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from ..kernels.select import cpu_multiplies_bfloat16, cpu_widens_bfloat16
 from .errors import ModelConfigError
+from .host_memory import free_host_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,7 +40,7 @@ def select_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that is free now."""
+    """Memory that is free now: the card's, or the host's within its container's limits."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return free_host_bytes()

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.huge_pages import huge_page_bytes
 from .kv_cache import PoolAllocator
 
 _log = logging.getLogger(__name__)
@@ -24,16 +25,16 @@ class HostMirror:
     """``device_pool``: uint8 [num_blocks, ...] on any device."""
 
     def __init__(self, device_pool: Tensor, allocate: PoolAllocator | None = None) -> None:
-        """``allocate``: where the mirror's memory comes from (shared memory, say); None: from torch, page-locked for a GPU."""
+        """``allocate``: where the mirror's memory comes from (shared memory, say); None: memory of this process alone."""
         self._device_pool = device_pool
         self._stream = torch.cuda.Stream(device_pool.device) if device_pool.is_cuda else None  # type: ignore[no-untyped-call]
-        if allocate is None:
-            self._host = torch.empty(device_pool.shape, dtype=torch.uint8, pin_memory=device_pool.is_cuda)
+        num_bytes = device_pool.numel()
+        if allocate is None:  # torch's own page-locked memory is rounded up to a power of two
+            self._host = huge_page_bytes(num_bytes).view(device_pool.shape)
         else:
-            num_bytes = device_pool.numel()
             self._host = torch.frombuffer(allocate(num_bytes), dtype=torch.uint8, count=num_bytes).view(device_pool.shape)
-            if device_pool.is_cuda:
-                lock_pages(self._host)
+        if device_pool.is_cuda:
+            lock_pages(self._host)
 
     @property
     def pool(self) -> NDArray[np.uint8]:

@@ -101,13 +101,3 @@ def _allocate(num_bytes: int, device: torch.device, allocate: PoolAllocator | No
     raw = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
     advise_huge_pages(raw)
     return raw
-
-
-def check_sequence_fits(layout: KVCacheLayout, num_blocks: int, max_model_len: int) -> None:
-    """Raises OutOfMemoryError where the pool is smaller than one sequence of ``max_model_len`` tokens."""
-    needed = -(-max_model_len // layout.block_size)
-    if num_blocks < needed:
-        raise OutOfMemoryError(
-            f"the KV cache holds {num_blocks} blocks of {layout.block_bytes / 2**10:.0f} KiB, but one sequence of {max_model_len} tokens "
-            f"needs {needed}; lower --max-model-len to {num_blocks * layout.block_size}, or raise --kv-cache-gib or --num-blocks"
-        )

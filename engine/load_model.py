@@ -17,7 +17,7 @@ from .settings import WorkerSettings
 from .step_log import logged
 from .worker_model import WorkerModel
 
-DEFAULT_GPU_CACHE_GIB = 8.0  # its mirror takes as much host memory
+LEAST_SEQS = 64  # a cache is made large enough for: those that are cached, where fewer run
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +41,6 @@ def _computing_model(
 ) -> WorkerModel:
     device_type = select_device(settings.device).type
     on_gpu = device_type != "cpu"
-    cache_gib = settings.kv_cache_gib or (DEFAULT_GPU_CACHE_GIB if on_gpu and not settings.num_blocks else None)
     runner = ModelRunner(
         EngineConfig(
             model_path=settings.model,
@@ -49,7 +48,12 @@ def _computing_model(
             dtype=settings.dtype,
             block_size=settings.block_size or None,
             num_blocks=settings.num_blocks,
-            kv_cache_bytes=int(cache_gib * 2**30) if cache_gib else None,
+            kv_cache_bytes=int(settings.kv_cache_gib * 2**30) if settings.kv_cache_gib else None,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            cpu_memory_utilization=settings.cpu_memory_utilization,
+            memory_shared_by=settings.memory_shared_by,
+            max_num_seqs=max(max_decode_seqs, LEAST_SEQS),
+            cluster=settings.coordinator,
             max_model_len=settings.max_model_len,
             num_threads=settings.threads,
             exact=settings.exact,

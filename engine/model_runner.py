@@ -25,9 +25,12 @@ from .config import ModelConfig
 from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
 from .device import available_bytes, select_device, select_dtype
 from .errors import ModelConfigError, OutOfMemoryError
+from .expected_tensors import weight_bytes
 from .fingerprint import model_fingerprint
 from .host_copies import bring, passed, send
-from .kv_cache import KVCache, KVCacheLayout, PoolAllocator, check_sequence_fits
+from .host_memory import MemoryClaims, free_host_bytes
+from .kv_cache import KVCache, KVCacheLayout, PoolAllocator
+from .kv_cache_size import KVCacheSize, KVCacheWish, gpu_room, host_room, kv_cache_size, step_bytes
 from .layers import LayerLoader
 from .models.decoder import DecoderModel
 from .out_of_memory import is_out_of_memory
@@ -44,8 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
-DEFAULT_CPU_CACHE_BYTES = 1 << 30
-DEFAULT_GPU_CACHE_FRACTION = 0.8  # of the memory that is free once the weights are loaded
 NO_LOGPROBS: dict[int, list[Logprobs]] = {}
 LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
 LOADING_THREADS = {"cpu": 1, "cuda": 8}
@@ -61,8 +62,13 @@ class EngineConfig:
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     block_size: int | None = None  # tokens
     num_blocks: int | None = None  # wins over kv_cache_bytes
-    kv_cache_bytes: int | None = None
-    max_model_len: int | None = None  # prompt and output tokens of one sequence
+    kv_cache_bytes: int | None = None  # None, without num_blocks: by the memory that is free
+    gpu_memory_utilization: float = 0.9  # share of the card that this worker may use in all
+    cpu_memory_utilization: float = 0.5  # share of the free host memory for KV caches (or their mirrors)
+    memory_shared_by: int = 1  # workers of this cluster on this host
+    max_num_seqs: int = 64  # no larger cache than so many sequences can fill
+    cluster: str = ""  # its name, for workers that share the host's memory
+    max_model_len: int | None = None  # prompt and output tokens of one sequence; None: the model's, or what fits
     num_threads: int = 1  # CPU threads of one step
     exact: bool = False  # batch-invariant: see kernels/select.py
     kv_dtype: str = "auto"  # auto: as dtype; fp8
@@ -82,7 +88,8 @@ class ModelRunner:
         self.config = ModelConfig.from_folder(engine.model_path)
         self.device = select_device(engine.device)
         self._use_this_thread()
-        self.max_model_len = _max_model_len(engine.max_model_len, self.config)
+        model_len = _max_model_len(engine.max_model_len, self.config)
+        self._claims = MemoryClaims(engine.cluster)
         self.fingerprint = model_fingerprint(engine.model_path)
         self.phases.done("fingerprint")
         if engine.quantization == "fp8":
@@ -96,15 +103,27 @@ class ModelRunner:
         self.numerics = numerics(self.device, engine.exact)
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self.dtype = select_dtype(engine.dtype, self.device, checkpoint.dtype)
+            cache_dtype = torch.float8_e4m3fn if engine.kv_dtype == "fp8" else self.dtype
+            layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], cache_dtype)
+            longest = available_bytes(self.device) // layout.block_bytes * layout.block_size  # no table of angles for more
+            weights = weight_bytes(self.config, self.dtype.itemsize) if self.device.type == "cpu" else 0
+            with self._claims.turn():
+                self._claims.claim(weights)
             load = LayerLoader(checkpoint, kernels, self.dtype, self.device, LOADING_THREADS[self.device.type])
-            self._model = _load_model(self.config, load, self.max_model_len, fp8_cache=engine.kv_dtype == "fp8")
+            self._model = _load_model(self.config, load, min(model_len, max(longest, 1)), fp8_cache=engine.kv_dtype == "fp8")
         self.phases.done("weights")
         self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)
-        cache_dtype = torch.float8_e4m3fn if engine.kv_dtype == "fp8" else self.dtype
-        layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], cache_dtype)
-        num_blocks = engine.num_blocks or (engine.kv_cache_bytes or self._default_cache_bytes()) // layout.block_bytes
-        check_sequence_fits(layout, num_blocks, self.max_model_len)
-        self.kv_cache = KVCache(layout, num_blocks, self.device, engine.pool_allocator)
+        wish = wish_of(engine, layout, self.config.max_model_len)
+        size = self._size(engine, wish, weights)
+        self.max_model_len = size.max_model_len
+        if size.max_model_len < model_len:
+            logger.warning(
+                "max_model_len is %d, not the model's %d: the KV cache of %.2f GiB holds no longer sequence; with more memory, "
+                "or a larger --kv-cache-gib, it could", size.max_model_len, model_len, size.num_blocks * layout.block_bytes / 2**30
+            )  # fmt: skip
+        self.kv_cache = KVCache(layout, size.num_blocks, self.device, engine.pool_allocator)
+        if engine.pool_allocator is not None:
+            self._claims.committed(self.kv_cache.num_bytes)
         self.phases.done("KV cache")
         self._max_decode_seqs, self._max_prefill_tokens = engine.max_decode_seqs, engine.max_prefill_tokens
         self._graphs: DecodeGraphs | None = None
@@ -229,10 +248,49 @@ class ModelRunner:
             hidden = hidden[len(ids) :]
         return told
 
-    def _default_cache_bytes(self) -> int:
-        if self.device.type == "cpu":
-            return DEFAULT_CPU_CACHE_BYTES
-        return int(available_bytes(self.device) * DEFAULT_GPU_CACHE_FRACTION)
+    def _size(self, engine: EngineConfig, wish: KVCacheWish, weights: int) -> KVCacheSize:
+        """Of the KV cache, by what is free now; claims its host memory (a GPU's cache has a mirror there). Raises OutOfMemoryError."""
+        utilization, sharers = engine.cpu_memory_utilization, engine.memory_shared_by
+        with self._claims.turn() as others:
+            room = host_room(
+                free=free_host_bytes(),
+                pending=others.pending,
+                siblings=others.siblings,
+                weights=weights,
+                utilization=utilization,
+                sharers=sharers,
+            )
+            if self.device.type == "cuda":
+                room = min(room, self._gpu_room(engine))
+            size = kv_cache_size(wish, room)
+            self._claims.claim(weights, size.num_blocks * wish.block_bytes)
+        return size
+
+    def _gpu_room(self, engine: EngineConfig) -> int:
+        torch.cuda.empty_cache()  # what loading has left over
+        free, total = torch.cuda.mem_get_info(self.device)
+        step = step_bytes(
+            hidden_size=self.config.hidden_size,
+            intermediate_size=self.config.intermediate_size,
+            vocab_size=self.config.vocab_size,
+            num_tokens=max(engine.max_prefill_tokens, *WARM_UP_TOKENS),
+            num_seqs=max(engine.max_decode_seqs, 1),
+            itemsize=self.dtype.itemsize,
+        )
+        used = torch.cuda.memory_reserved(self.device)
+        return gpu_room(total=total, free=free, used=used, step=step, utilization=engine.gpu_memory_utilization)
+
+
+def wish_of(engine: EngineConfig, layout: KVCacheLayout, model_len: int) -> KVCacheWish:
+    return KVCacheWish(
+        block_bytes=layout.block_bytes,
+        block_size=layout.block_size,
+        model_len=model_len,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        num_blocks=engine.num_blocks,
+        num_bytes=engine.kv_cache_bytes,
+    )
 
 
 def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool) -> DecoderModel:

@@ -60,17 +60,40 @@ class WorkerSettings(BaseModel):
     block_size: int = Field(
         default=0, ge=0, le=4096, description="Tokens per KV block, the same on all workers. 0: 16 on CPUs, 64 on GPUs."
     )
-    num_blocks: int | None = Field(
-        default=None, ge=2, le=1 << 24, description="Blocks in the KV cache. Default: as many as kv_cache_gib holds."
-    )
+    num_blocks: int | None = Field(default=None, ge=2, le=1 << 24, description="Blocks in the KV cache; instead of kv_cache_gib.")
     kv_cache_gib: float | None = Field(
         default=None,
         gt=0,
         le=65_536,
-        description="Size of the KV cache in GiB. Default: 1 on CPUs, 8 on GPUs, where a mirror takes as much host memory.",
+        description="Size of the KV cache in GiB. Default: by the memory that is free, see gpu_memory_utilization and "
+        "cpu_memory_utilization, and no more than 64 sequences (or max_num_seqs of a decode worker) can fill.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of the GPU's whole memory that this worker may use in all, for weights, steps and KV cache, as far as it is "
+        "free. `splitserve up` divides it among workers that share a GPU.",
+    )
+    cpu_memory_utilization: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Share of the host's free memory (in a container: of what its limit leaves), weights taken off, for the KV cache of a "
+        "worker on a CPU, or for the host's copy of a GPU's; for all workers together that share it by memory_shared_by. A fifth of what "
+        "is free is always left.",
+    )
+    memory_shared_by: int = Field(
+        default=1,
+        ge=1,
+        le=4096,
+        description="Workers of this cluster on this host: each takes an equal part of cpu_memory_utilization. `splitserve up` decides it.",
     )
     max_model_len: int | None = Field(
-        default=None, ge=1, le=1 << 20, description="Most tokens of prompt and output together. Default: the model's."
+        default=None,
+        ge=1,
+        le=1 << 20,
+        description="Most tokens of prompt and output together. Default: the model's, or as many as the KV cache holds.",
     )
     exact: bool = Field(
         default=False,

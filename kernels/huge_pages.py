@@ -20,6 +20,7 @@ from torch import Tensor
 HUGE_PAGE_BYTES = 2 << 20
 CHUNK_BYTES = 32 << 20  # of packed weights
 FIRST_BYTES = 64 << 20  # found at once: what the first requests use
+POPULATED_BYTES = 1 << 30  # and no more unasked: a pool may be most of a host's memory, of which little is ever used
 POPULATING = "populate-kv"  # what `top -H` calls the thread that finds the rest
 PR_SET_NAME = 15  # of linux/prctl.h
 BACKGROUND_SHARE = 0.1  # of a core, for the rest: the first requests run beside it
@@ -48,8 +49,8 @@ def advise_huge_pages(memory: Tensor) -> None:
 
 
 def populate(memory: Tensor) -> None:
-    """Have Linux find the pages of ``memory`` before requests need them: the first ones now, the rest little by little in a thread, while
-    the memory is already in use. Its content stays.
+    """Have Linux find the pages of ``memory`` before requests need them: the first ones now, others up to POPULATED_BYTES little by little
+    in a thread, while the memory is already in use. Its content stays.
 
     A virtual machine may need seconds for a GiB that it never touched before. Where the kernel does not know this request, pages are
     found at first use, as ever.
@@ -58,6 +59,7 @@ def populate(memory: Tensor) -> None:
         return
     first = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = memory.data_ptr() + memory.nbytes
+    end = min(end, first + POPULATED_BYTES)
     pages = iter(range(first, end, HUGE_PAGE_BYTES))
     known = all(_found(page, end) for page in islice(pages, FIRST_BYTES // HUGE_PAGE_BYTES))
     used = weakref.ref(memory)

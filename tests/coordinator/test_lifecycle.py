@@ -181,7 +181,9 @@ def test_refusals() -> None:
     bench.submit("a", prompt_token_ids=[1] * 40)
     bench.submit("b", prompt_token_ids=[1] * 40)
     assert ends(bench.submit("c"))[0].error == "overloaded"
-    assert "99" in ends(Bench().submit("d", prompt_token_ids=[1] * 100))[0].message
+    bench = Bench()
+    bench.hello("short", "decode", max_model_len=100)
+    assert "99" in ends(bench.submit("d", prompt_token_ids=[1] * 100))[0].message
 
 
 def test_who_is_missing_or_does_not_fit_is_said() -> None:

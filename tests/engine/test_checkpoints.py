@@ -132,7 +132,7 @@ def test_a_shard_that_is_absent_is_named(tmp_path: Path) -> None:
 
 def test_a_cache_too_small_for_one_sequence_says_what_to_lower(folder: Path) -> None:
     with pytest.raises(OutOfMemoryError, match=r"holds 10 blocks.*lower --max-model-len to 80"):
-        ModelRunner(EngineConfig(folder, device="cpu", block_size=8, num_blocks=10))
+        ModelRunner(EngineConfig(folder, device="cpu", block_size=8, num_blocks=10, max_model_len=100))
 
 
 def test_a_cache_beyond_the_machine_says_how_many_blocks_fit(folder: Path) -> None:

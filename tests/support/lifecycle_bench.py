@@ -21,7 +21,7 @@ class Sink:
 
 def make_hello(name: str, role: Role, **more: Any) -> Hello:
     """Of a small worker; ``more``: what is different."""
-    sizes = {"max_model_len": 100, "vocab_size": 10, "num_blocks": 50, "max_num_seqs": 4, "max_batch_tokens": 16}
+    sizes = {"max_model_len": 10_000, "vocab_size": 10, "num_blocks": 50, "max_num_seqs": 4, "max_batch_tokens": 16}
     return Hello(**{"worker_id": name, "role": role, "incarnation": 1, "host": "h", "pid": 1, "model": MODEL, **sizes, **more})
 
 
