@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 
+from ..deploy.operator_access import OperatorAuth
 from ..deploy.settings import DEMO_MODEL_NAME
 from ..deploy.up import free_port
 from .environment import environment
@@ -77,7 +78,7 @@ def measure(port: int, count: int, seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     freed: list[float] = []
     looks: list[float] = []
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, auth=OperatorAuth()) as http:
         for number in range(count):
             prompt = "".join(draw.choice("abcdefgh \n") for _ in range(draw.choice(PROMPT_CHARACTERS)))
             body = {"model": DEMO_MODEL_NAME, "prompt": prompt, "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 1 + number % 2}

@@ -10,8 +10,10 @@ from typing import Any
 
 import httpx
 
+from ..coordinator.run_folder import operator_headers
 from ..deploy.child_process import Command, Started, start_anew
 from ..deploy.local_cluster import is_ready, known_workers
+from ..deploy.operator_access import OperatorAuth
 from ..deploy.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from ..deploy.supervisor import Supervisor
 from ..deploy.up import free_port
@@ -45,7 +47,7 @@ class ChaosCluster:
             is_ready=self._is_whole,
             log=self._log,
             ready_timeout_s=START_S,
-            known_workers=lambda: known_workers(self.url),
+            known_workers=lambda: known_workers(self.url, operator_headers(self.url)),
         )
 
     @property
@@ -69,7 +71,7 @@ class ChaosCluster:
         next(child for child in self._supervisor.children if child.command.name == name).signal(number)
 
     async def _is_whole(self) -> bool:
-        return await is_ready(self.url) and len(await known_workers(self.url) or ()) == len(self.workers)
+        return await is_ready(self.url) and len(await known_workers(self.url, operator_headers(self.url)) or ()) == len(self.workers)
 
     def _log(self, name: str, line: str) -> None:
         with (self._folder / f"{name}.log").open("a", encoding="utf-8") as log:
@@ -103,6 +105,6 @@ class ChaosCluster:
 
 async def read_state(url: str) -> dict[str, Any]:
     """/debug/state."""
-    async with httpx.AsyncClient(timeout=30, trust_env=False, verify=False) as client:
+    async with httpx.AsyncClient(timeout=30, trust_env=False, verify=False, auth=OperatorAuth()) as client:
         state: dict[str, Any] = (await client.get(f"{url}/debug/state")).json()
         return state

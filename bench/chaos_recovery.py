@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from ..deploy.operator_access import OperatorAuth
 from .chaos_streams import Stream
 
 POLL_S = 0.5
@@ -70,7 +71,7 @@ class RecoveryWatch:
 
     async def run(self) -> None:
         """Until cancelled. (The coordinator is not one of those that are killed.)"""
-        async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=10, trust_env=False, auth=OperatorAuth()) as client:
             while True:
                 await asyncio.sleep(POLL_S)
                 with contextlib.suppress(httpx.HTTPError):  # asked again at once

@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 
+from ..deploy.operator_access import OperatorAuth
 from ..deploy.settings import DEMO_MODEL
 from ..deploy.up import free_port
 from .environment import environment
@@ -56,7 +57,7 @@ async def measure(model: Path, num_flips: int) -> dict[str, Any]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False, auth=OperatorAuth()) as http:
             await _until("the cluster is ready", _whole, http)
             clients = [asyncio.create_task(_load(http, i)) for i in range(STREAMS)]
             try:

@@ -28,6 +28,7 @@ import httpx
 import psutil
 
 from ..coordinator.tenants.store import TenantStore
+from ..deploy.operator_access import OperatorAuth
 from ..deploy.up import free_port
 from .environment import environment
 from .fake_workers import FakeWorkers
@@ -138,7 +139,7 @@ def _left_behind(server: Server, workers: FakeWorkers, num_files: int) -> Iterat
         workers.poll()
         if len(workers.dispatches):
             workers.step()
-        state = httpx.get(f"http://127.0.0.1:{server.port}/debug/state", timeout=20).json()
+        state = httpx.get(f"http://127.0.0.1:{server.port}/debug/state", timeout=20, auth=OperatorAuth()).json()
         if not any(state["requests"].values()) and server.process.num_fds() <= num_files + 8:
             return
         time.sleep(0.01)

@@ -33,6 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ..coordinator.tenants.store import TenantStore
 from ..coordinator.tenants.usage_database import open_database
 from ..coordinator.tenants.usage_record import UsageRecord
+from ..deploy.operator_access import OperatorAuth
 from ..deploy.settings import DEMO_MODEL_NAME
 from ..deploy.up import free_port
 from .environment import environment
@@ -40,6 +41,7 @@ from .mixed_clients import MixedClients, RequestFailed, Seen
 
 CONCURRENCY = 32
 SETTLE_S = 30.0
+OPERATOR = OperatorAuth()
 MAX_TOLD = 20
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "SPLITSERVE_COORDINATOR_DEAD_AFTER_S": "60"}  # a busy machine is no dead worker
 MAX_GROWTH = 1.1  # from a quarter of the requests to the end, of all processes' private memory together
@@ -149,7 +151,7 @@ class Sums(NamedTuple):
         database.close()
         metrics: defaultdict[str, float] = defaultdict(float)
         for url in place.metrics:
-            for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=20).text):
+            for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=20, auth=OPERATOR).text):
                 for item in family.samples:
                     for name, metric in METRICS.items():
                         metrics[name] += item.value if item.name == metric else 0
@@ -194,7 +196,7 @@ async def _at_rest(place: Place) -> dict[str, Any]:
     """The state of the first process once nothing runs and all is metered; as it is after SETTLE_S."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        states = [httpx.get(f"{url}/debug/state", timeout=20).json() for url in place.metrics]
+        states = [httpx.get(f"{url}/debug/state", timeout=20, auth=OPERATOR).json() for url in place.metrics]
         if all(_is_idle(state) for state in states) or time.monotonic() > deadline:
             await asyncio.sleep(1.5)  # the meter writes every half second, workers report every quarter
             state: dict[str, Any] = states[0]

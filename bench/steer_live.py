@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 import orjson
 
+from ..deploy.operator_access import OperatorAuth
 from ..deploy.settings import DEMO_MODEL
 from ..deploy.up import free_port
 from ..planner.trace.request import TraceRequest
@@ -102,7 +103,8 @@ async def measure(workers: Workers, phase_s: float, seed: int) -> dict[str, Any]
     folder = Path(tempfile.mkdtemp(prefix="splitserve-steer-"))
     url, process = start(folder, workers)
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=STREAM_S, limits=httpx.Limits(max_connections=None), trust_env=False) as http:
+        many = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=STREAM_S, limits=many, trust_env=False, auth=OperatorAuth()) as http:
             await _until_ready(http, process, workers.num_names)
             streams = await send(http, list(load([CODE, CHAT], phase_s, seed, workers.count)))
             state = (await http.get("/debug/state")).json()

@@ -1,50 +1,22 @@
 """What an operator may tell the running system: POST /admin/drain/{worker}, /admin/flip/{worker}?to=ROLE and /admin/log-level/{level},
-GET /admin/flips, and who is an operator.
-
-Without an admin key it answers to this host only; with one, to whoever has the key, from wherever. A browser's request is refused in
-either case: a web page that is open on this host must not reach it.
-"""
+GET /admin/flips. The gate (``tenants/gate.py``) has let it in."""
 
 from __future__ import annotations
 
-import hmac
 import logging
-from ipaddress import ip_address
-from pathlib import Path
 from typing import Protocol, cast, get_args
 
 import orjson
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ..transport.messages import Role
-from .errors import Forbidden, InvalidRequest, NotFound, Unauthorized
+from .errors import InvalidRequest, NotFound
 from .request import Dispatcher
 from .settings import LogLevel
 
-MIN_KEY_CHARS = 16
 _log = logging.getLogger(__name__)
-
-
-class AdminCheck:
-    """``key``: the bearer token to ask for; None: none, but from this host only."""
-
-    def __init__(self, key: str | None) -> None:
-        self._key = key
-
-    def check(self, request: HTTPConnection, browsers: bool = False) -> None:
-        """``browsers``: pages to look at, which a browser may ask for. Raises Forbidden or Unauthorized."""
-        if "origin" in request.headers and not browsers:
-            raise Forbidden("/admin does not answer to browsers.")
-        local = request.client is not None and ip_address(request.client.host).is_loopback
-        if self._key is None or (browsers and local):
-            if not local:
-                raise Forbidden("This answers to its own host only; start the coordinator with --admin-key-file to reach it from others.")
-            return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
-            raise Unauthorized("This needs the admin key: send it as `Authorization: Bearer KEY`.")
 
 
 class Fleet(Dispatcher, Protocol):
@@ -59,11 +31,10 @@ class Fleet(Dispatcher, Protocol):
 
 
 class AdminRoutes:
-    """``key``: see ``AdminCheck``."""
+    """For an application behind the gate."""
 
-    def __init__(self, dispatcher: Fleet, key: str | None) -> None:
+    def __init__(self, dispatcher: Fleet) -> None:
         self._dispatcher = dispatcher
-        self.operators = AdminCheck(key)
 
     def routes(self) -> list[Route]:
         return [
@@ -74,7 +45,6 @@ class AdminRoutes:
         ]
 
     async def _drain(self, request: Request) -> Response:
-        self.operators.check(request)
         worker_id = request.path_params["worker"]
         held = self._dispatcher.drain(worker_id, _timeout_s(request))
         if held is None:
@@ -82,7 +52,6 @@ class AdminRoutes:
         return Response(orjson.dumps(held), 202, media_type="application/json")
 
     async def _flip(self, request: Request) -> Response:
-        self.operators.check(request)
         worker_id, role = request.path_params["worker"], request.query_params.get("to", "")
         if role not in get_args(Role):
             raise InvalidRequest(f"to: {role[:40]!r} is none of {', '.join(get_args(Role))}", param="to")
@@ -94,7 +63,6 @@ class AdminRoutes:
         return Response(orjson.dumps(ordered), 202, media_type="application/json")
 
     async def _flips(self, request: Request) -> Response:
-        self.operators.check(request)
         return Response(orjson.dumps({"flips": self._dispatcher.flips()}), media_type="application/json")
 
     def _unknown(self, worker_id: str) -> NotFound:
@@ -102,23 +70,12 @@ class AdminRoutes:
         return NotFound(f"There is no worker {worker_id!r} here; there are: {known}.", param="worker")
 
     async def _set_log_level(self, request: Request) -> Response:
-        self.operators.check(request)
         level = request.path_params["level"]
         if level not in get_args(LogLevel):
             raise InvalidRequest(f"level: {level[:40]!r} is none of {', '.join(get_args(LogLevel))}", param="level")
         logging.getLogger().setLevel(level.upper())
         _log.warning("log level is now %s", level)
         return Response(orjson.dumps({"level": level}), media_type="application/json")
-
-
-def admin_key(path: Path | None) -> str | None:
-    """The key in this file; None where there is no file. Raises ValueError where it is no good."""
-    if path is None:
-        return None
-    key = path.read_text(encoding="utf-8").strip()
-    if len(key) < MIN_KEY_CHARS or not key.isascii():
-        raise ValueError(f"{path}: an admin key has at least {MIN_KEY_CHARS} ASCII characters; `openssl rand -hex 32` makes one")
-    return key
 
 
 def _timeout_s(request: Request) -> float | None:

@@ -21,16 +21,18 @@ from ..transport.incarnation import incarnations
 from ..transport.keys import KeyFile
 from ..transport.messages import Sampling
 from ..transport.otel import Tracing
-from .admin import AdminRoutes, admin_key
 from .admin_server import admin_server
 from .batch.runner import BatchOptions
 from .dispatcher import SocketDispatcher, prove
+from .http.operators import Operators, admin_key, make_admin_key
 from .lifecycle import Lifecycle, LifecycleLimits
 from .limits import HttpLimits
+from .listening_server import url_of
 from .processes import CannotStart, Place, Serve, run_all
 from .request import GenerationRequest, Sink
 from .request_log import log_request
 from .request_trace import end_trace
+from .run_folder import ADMIN_KEY, Door, RunFolder, announce
 from .served_model import ServedModel
 from .server import HttpServer, create_app
 from .settings import CoordinatorSettings, is_loopback
@@ -54,11 +56,19 @@ _log = logging.getLogger(__name__)
 
 def run(settings: CoordinatorSettings, in_child: Serve) -> None:
     """The process, or all of them: until SIGTERM or Ctrl-C. ``in_child``: what each of several runs, which must come to ``run_one``."""
-    if settings.processes > 1:
-        say_who_may(settings)
-        run_all(settings, in_child)
-    else:
-        run_one(settings, Place())
+    folder = run_folder()
+    try:
+        if settings.admin_key_file is None and folder is not None:
+            settings = settings.model_copy(update={"admin_key_file": make_admin_key(folder.path / ADMIN_KEY)})
+            _log.info("operators' pages ask for the admin key in %s", settings.admin_key_file)
+        if settings.processes > 1:
+            say_who_may(settings)
+            run_all(settings, in_child, folder.path if folder else None)
+        else:
+            run_one(settings, Place(run_folder=folder.path if folder else None))
+    finally:
+        if folder is not None:
+            folder.close()
 
 
 def run_one(settings: CoordinatorSettings, place: Place) -> None:
@@ -76,8 +86,8 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     dispatcher = SocketDispatcher(lifecycle, settings.control_address, keys.key if keys is not None else None)
     limits = HttpLimits(int(settings.max_body_mib * 2**20), settings.request_timeout_s, settings.receive_timeout_s)
     directory = directory_of(settings.tenants_file)
-    admin = AdminRoutes(dispatcher, admin_key(settings.admin_key_file))
-    routes = [*tenant_routes(settings.tenants_file, admin.operators), *usage_routes(settings.metered_to, admin.operators)]
+    operators = None if settings.admin_key_file is None else Operators(admin_key(settings.admin_key_file))
+    routes = [*tenant_routes(settings.tenants_file), *usage_routes(settings.metered_to)]
     more_admin = None if settings.admin_port is None else routes
     limiter, meter = limiter_of(settings), meter_of(settings)
     batches = batches_of(settings)
@@ -86,7 +96,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
         model,
         limits,
         dispatcher.system,
-        admin,
+        operators,
         Tenancy(directory, limiter, meter),
         more_admin,
         batches,
@@ -121,6 +131,11 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     if admin_port is not None:
         await admin_port.start()
         _log.info("admin API on http://%s:%d", settings.admin_host, admin_port.port)
+    if place.run_folder is not None and settings.admin_key_file is not None:
+        url = url_of(settings.listen_host, server.port)
+        admin_url = url if admin_port is None else url_of(settings.admin_host, admin_port.port)
+        door = Door(url=url, admin_url=admin_url, control_address=dispatcher.address, admin_key_file=settings.admin_key_file.absolute())
+        announce(place.run_folder, place.number, door)
     settle_heap()
     _log.info("HTTP on http://%s:%d, workers connect to %s", settings.listen_host, server.port, dispatcher.address)
     tasks = [asyncio.create_task(prove(dispatcher, partial(_probe, lifecycle.incarnation)))]
@@ -145,6 +160,15 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     if meter is not None:
         await asyncio.to_thread(meter.stop)
     directory.close()
+
+
+def run_folder() -> RunFolder | None:
+    """None where it cannot be made: then there must be an --admin-key-file, or nobody is an operator."""
+    try:
+        return RunFolder()
+    except OSError as error:
+        _log.warning("commands on this host will not find this coordinator, nor a key where no --admin-key-file is given: %s", error)
+        return None
 
 
 def model_of(settings: CoordinatorSettings) -> ServedModel:

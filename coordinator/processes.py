@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import NamedTuple
 
 from .listening_server import bind
@@ -33,10 +34,11 @@ class CannotStart(Exception):
 
 
 class Place(NamedTuple):
-    """One of several: which, and where the others listen to workers."""
+    """One of several: which, where the others listen to workers, and where it announces itself."""
 
     number: int = 0
     others: tuple[str, ...] = ()
+    run_folder: Path | None = None
 
 
 Serve = Callable[[CoordinatorSettings, Place], None]
@@ -55,12 +57,12 @@ def address_of(control_address: str, index: int) -> str:
     return f"{host}:{int(port) + index}"
 
 
-def run_all(settings: CoordinatorSettings, serve: Serve) -> None:
+def run_all(settings: CoordinatorSettings, serve: Serve, run_folder: Path | None = None) -> None:
     """Runs ``settings.processes`` processes until a signal. Raises OSError where the port is not to be had, CannotStart where a process
     cannot serve with these settings."""
     reserved = bind(settings.listen_host, settings.port, shared=True)  # not listening: it gets no connection, and keeps the port ours
     settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
-    processes = [CoordinatorProcess(settings, index, serve) for index in range(settings.processes)]
+    processes = [CoordinatorProcess(settings, index, serve, run_folder) for index in range(settings.processes)]
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stopping.append(number))
@@ -88,9 +90,9 @@ def run_all(settings: CoordinatorSettings, serve: Serve) -> None:
 class CoordinatorProcess:
     """One process, whenever it lives."""
 
-    def __init__(self, settings: CoordinatorSettings, index: int, serve: Serve) -> None:
+    def __init__(self, settings: CoordinatorSettings, index: int, serve: Serve, run_folder: Path | None = None) -> None:
         others = tuple(address_of(settings.control_address, other) for other in range(settings.processes) if other != index)
-        self._arguments = (settings_of(settings, index), Place(index, others))
+        self._arguments = (settings_of(settings, index), Place(index, others, run_folder))
         self._index, self._serve = index, serve
         self._process: SpawnProcess | None = None
         self._started = self._not_before = float("-inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -19,6 +20,7 @@ from .batch.runner import BatchOptions, BatchRunner
 from .dashboard_routes import Dashboard
 from .errors import Unavailable
 from .generate import GenerationApi
+from .http.operators import Operators
 from .http_protocol import HttpProtocol
 from .limits import HttpLimits
 from .listeners import Listeners
@@ -28,7 +30,7 @@ from .routes import OrdinaryRoutes
 from .sampler import Sampler
 from .served_model import ServedModel
 from .system_snapshot import SystemSnapshot
-from .tenants.gate import Gate, OperatorsOnly
+from .tenants.gate import Gate
 from .tenants.tenancy import Tenancy
 from .websocket_protocol import WebSocketProtocol
 from .websocket_stream import WebSocketStreams
@@ -47,13 +49,14 @@ class HttpApp:
         model: ServedModel,
         limits: HttpLimits,
         system: Callable[[], SystemSnapshot],
-        admin: AdminRoutes | None = None,
+        operators: Operators | None = None,
         tenancy: Tenancy | None = None,
         more_admin: Sequence[Route] | None = None,
         batches: BatchOptions | None = None,
         price_per_hour: float | None = None,
     ) -> None:
-        """``more_admin``: the admin API has a port of its own, and these routes beside its usual ones."""
+        """``operators``: who they are; None: nobody can be one. ``more_admin``: the admin API has a port of its own, and these routes
+        beside its usual ones."""
         self.metrics = Metrics(model.name, system, price_per_hour)
         self.dashboard = Dashboard(model.name, system, self.metrics)
         self.metrics.listeners.add("dashboard", self.dashboard.view.note)
@@ -66,14 +69,15 @@ class HttpApp:
         clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]
         if self.batches is not None:
             clients += BatchRoutes(self.batches).routes()
-        admin = admin or AdminRoutes(dispatcher, None)
-        admin_routes = [*admin.routes(), *(more_admin or ())]
+        operators = operators or Operators(secrets.token_hex(32))
+        admin_routes = [*AdminRoutes(dispatcher).routes(), *(more_admin or ())]
 
         def pages(more: Sequence[Route]) -> Starlette:
-            return OrdinaryRoutes(dispatcher, model, limits, self.metrics, [*self.dashboard.routes(), *clients, *more]).application()
+            own = [*operators.routes(), *self.dashboard.routes(), *clients, *more]
+            return OrdinaryRoutes(dispatcher, model, limits, self.metrics, own).application()
 
-        self._pages = Gate(pages(admin_routes if more_admin is None else ()), (tenancy or Tenancy()).directory, admin.operators)
-        self.admin = OperatorsOnly(pages(admin_routes), admin.operators)
+        self._pages = Gate(pages(admin_routes if more_admin is None else ()), operators, (tenancy or Tenancy()).directory)
+        self.admin = Gate(pages(admin_routes), operators, None)
         """All pages and the admin API, for a port of their own."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,15 +99,15 @@ def create_app(
     model: ServedModel,
     limits: HttpLimits | None = None,
     system: Callable[[], SystemSnapshot] = SystemSnapshot,
-    admin: AdminRoutes | None = None,
+    operators: Operators | None = None,
     tenancy: Tenancy | None = None,
     more_admin: Sequence[Route] | None = None,
     batches: BatchOptions | None = None,
     price_per_hour: float | None = None,
 ) -> HttpApp:
-    """The application. ``system`` is asked at each scrape of /metrics; ``admin``: default: for this host only, without a key;
-    ``tenancy``: keys and limits; default: none; ``more_admin``: see ``HttpApp``; ``batches``: where they are kept; default: none are."""
-    return HttpApp(dispatcher, model, limits or HttpLimits(), system, admin, tenancy, more_admin, batches, price_per_hour)
+    """The application. ``system`` is asked at each scrape of /metrics; ``operators``, ``more_admin``: see
+    ``HttpApp``; ``tenancy``: keys and limits; default: none; ``batches``: where they are kept; default: none are."""
+    return HttpApp(dispatcher, model, limits or HttpLimits(), system, operators, tenancy, more_admin, batches, price_per_hour)
 
 
 class HttpServer:

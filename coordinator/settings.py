@@ -185,7 +185,8 @@ class CoordinatorSettings(BaseModel):
     )
     admin_key_file: Path | None = Field(
         default=None,
-        description="File with the key that /admin asks for as a bearer token. Default: /admin answers to this host only, without a key.",
+        description="File (mode 0600) with the key that operators' pages ask for: /metrics, /debug/state, the dashboard's data, /admin. "
+        "Default: a new key, in a file that the log names; commands on this host find it by themselves.",
     )
     admin_port: int | None = Field(
         default=None,

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ..engine.latency_profile import PACED, Profile
+from ..transport.private_files import OpenToOthers, require_private
 from .config import ConfigError, flag_of
 from .extras import missing_for
 
@@ -54,11 +55,14 @@ def require_writable(settings: BaseModel) -> None:
 
 
 def read_key(option: str, path: Path | None) -> str:
-    """The key in this file, "" where no file is given. Raises ConfigError."""
+    """The key in this file, "" where no file is given. Raises ConfigError, also where other users may open it."""
     if path is None:
         return ""
     try:
+        require_private("the key", [path])
         key = path.read_text(encoding="utf-8").strip()
+    except OpenToOthers as error:
+        raise ConfigError(f"{option}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option}: cannot read {path} ({getattr(error, 'strerror', None) or error})") from error
     if not key or not key.isascii() or not key.isprintable() or " " in key:

@@ -73,7 +73,7 @@ def _name(section: str) -> str:
 
 
 def run_coordinator(settings: Any) -> None:
-    from ..coordinator.admin import admin_key
+    from ..coordinator.http.operators import admin_key
     from ..coordinator.main import run
     from ..coordinator.processes import CannotStart
     from . import coordinator_child
@@ -82,12 +82,13 @@ def run_coordinator(settings: Any) -> None:
     log_to_stderr(settings.log_level, settings.log_format, "coordinator")
     require_model(settings.model, weights=False)
     require_port(settings.listen_host, settings.port)
-    try:
-        admin_key(settings.admin_key_file)
-    except OSError as error:
-        raise ConfigError(f"--admin-key-file: cannot read {settings.admin_key_file} ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(f"--admin-key-file: {error}") from error
+    if settings.admin_key_file is not None:
+        try:
+            admin_key(settings.admin_key_file)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None)
+            why = f"cannot read {settings.admin_key_file} ({reason})" if reason else error
+            raise ConfigError(f"--admin-key-file: {why}") from error
     try:
         run(settings, coordinator_child.run)
     except (CannotStart, OSError) as error:  # an address that is not to be had, a file that cannot be written

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from ..coordinator.run_folder import find_door
 from .checks import model_problem, port_problem
 from .extras import missing_for
 from .settings import DEMO_MODEL, DoctorSettings
@@ -23,7 +24,6 @@ from .settings import DEMO_MODEL, DoctorSettings
 GIB = 1 << 30
 MIN_OPEN_FILES = 4096
 MIN_SHM_BYTES = 2 * GIB
-ANSWER_S = 2.0  # for whoever has our port to say who it is
 MARKS = {"ok": "[green]ok[/green]     ", "note": "[yellow]note[/yellow]   ", "problem": "[red]problem[/red]"}
 
 
@@ -128,14 +128,9 @@ def check_ports(settings: DoctorSettings) -> Iterator[Finding]:
 
 
 def _ports_of_ours(host: str, port: int) -> set[int]:
-    """The ports of the coordinator whose HTTP server this is; none where no coordinator answers."""
-    import httpx
-
-    try:
-        state = httpx.get(f"http://{host}:{port}/debug/state", timeout=ANSWER_S).json()
-        return {port, int(state["coordinator"]["control_address"].rpartition(":")[2])}
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
-        return set()
+    """The ports of the coordinator of this user whose HTTP server this is; none where there is none."""
+    door = find_door(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    return {port, int(door.control_address.rpartition(":")[2])} if door is not None else set()
 
 
 def check_key(settings: DoctorSettings) -> Iterator[Finding]:

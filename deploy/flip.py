@@ -8,7 +8,7 @@ from typing import Any
 import click
 import httpx
 
-from .checks import read_key
+from .operator_access import operator_access
 from .settings import FlipSettings
 
 PATIENCE_S = 30.0
@@ -17,10 +17,9 @@ POLL_S = 0.05
 
 def flip(worker: str, settings: FlipSettings) -> int:
     """Returns the exit status."""
-    key = read_key("--admin-key-file", settings.admin_key_file)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    url, headers = operator_access(settings.url, settings.admin_key_file, admin_port=True)
     asked = {"to": settings.to, **({} if settings.timeout_s is None else {"timeout_s": str(settings.timeout_s)})}
-    with httpx.Client(base_url=settings.url, headers=headers, timeout=10, trust_env=False) as client:
+    with httpx.Client(base_url=url, headers=headers, timeout=10, trust_env=False) as client:
         try:
             answer = client.post(f"/admin/flip/{worker}", params=asked)
             if answer.status_code != 202:
@@ -29,7 +28,7 @@ def flip(worker: str, settings: FlipSettings) -> int:
             process = answer.json()["process"]
             record = _when_begun(client, process)
         except httpx.HTTPError as error:
-            click.echo(f"splitserve: no answer at {settings.url}: {error}; is it the coordinator's address?", err=True)
+            click.echo(f"splitserve: no answer at {url}: {error}; is it the coordinator's address?", err=True)
             return 1
     if record is None:
         click.echo(f"splitserve: {process} has not begun as a {settings.to} worker within {PATIENCE_S:g} s; see its log", err=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TextIO
@@ -15,8 +15,10 @@ import httpx
 import yaml
 from pydantic import BaseModel
 
+from ..coordinator.http.operators import LOGIN, Operators
+from ..transport.private_files import private, write_private
 from .child_process import Command, Log, Start, start_anew
-from .config import ENV_PREFIX
+from .config import ENV_PREFIX, variable_of
 from .early_signals import deliver_signals
 from .gpus import shared
 from .process_log import json_line
@@ -25,24 +27,26 @@ from .supervisor import Supervisor
 from .up import Plan
 from .worker_forks import WorkerForks
 
+SECRETS = {"redis_url", "usage_url", "steer_webhook", "otlp_endpoint"}
+"""Settings that may hold passwords: given to processes by their environment, never by a file."""
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # of the prefixes, in turn
 
 
 def run(plan: Plan) -> int:
     """Runs until stopped, or until the chat or answer is over. Returns the exit status."""
+    tempfile.tempdir = str(plan.folder.path)  # of multiprocessing's sockets, too: the next start removes what a killed one leaves
     try:
         return asyncio.run(_run(plan))
     except KeyboardInterrupt:
         return 130
     finally:
-        if plan.run_dir_is_temporary:
-            shutil.rmtree(plan.run_dir)
+        plan.folder.close()
 
 
 async def _run(plan: Plan) -> int:
     interactive = plan.up.chat or plan.up.prompt is not None
     names = ["coordinator", *(worker.name for worker in plan.workers)]
-    stream = (plan.run_dir / "log").open("a", encoding="utf-8") if interactive else sys.stdout
+    stream = open(plan.run_dir / "log", "a", encoding="utf-8", opener=private) if interactive else sys.stdout  # noqa: SIM115
     log = json_log(stream) if plan.coordinator.log_format == "json" else prefixed_log(stream, names)
     forks = WorkerForks(say) if plan.up.fork_workers else None
     supervisor = Supervisor(
@@ -51,7 +55,7 @@ async def _run(plan: Plan) -> int:
         log=log,
         grace_s=plan.up.grace_s,
         ready_timeout_s=plan.up.ready_timeout_s,
-        known_workers=lambda: known_workers(plan.url),
+        known_workers=lambda: known_workers(plan.url, {"authorization": f"Bearer {plan.admin_key}"}),
         leave_within_s=max(worker.drain_timeout_s for worker in plan.workers) + plan.up.grace_s,
         hung_after_s=plan.up.hung_after_s,
     )
@@ -84,7 +88,7 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
     settings = ChatSettings(url=plan.url, api_key_file=plan.up.api_key_file)
 
     async def serve() -> int:
-        say(f"ready at {plan.url} (in a browser: the dashboard)\n\n{curl_example(plan)}\n\nCtrl-C stops everything.")
+        say(f"ready at {plan.url}\n{dashboard_hint(plan, link=sys.stderr.isatty())}\n\n{curl_example(plan)}\n\nCtrl-C stops everything.")
         await asyncio.Event().wait()
         return 0
 
@@ -108,8 +112,10 @@ def commands(plan: Plan, fork: Start | None = None) -> list[Command]:
 
 def _command(run_dir: Path, role: str, name: str, settings: BaseModel, threads: int, fork: Start | None = None) -> Command:
     path = run_dir / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({role: settings.model_dump(mode="json", exclude_none=True)}), encoding="utf-8")
+    said = settings.model_dump(mode="json", exclude_none=True)
     env = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+    env |= {variable_of(name): said.pop(name) for name in SECRETS & set(said)}
+    write_private(path, yaml.safe_dump({role: said}))
     env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     arguments = [role, "--config", str(path)]
     if fork is not None:
@@ -131,11 +137,11 @@ async def is_ready(url: str) -> bool:
         return False
 
 
-async def known_workers(url: str) -> dict[str, int] | None:
+async def known_workers(url: str, headers: dict[str, str]) -> dict[str, int] | None:
     """Process ids of the workers that the coordinator counts as alive; None where it does not answer."""
     try:
         async with _asking() as client:
-            state = (await client.get(f"{url}/debug/state")).json()
+            state = (await client.get(f"{url}/debug/state", headers=headers)).json()
             return {worker["process"] or worker["worker_id"]: worker["pid"] for worker in state["workers"]}
     except (httpx.HTTPError, ValueError, KeyError):
         return None
@@ -163,6 +169,15 @@ def json_log(stream: TextIO) -> Log:
         print(line if line.startswith("{") else json_line(name, line), file=stream, flush=True)
 
     return log
+
+
+def dashboard_hint(plan: Plan, *, link: bool) -> str:
+    """``link``: with one that opens a session, once; not for logs, which others may read."""
+    key_file = plan.coordinator.admin_key_file
+    if not link:
+        return f"dashboard: {plan.url}/ (asks for the admin key in {key_file})"
+    token = Operators(plan.admin_key).token()
+    return f"dashboard: {plan.url}{LOGIN}?token={token}\n(this link works once, within an hour; {plan.url}/ asks for the key in {key_file})"
 
 
 def curl_example(plan: Plan) -> str:

@@ -74,7 +74,8 @@ class TopSettings(BaseModel):
 
     url: str = Field(default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The coordinator's address.")
     admin_key_file: Path | None = Field(
-        default=None, description="File with the coordinator's admin key, where API keys are configured and it runs on another host."
+        default=None,
+        description="File with the coordinator's admin key. Default: found by itself for a coordinator that you run on this host.",
     )
     every_s: float = Field(default=1.0, ge=0.1, le=60, description="Seconds between two pictures.")
 
@@ -88,9 +89,12 @@ class FlipSettings(BaseModel):
     url: str = Field(
         default="http://127.0.0.1:8000",
         pattern=r"^https?://\S+$",
-        description="The coordinator's address, or that of its admin port where it has one.",
+        description="The coordinator's address; on another host that of its admin port where it has one.",
     )
-    admin_key_file: Path | None = Field(default=None, description="File with the coordinator's admin key, where it runs on another host.")
+    admin_key_file: Path | None = Field(
+        default=None,
+        description="File with the coordinator's admin key. Default: found by itself for a coordinator that you run on this host.",
+    )
     timeout_s: float | None = Field(
         default=None,
         ge=0,

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from .checks import read_key
+from .operator_access import operator_access
 from .settings import TopSettings
 from .top_view import Picture, render, trouble
 
@@ -35,9 +35,8 @@ class TopError(Exception):
 class Feed:
     """What has been seen so far, and how to ask for the rest."""
 
-    def __init__(self, client: httpx.Client, key: str) -> None:
+    def __init__(self, client: httpx.Client) -> None:
         self._client = client
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._boot = ""
         self.points: deque[dict[str, Any]] = deque(maxlen=MAX_POINTS)
         self.requests: deque[dict[str, Any]] = deque(maxlen=MAX_REQUESTS)
@@ -60,7 +59,7 @@ class Feed:
             "after_request": self.requests[-1]["n"] if self.requests else 0,
         }
         try:
-            response = self._client.get("/dashboard/feed", params=after, headers=self._headers)
+            response = self._client.get("/dashboard/feed", params=after)
             state: dict[str, Any] = response.json()
         except httpx.HTTPError as error:
             raise TopError(
@@ -75,10 +74,10 @@ class Feed:
 
 def main(settings: TopSettings) -> int:
     """Shows the picture until q or Ctrl-C; once where standard output is no terminal. Returns the exit status."""
-    key = read_key("--admin-key-file", settings.admin_key_file)
+    url, headers = operator_access(settings.url, settings.admin_key_file)
     console = Console()
-    with httpx.Client(base_url=settings.url, timeout=PATIENCE_S, trust_env=False) as client:
-        feed = Feed(client, key)
+    with httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False) as client:
+        feed = Feed(client)
         if not console.is_terminal:
             return _once(feed, Console(width=max(MIN_WIDTH, console.width)))
         live = Live(Text("asking ..."), console=console, screen=True, auto_refresh=False)

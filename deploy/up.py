@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,9 @@ from typing import Any
 import click
 from pydantic import BaseModel
 
+from ..coordinator.http.operators import admin_key, make_admin_key
+from ..coordinator.listening_server import url_of
+from ..coordinator.run_folder import ADMIN_KEY, RunFolder
 from ..coordinator.settings import CoordinatorSettings
 from ..decode.settings import DecodeSettings
 from ..engine.settings import WorkerSettings
@@ -49,16 +51,20 @@ class Plan:
 
     up: UpSettings
     run_dir: Path
-    run_dir_is_temporary: bool
+    folder: RunFolder  # ``run_dir`` where none is named
     coordinator: CoordinatorSettings
     workers: list[PrefillSettings | DecodeSettings]  # those that can change their roles are both
 
     @property
     def url(self) -> str:
         """Where a client on this machine reaches the HTTP server."""
-        host = self.coordinator.listen_host
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.coordinator.port}"
+        return url_of(self.coordinator.listen_host, self.coordinator.port)
+
+    @property
+    def admin_key(self) -> str:
+        """Of the coordinator."""
+        assert self.coordinator.admin_key_file is not None, "plan() has made one"
+        return admin_key(self.coordinator.admin_key_file)
 
 
 def up_options() -> list[click.Parameter]:
@@ -109,9 +115,12 @@ def plan(flags: Layer, sources: Sources) -> Plan:
     for device in computing:
         require_device(device, gpus)
     require_port(coordinator.listen_host, coordinator.port)
-    run_dir = _run_dir(up.run_dir)
+    folder = _run_folder()
+    run_dir = _run_dir(up.run_dir) if up.run_dir is not None else folder.path
     if "key_file" in derived:
         coordinator = coordinator.model_copy(update={"key_file": _own_key(run_dir)})
+    if coordinator.admin_key_file is None:
+        coordinator = coordinator.model_copy(update={"admin_key_file": _own_admin_key(run_dir)})
     coordinator = coordinator.model_copy(
         update={"model": coordinator.model.resolve(), "port": coordinator.port or free_port(coordinator.listen_host)}
     )
@@ -129,7 +138,7 @@ def plan(flags: Layer, sources: Sources) -> Plan:
         require_runner(runner)
     if coordinator.steer != "off":
         coordinator = coordinator.model_copy(update={"steer_keep": _kept(coordinator.steer_keep, workers)})
-    return Plan(up, run_dir, up.run_dir is None, coordinator, workers)
+    return Plan(up, run_dir, folder, coordinator, workers)
 
 
 def _kept(said: str, workers: list[PrefillSettings | DecodeSettings]) -> str:
@@ -209,12 +218,18 @@ def _worker(
     return [build(model, [{**decided, "device": one}, *said]) for one in named]
 
 
-def _run_dir(named: Path | None) -> Path:
+def _run_folder() -> RunFolder:
     """Raises ConfigError where it cannot be made."""
-    if named is None:
-        return Path(tempfile.mkdtemp(prefix="splitserve-")).resolve()
     try:
-        named.mkdir(parents=True, exist_ok=True)
+        return RunFolder()
+    except OSError as error:
+        raise ConfigError(f"cannot make a folder for this run: {error}") from error
+
+
+def _run_dir(named: Path) -> Path:
+    """Raises ConfigError where it cannot be made."""
+    try:
+        named.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise ConfigError(f"--run-dir: cannot make the folder {named} ({error.strerror or error}); name another") from error
     return named.resolve()
@@ -226,6 +241,18 @@ def _own_key(run_dir: Path) -> Path:
     path = run_dir / KEY_NAME
     if not path.exists():
         generate_key(path)
+    return path
+
+
+def _own_admin_key(run_dir: Path) -> Path:
+    """Raises ConfigError where other users may read it."""
+    path = run_dir / ADMIN_KEY
+    try:
+        if not path.exists():
+            return make_admin_key(path)
+        admin_key(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
     return path
 
 

@@ -128,7 +128,7 @@ document.addEventListener("keydown", (event) => {
 });
 $("theme").addEventListener("click", nextTheme);
 $("help").addEventListener("click", () => $("keys").showModal());
-$("unlock").addEventListener("submit", (event) => { event.preventDefault(); feed.key = $("admin-key").value; });
+$("unlock").addEventListener("submit", (event) => { event.preventDefault(); feed.login($("admin-key").value); $("admin-key").value = ""; });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.recolour());
 const chosen = new URLSearchParams(location.search).get("theme") ?? localStorage.getItem("splitserve-theme");
 theme(THEMES.includes(chosen) ? chosen : "auto");

@@ -6,7 +6,6 @@ const PATIENCE_MS = 4000;
 const STICK_MS = 5000; // so long this page stays with the process it knows
 const MAX_POINTS = 450;
 const MAX_REQUESTS = 120;
-const KEY = "splitserve-admin-key";
 
 export class Feed {
   /** `onState(state, history)` after each answer; `onTrouble(kind, sentence)`: kind is "lost" or "denied". */
@@ -15,9 +14,12 @@ export class Feed {
     document.addEventListener("visibilitychange", () => document.hidden || this.ask());
   }
 
-  set key(key) {
-    sessionStorage.setItem(KEY, key);
-    this.ask();
+  /** Opens a session: the coordinator gives this browser a cookie that no script can read. */
+  async login(key) {
+    const options = { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ key }) };
+    const response = await fetch("dashboard/login", options).catch(() => null);
+    if (response && !response.ok) this.onTrouble("denied", (await response.json().catch(() => null))?.error?.message ?? `the coordinator answered ${response.status}`);
+    else this.ask();
   }
 
   async ask() {
@@ -33,9 +35,7 @@ export class Feed {
 
   async get() {
     const after = `after_point=${this.points.at(-1)?.n ?? 0}&after_request=${this.requests.at(-1)?.n ?? 0}`;
-    const key = sessionStorage.getItem(KEY);
-    const headers = key ? { authorization: `Bearer ${key}` } : {};
-    const response = await fetch(`dashboard/feed?${after}`, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
+    const response = await fetch(`dashboard/feed?${after}`, { signal: AbortSignal.timeout(PATIENCE_MS) });
     if (response.ok) return response.json();
     const body = await response.json().catch(() => null);
     const error = new Error(body?.error?.message ?? `the coordinator answered ${response.status}`);

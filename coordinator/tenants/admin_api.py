@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..admin import AdminCheck
 from ..body import read_body
 from ..errors import NotFound, from_validation
 from ..request import PriorityClass
@@ -71,16 +70,16 @@ class RotateBody(BaseModel):
     grace_s: Annotated[float, Field(ge=0, le=1e8)] = 0.0
 
 
-def tenant_routes(path: Path | None, operators: AdminCheck) -> list[Route]:
+def tenant_routes(path: Path | None) -> list[Route]:
     """Empty where no tenants file is configured."""
-    return TenantRoutes(path, operators).routes() if path is not None else []
+    return TenantRoutes(path).routes() if path is not None else []
 
 
 class TenantRoutes:
     """Each call opens the tenants file anew, on a thread: these are rare."""
 
-    def __init__(self, path: Path, operators: AdminCheck) -> None:
-        self._path, self._operators = path, operators
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     def routes(self) -> list[Route]:
         return [
@@ -95,38 +94,36 @@ class TenantRoutes:
         ]
 
     async def _tiers(self, request: Request) -> Response:
-        return await self._do(request, lambda store: {"tiers": store.tiers()})
+        return await self._do(lambda store: {"tiers": store.tiers()})
 
     async def _set_tier(self, request: Request) -> Response:
         body, name = await self._body(request, TierBody), request.path_params["name"]
-        return await self._do(request, lambda store: store.set_tier(name, body.priority_class, body.limits()))
+        return await self._do(lambda store: store.set_tier(name, body.priority_class, body.limits()))
 
     async def _tenants(self, request: Request) -> Response:
-        return await self._do(request, lambda store: {"tenants": store.tenants()})
+        return await self._do(lambda store: {"tenants": store.tenants()})
 
     async def _set_tenant(self, request: Request) -> Response:
         body, name = await self._body(request, TenantBody), request.path_params["name"]
-        return await self._do(request, lambda store: store.set_tenant(name, tier=body.tier, shared_cache=body.shared_cache))
+        return await self._do(lambda store: store.set_tenant(name, tier=body.tier, shared_cache=body.shared_cache))
 
     async def _keys(self, request: Request) -> Response:
-        return await self._do(request, lambda store: {"keys": store.keys()})
+        return await self._do(lambda store: {"keys": store.keys()})
 
     async def _create_key(self, request: Request) -> Response:
         body = await self._body(request, KeyBody)
         expires = time.time() + body.expires_in_s if body.expires_in_s is not None else None
-        return await self._do(request, lambda store: store.create_key(body.tenant, body.name, body.limits(), expires))
+        return await self._do(lambda store: store.create_key(body.tenant, body.name, body.limits(), expires))
 
     async def _rotate_key(self, request: Request) -> Response:
         body, key = await self._body(request, RotateBody), request.path_params["key"]
-        return await self._do(request, lambda store: store.rotate_key(key, body.grace_s))
+        return await self._do(lambda store: store.rotate_key(key, body.grace_s))
 
     async def _revoke_key(self, request: Request) -> Response:
         key = request.path_params["key"]
-        return await self._do(request, lambda store: store.revoke_key(key))
+        return await self._do(lambda store: store.revoke_key(key))
 
-    async def _do(self, request: Request, act: Callable[[TenantStore], Any]) -> Response:
-        self._operators.check(request)
-
+    async def _do(self, act: Callable[[TenantStore], Any]) -> Response:
         def on_thread() -> Any:
             store = TenantStore(self._path)
             try:
@@ -142,7 +139,6 @@ class TenantRoutes:
         return Response(orjson.dumps(result if result is not None else {"done": True}), media_type="application/json")
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        self._operators.check(request)
         body = await read_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES)
         try:
             return kind.model_validate_json(body or b"{}")

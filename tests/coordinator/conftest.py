@@ -12,9 +12,10 @@ import httpx
 import pytest
 import uvloop
 from openai import AsyncOpenAI
-from support.http_fakes import ANSWER, FakeDispatcher, write_tiny_model
+from support.http_fakes import ADMIN_KEY, ANSWER, OPERATOR, FakeDispatcher, write_tiny_model
 
 from splitserve.coordinator.batch.runner import BatchOptions
+from splitserve.coordinator.http.operators import Operators
 from splitserve.coordinator.limits import HttpLimits
 from splitserve.coordinator.request import GenerationRequest
 from splitserve.coordinator.served_model import ServedModel
@@ -52,7 +53,7 @@ def limits() -> HttpLimits:
 
 @pytest.fixture
 async def server(dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLimits) -> AsyncIterator[HttpServer]:
-    server = HttpServer(create_app(dispatcher, model, limits, dispatcher.system))
+    server = HttpServer(create_app(dispatcher, model, limits, dispatcher.system, Operators(ADMIN_KEY)))
     await server.start()
     yield server
     await server.stop(grace_s=0)
@@ -62,7 +63,7 @@ async def server(dispatcher: FakeDispatcher, model: ServedModel, limits: HttpLim
 
 @pytest.fixture
 async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60, headers=OPERATOR) as client:
         yield client
 
 
@@ -81,7 +82,9 @@ def fuzzed(model: ServedModel, dispatcher: FakeDispatcher, tmp_path: Path) -> It
     batches = BatchOptions(tmp_path / "batches.db")
 
     async def serve() -> None:
-        server = HttpServer(create_app(dispatcher, model, HttpLimits(max_body_bytes=1 << 20), dispatcher.system, batches=batches))
+        server = HttpServer(
+            create_app(dispatcher, model, HttpLimits(max_body_bytes=1 << 20), dispatcher.system, Operators(ADMIN_KEY), batches=batches)
+        )
         await server.start()
         ports.put(server.port)
         await asyncio.to_thread(done.wait)
@@ -90,7 +93,7 @@ def fuzzed(model: ServedModel, dispatcher: FakeDispatcher, tmp_path: Path) -> It
     done = threading.Event()
     thread = threading.Thread(target=lambda: uvloop.run(serve()))
     thread.start()
-    with httpx.Client(base_url=f"http://127.0.0.1:{ports.get(timeout=60)}", verify=False, timeout=60) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{ports.get(timeout=60)}", verify=False, timeout=60, headers=OPERATOR) as client:
         yield client
     done.set()
     thread.join(60)

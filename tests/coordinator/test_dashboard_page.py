@@ -7,8 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 from support.browser import CHROMIUM, browser
-from support.http_fakes import ANSWER, FakeDispatcher
+from support.http_fakes import ADMIN_KEY, ANSWER, FakeDispatcher
 
+from splitserve.coordinator.http.operators import LOGIN, Operators
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.system_snapshot import SystemSnapshot, WorkerSnapshot
@@ -33,11 +34,12 @@ def system() -> SystemSnapshot:
 
 
 async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
-    server = HttpServer(create_app(dispatcher, model, system=system))
+    operators = Operators(ADMIN_KEY)
+    server = HttpServer(create_app(dispatcher, model, system=system, operators=operators))
     await server.start()
     url = f"http://127.0.0.1:{server.port}"
     async with browser(tmp_path) as page, httpx.AsyncClient(base_url=url, timeout=60) as http:
-        await page.open(url)
+        await page.open(f"{url}{LOGIN}?token={operators.token()}")
         await page.until("document.querySelector('#status').dataset.state === 'ready'")
         assert await page.text("#model") == "tiny"
         assert "curl" in await page.text("#gantt")  # an empty list says what to do
@@ -88,3 +90,21 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
         await server.stop(grace_s=0)
         await page.until("/No answer from the coordinator/.test(document.querySelector('#notice').innerText)")
         assert await page.text("#status") == "no answer"
+
+
+async def test_the_admin_key_opens_the_page_for_this_browser(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
+    server = HttpServer(create_app(dispatcher, model, system=system, operators=Operators(ADMIN_KEY)))
+    await server.start()
+    async with browser(tmp_path) as page:
+        await page.open(f"http://127.0.0.1:{server.port}")
+        await page.until("!document.querySelector('#unlock').hidden")
+        for key, seen in (("wrong", "'not the admin key'"), (ADMIN_KEY, "'ready'")):
+            await page.value("document.querySelector('#admin-key').focus()")
+            await page.write(key)
+            await page.press("Enter")
+            await page.until(f"document.body.innerText.includes({seen})")
+        assert await page.value("document.querySelector('#unlock').hidden")
+        assert await page.value("document.cookie") == ""  # no script can read it
+        await page.value("window.before = location.reload()")
+        await page.until("!('before' in window) && document.querySelector('#status')?.dataset.state === 'ready'")
+    await server.stop(grace_s=0)

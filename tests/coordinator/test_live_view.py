@@ -8,7 +8,7 @@ import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.admin import AdminRoutes
+from splitserve.coordinator.http.operators import Operators
 from splitserve.coordinator.live_view import NUM_POINTS, NUM_RECENT, LiveView
 from splitserve.coordinator.objectives import Objectives
 from splitserve.coordinator.request_record import RequestRecord
@@ -179,7 +179,7 @@ class Known:
 
 
 async def test_with_keys_configured_the_feed_is_for_operators(dispatcher: FakeDispatcher, model: ServedModel) -> None:
-    app = create_app(dispatcher, model, admin=AdminRoutes(dispatcher, "k" * 32), tenancy=Tenancy(Known()))  # type: ignore[arg-type]
+    app = create_app(dispatcher, model, operators=Operators("k" * 32), tenancy=Tenancy(Known()))
     far = httpx.ASGITransport(app, client=("192.0.2.1", 1))
     async with httpx.AsyncClient(transport=far, base_url="http://far") as client:
         assert (await client.get("/")).status_code == 200

@@ -15,9 +15,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from support.http_fakes import FakeDispatcher
+from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 
 from splitserve.coordinator.efficiency import Efficiency
+from splitserve.coordinator.http.operators import Operators
 from splitserve.coordinator.lifecycle import Lifecycle
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
@@ -47,9 +48,9 @@ def everything() -> SystemSnapshot:
 async def metrics(dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> str:
     """All that /metrics can have. Nothing is sampled but by this, however long it takes."""
     monkeypatch.setattr("splitserve.coordinator.sampler.PERIOD_S", 1e6)
-    server = HttpServer(create_app(dispatcher, model, system=everything, price_per_hour=2.0))
+    server = HttpServer(create_app(dispatcher, model, system=everything, operators=Operators(ADMIN_KEY), price_per_hour=2.0))
     await server.start()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60, headers=OPERATOR) as http:
         for body in ({"prompt": "quick", "max_tokens": 5, "stream": True}, {"prompt": "quick"}, {"prompt": 3}):
             await http.post("/v1/completions", json=body)
         for now, grown in ((0.0, 0.0), (10.0, 100.0)):
@@ -131,11 +132,13 @@ def test_workers_without_a_gpu_cost_too() -> None:
 
 
 @needs_prometheus
-async def test_promtool_accepts_metrics_and_rules(metrics: str) -> None:
+async def test_promtool_accepts_metrics_and_rules(metrics: str, tmp_path: Path) -> None:
+    shutil.copytree(MONITORING, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "admin.key").write_text(ADMIN_KEY)
     checked = subprocess.run([str(PROMTOOL), "check", "metrics"], input=metrics, capture_output=True, text=True, timeout=200, check=False)
     assert (checked.returncode, checked.stderr) == (0, ""), checked.stderr
     config = subprocess.run(
-        [str(PROMTOOL), "check", "config", str(MONITORING / "prometheus.yml")], capture_output=True, text=True, timeout=200, check=False
+        [str(PROMTOOL), "check", "config", str(tmp_path / "prometheus.yml")], capture_output=True, text=True, timeout=200, check=False
     )
     assert config.returncode == 0, config.stdout + config.stderr
     assert re.search(r"SUCCESS: [0-9]+ rules found", config.stdout)
@@ -162,6 +165,7 @@ def prometheus(target: str, folder: Path) -> Iterator[str]:
     config = (MONITORING / "prometheus.yml").read_text().replace("127.0.0.1:8000", target).replace("interval: 5s", "interval: 250ms")
     (folder / "prometheus.yml").write_text(config)
     shutil.copy(MONITORING / "alerts.yml", folder)
+    (folder / "admin.key").write_text(ADMIN_KEY)
     command = [str(PROMETHEUS), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with subprocess.Popen([*command, "--web.listen-address=127.0.0.1:0"], stderr=subprocess.DEVNULL) as process:
         try:

@@ -15,6 +15,7 @@ from splitserve.bench import load
 from splitserve.bench.settings import LoadSettings
 from splitserve.deploy.chat import account, answer_once, converse
 from splitserve.deploy.settings import ChatSettings
+from splitserve.transport.private_files import write_private
 
 
 async def test_one_answer_is_streamed_and_accounted_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,7 +29,7 @@ async def test_one_answer_is_streamed_and_accounted_for(capsys: pytest.CaptureFi
 
 
 async def test_the_key_of_a_file_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("sk-split-abc\n")
+    write_private(tmp_path / "key", "sk-split-abc\n")
     async with fake_openai() as server:
         assert await answer_once(ChatSettings(url=server.url, api_key_file=tmp_path / "key"), "count") == 0
         await load.generate_load(LoadSettings(url=server.url, api_key_file=tmp_path / "key", requests=1, warmup=0))

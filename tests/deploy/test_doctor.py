@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import socket
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import tempfile
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from splitserve.coordinator.run_folder import Door, RunFolder, announce
 from splitserve.deploy.checks import model_problem
 from splitserve.deploy.doctor import main
 from splitserve.deploy.settings import DoctorSettings
@@ -44,24 +44,15 @@ def test_what_blocks_is_named_with_advice(tmp_path: Path) -> None:
     assert "3 problems" in said
 
 
-def test_the_coordinator_that_runs_already_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitserve.deploy.doctor.ANSWER_S", 60.0)
-
-    class State(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"coordinator": {"control_address": f"tcp://127.0.0.1:{control.getsockname()[1]}"}}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None: ...
-
-    with socket.create_server(("127.0.0.1", 0)) as control, HTTPServer(("127.0.0.1", 0), State) as http:
-        thread = threading.Thread(target=http.handle_request)
-        thread.start()
-        status, said = doctor(port=http.server_port, control_address=f"tcp://127.0.0.1:{control.getsockname()[1]}")
-        thread.join(60)
+def test_the_coordinator_that_runs_already_is_no_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = RunFolder()
+    with socket.create_server(("127.0.0.1", 0)) as control, socket.create_server(("127.0.0.1", 0)) as http:
+        port, address = http.getsockname()[1], f"tcp://127.0.0.1:{control.getsockname()[1]}"
+        url = f"http://127.0.0.1:{port}"
+        announce(folder.path, 0, Door(url=url, admin_url=url, control_address=address, admin_key_file=tmp_path))
+        status, said = doctor(port=port, control_address=address)
+    folder.close()
     assert status == 0
     assert said.count("is used by a splitserve coordinator that runs already") == 2
 

@@ -26,6 +26,7 @@ from splitserve.coordinator.request_record import RequestRecord
 from splitserve.coordinator.system_snapshot import SystemSnapshot, WorkerSnapshot
 from splitserve.coordinator.time_ledger import TimeLedger
 from splitserve.deploy.top_view import Picture, render
+from splitserve.transport.private_files import private, write_private
 
 GAUGES = {"gpu_utilization_ratio": 0.83, "gpu_power_watts": 512.4}
 WORKERS = [
@@ -117,7 +118,7 @@ def test_without_colours_each_part_is_told_by_its_letter() -> None:
 
 def test_q_leaves_the_terminal_as_it_was(coordinator: str, tmp_path: object) -> None:
     key_file = os.path.join(str(tmp_path), "key")
-    with open(key_file, "w") as file:
+    with open(key_file, "w", opener=private) as file:
         file.write(KEY)
     keyboard, terminal = pty.openpty()
     command = [sys.executable, "-m", "splitserve.deploy.cli", "top", "--url", coordinator, "--every-s", "0.1", "--admin-key-file", key_file]
@@ -136,7 +137,7 @@ def test_without_a_terminal_it_prints_once_or_says_why_not(coordinator: str, tmp
     command = [sys.executable, "-c", PATIENT_TOP, "top", "--url", coordinator]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (refused.returncode, refused.stderr) == (1, "splitserve: This needs the admin key.\n")
-    (tmp_path / "key").write_text(KEY)
+    write_private(tmp_path / "key", KEY)
     command += ["--admin-key-file", str(tmp_path / "key")]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert re.search(r"time to first token +3\.00 s +3\.00 s +3\.00 s", shown.stdout)  # nothing is cut off for want of columns

@@ -183,6 +183,7 @@ def test_a_chat_needs_a_key_where_keys_are_asked_for(model: Path, tmp_path: Path
     with pytest.raises(ConfigError, match=r"cannot read .*key .No such file"):
         planned(model, tmp_path, tenants_file=tenants, prompt="Hi", api_key_file=str(key))
     key.write_text(" \n")
+    key.chmod(0o600)
     with pytest.raises(ConfigError, match="holds no key"):
         planned(model, tmp_path, tenants_file=tenants, prompt="Hi", api_key_file=str(key))
     key.write_text("sk-split-x\n")

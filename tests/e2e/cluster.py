@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
+from splitserve.deploy.operator_access import OperatorAuth
+
 MODEL_NAME = "tiny"
 START_S = 200.0  # five processes that all read torch from a disk; a test has 300
 PATIENCE_S = 60.0
@@ -27,7 +29,7 @@ GRACE_S = 40.0  # to end in good order; a coordinator with an open stream takes 
 MOST_PROCESSES = 2  # of a coordinator
 NEVER_DEAD = ("--dead-after-s", "60")
 """For clusters in which nobody is frozen: no worker is ever dead for having waited."""
-HTTP = httpx.Client(verify=False, timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(verify=False, timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0), auth=OperatorAuth())
 """For all questions: to read certificates takes longer than an answer. No connection outlives the process that it leads to."""
 
 

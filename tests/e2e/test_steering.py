@@ -18,6 +18,7 @@ import pytest
 from e2e.cluster import NEVER_DEAD, PATIENCE_S, Cluster, free_port, running, wait_for
 
 from splitserve.bench.steer_live import Streamed, stream
+from splitserve.deploy.operator_access import OperatorAuth
 from splitserve.deploy.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
 from splitserve.planner.trace.request import TraceRequest
@@ -113,7 +114,7 @@ async def load_until_flipped(cluster: Cluster) -> list[Streamed]:
     tasks: list[asyncio.Task[Streamed]] = []
     began = time.monotonic()
     async with httpx.AsyncClient(
-        base_url=cluster.url, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None), trust_env=False
+        base_url=cluster.url, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=None), trust_env=False, auth=OperatorAuth()
     ) as http:
         flipped = asyncio.create_task(has_flipped(http))
         while not flipped.done():

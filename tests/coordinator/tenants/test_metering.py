@@ -18,8 +18,9 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.http_fakes import FakeDispatcher
+from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 
+from splitserve.coordinator.http.operators import Operators
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.tenants import usage_database
@@ -197,7 +198,8 @@ async def test_sums_agree_with_the_metrics(tmp_path: Path, dispatcher: FakeDispa
         store.set_tenant(tenant)
         keys.append(store.create_key(tenant).key)
     meter = make(tmp_path, write_every_s=0.01)
-    server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(tmp_path / "tenants"), meter=meter)))
+    tenancy = Tenancy(KeyDirectory(tmp_path / "tenants"), meter=meter)
+    server = HttpServer(create_app(dispatcher, model, operators=Operators(ADMIN_KEY), tenancy=tenancy))
     await server.start()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as client:
 
@@ -214,7 +216,7 @@ async def test_sums_agree_with_the_metrics(tmp_path: Path, dispatcher: FakeDispa
         gone.cancel()
         await dispatcher.until(lambda: not dispatcher.running)
         await ask(1, prompt=[])  # refused before it began: no record
-        text = (await client.get("/metrics")).text
+        text = (await client.get("/metrics", headers=OPERATOR)).text
     await server.stop(grace_s=0)
     meter.stop()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
