@@ -1,16 +1,20 @@
-"""What can be known before a process starts: is the model folder complete, is the port free. No torch."""
+"""What can be known before a process starts: can the model folder be served, is the port free. No torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
 
 from pydantic import BaseModel
 
+from ..engine.errors import EngineError
 from ..engine.latency_profile import PACED, Profile
+<<<<<<< HEAD
 from ..transport.private_files import OpenToOthers, require_private
+=======
+from ..engine.model_folder import check_model_folder
+>>>>>>> 7330d9b (A model folder is believed nothing that its files do not bear out)
 from .config import ConfigError, flag_of
 from .extras import missing_for
 
@@ -19,7 +23,7 @@ OUTPUTS = ("output", "json_file", "plot_file", "html_file", "launch_file", "reco
 
 
 def require_model(folder: Path, *, weights: bool = True) -> None:
-    """Raises ConfigError if ``folder`` is no complete checkpoint."""
+    """Raises ConfigError if ``folder`` cannot be served."""
     if problem := model_problem(folder, weights=weights):
         raise ConfigError(f"--model: {problem}")
 
@@ -71,35 +75,12 @@ def read_key(option: str, path: Path | None) -> str:
 
 
 def model_problem(folder: Path, *, weights: bool = True) -> str | None:
-    """What is missing in a checkpoint folder, with what to do; None if it is complete."""
-    if not folder.is_dir():
-        return f"there is no folder {folder}; give a Hugging Face checkpoint folder (config.json, tokenizer.json, *.safetensors)"
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            return f"{folder} has no {name}; copy the complete checkpoint into it"
+    """Why this checkpoint folder cannot be served, with what to do; None if it can."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        return f"{folder / 'config.json'} is not JSON ({error}); copy the checkpoint again"
-    if not isinstance(config, dict) or not config.get("architectures"):
-        return f"{folder / 'config.json'} names no architecture; is it the folder of a language model?"
-    return _weights_problem(folder) if weights else None
-
-
-def _weights_problem(folder: Path) -> str | None:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            return f"{index} cannot be read ({error!r}); copy the checkpoint again"
-        missing = sorted(name for name in shards if not (folder / name).is_file())
-        return f"{folder} lacks {len(missing)} of {len(shards)} weight files, {missing[0]} first; copy them into it" if missing else None
-    if (folder / "model.safetensors").is_file():
-        return None
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
-        return f"{folder} has only pickled weights, which are never loaded; convert them to safetensors"
-    return f"{folder} has no model.safetensors; copy the complete checkpoint into it"
+        check_model_folder(folder, "needed" if weights else "if there")
+    except EngineError as error:
+        return str(error)
+    return None
 
 
 def write_problem(path: Path) -> str | None:

@@ -16,6 +16,17 @@ SUPPORTED = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+LARGEST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 1024,
+    "max_position_embeddings": 1 << 24,
+}
+"""Several times those of any model: what a config.json claims is believed no further, before its weights bear it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +65,19 @@ class ModelConfig:
             raise ModelConfigError(f"{path} is not a folder; give the folder of a Hugging Face checkpoint (with config.json)")
         config = _read_json(path / "config.json")
         generation = _read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
-        return parse_config(config, generation)
+        try:
+            return parse_config(config, generation)
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise ModelConfigError(f"{path / 'config.json'} has a value of the wrong type ({error!r:.200}); download it again") from error
 
 
 def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     family = _family(config)
     _refuse_unsupported(config)
     num_heads = _positive_int(config, "num_attention_heads")
-    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    num_kv_heads = _positive_int({"num_key_value_heads": config.get("num_key_value_heads") or num_heads}, "num_key_value_heads")
     hidden_size = _positive_int(config, "hidden_size")
-    head_dim = int(config.get("head_dim") or (128 if family == "qwen3" else hidden_size // num_heads))
+    head_dim = _positive_int({"head_dim": config.get("head_dim") or (128 if family == "qwen3" else hidden_size // num_heads)}, "head_dim")
     num_layers = _positive_int(config, "num_hidden_layers")
     if num_heads % num_kv_heads:
         raise ModelConfigError(f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly")
@@ -95,10 +109,10 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
 
 def _family(config: dict[str, Any]) -> str:
     architectures = config.get("architectures") or []
-    if len(architectures) != 1 or architectures[0] not in SUPPORTED:
-        found = ", ".join(architectures) or "none"
+    if not isinstance(architectures, list) or len(architectures) != 1 or str(architectures[0]) not in SUPPORTED:
+        found = ", ".join(map(str, architectures)) or "none"
         raise ModelConfigError(f"config.json: architecture {found} is not supported (supported: {', '.join(SUPPORTED)})")
-    return SUPPORTED[architectures[0]]
+    return SUPPORTED[str(architectures[0])]
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
@@ -137,18 +151,20 @@ def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[
 
 def _positive_int(config: dict[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ModelConfigError(f"config.json: {key!r} must be a positive whole number, found {value!r}")
+    if type(value) is not int or value < 1:
+        raise ModelConfigError(f"config.json: {key!r} must be a positive whole number, found {value!r:.100}")
+    if value > LARGEST[key]:
+        raise ModelConfigError(f"config.json: {key!r} is {value}; the largest that is served is {LARGEST[key]}")
     return value
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelConfigError(f"{path} does not exist; give the folder of a Hugging Face checkpoint") from None
-    except (OSError, ValueError) as error:
-        raise ModelConfigError(f"{path} cannot be read as JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelConfigError(f"{path} is not JSON ({error}); copy the checkpoint again") from error
     if not isinstance(value, dict):
         raise ModelConfigError(f"{path} must hold a JSON object")
     return value

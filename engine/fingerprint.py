@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from .weights import weight_files
+from .weight_headers import weight_files
 
 FULL_HASH_BYTES = 8 << 30
 EDGE_BYTES = 1 << 20

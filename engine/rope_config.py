@@ -8,6 +8,8 @@ from typing import Any
 
 from .errors import ModelConfigError
 
+MOST = 1e12
+LONGEST = 1 << 24  # tokens
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -31,7 +33,7 @@ def rope_config(config: dict[str, Any]) -> RopeConfig:
     parameters: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelConfigError("config.json: partial_rotary_factor other than 1.0 is not supported")
-    theta = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
+    theta = _positive("rope_theta", parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     if kind not in ROPE_TYPES:
         raise ModelConfigError(f"config.json: rope type {kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
@@ -39,7 +41,7 @@ def rope_config(config: dict[str, Any]) -> RopeConfig:
         return RopeConfig(theta=theta)
     if "factor" not in parameters:
         raise ModelConfigError(f"config.json: rope type {kind!r} needs 'factor' among its rope parameters")
-    factor = float(parameters["factor"])
+    factor = _positive("factor", parameters["factor"])
     original = int(parameters.get("original_max_position_embeddings") or config["max_position_embeddings"])
     return RopeConfig(
         type=kind,
@@ -54,6 +56,12 @@ def rope_config(config: dict[str, Any]) -> RopeConfig:
     )
 
 
+def _positive(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 < value < MOST:
+        raise ModelConfigError(f"config.json: {name!r} of the rope parameters must be above 0 and below {MOST:g}, found {value!r:.100}")
+    return float(value)
+
+
 def rope_max_model_len(rope: RopeConfig, max_position_embeddings: int) -> int:
     """The longest sequence the rotary parameters are good for.
 
@@ -61,7 +69,7 @@ def rope_max_model_len(rope: RopeConfig, max_position_embeddings: int) -> int:
     already cached (and shared between requests): it is served up to the trained length only.
     """
     if rope.type == "yarn":
-        return max(max_position_embeddings, int(rope.factor * rope.original_max_position_embeddings))
+        return min(LONGEST, max(max_position_embeddings, int(rope.factor * rope.original_max_position_embeddings)))
     return max_position_embeddings
 
 

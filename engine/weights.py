@@ -5,7 +5,6 @@ Nothing is ever unpickled: a folder with only .bin or .pt files is refused.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -19,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import WeightsError
+from .weight_headers import check_tensors, weight_files
 
-INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FLOAT_DTYPES = tuple(STORED_DTYPES.values())
 
@@ -47,15 +46,8 @@ class Checkpoint:
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """All of ``expected`` is there in the right shape, and nothing else but names that end in one of ``ignored``."""
-        missing = sorted(expected.keys() - self._file_of.keys())
-        unexpected = sorted(name for name in self._file_of.keys() - expected.keys() if not name.endswith(ignored))
-        if missing or unexpected:
-            told = [f"{len(names)} {what}: {_some(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names]
-            raise WeightsError(f"{self._path}: the tensors do not match config.json; {'; '.join(told)}")
-        for name, shape in expected.items():
-            found = tuple(self._file_of[name].get_slice(name).get_shape())
-            if found != shape:
-                raise WeightsError(f"{self._path}: tensor {name!r} has shape {list(found)}, config.json implies {list(shape)}")
+        shapes = {name: tuple(handle.get_slice(name).get_shape()) for name, handle in self._file_of.items()}
+        check_tensors(self._path, shapes, expected, ignored)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,35 +73,3 @@ class Checkpoint:
             return self._files.enter_context(safe_open(file, framework="pt"))
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{file} is not a readable safetensors file ({error}); download it again") from error
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The model's safetensors files, sorted by name."""
-    if (path / INDEX).exists():
-        return _indexed_files(path)
-    if (path / "model.safetensors").exists():
-        return [path / "model.safetensors"]
-    pickled = sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
-    if pickled:
-        raise WeightsError(
-            f"{path} has pickled weights only ({pickled[0].name}), and unpickling runs code from the file. "
-            "Use the safetensors version of this checkpoint, or convert it with transformers' save_pretrained."
-        )
-    raise WeightsError(f"{path} has neither model.safetensors nor {INDEX}")
-
-
-def _indexed_files(path: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightsError(f"{path / INDEX} is not a safetensors index ({error!r}); download it again") from error
-    if any(not isinstance(name, str) or Path(name).name != name for name in names):
-        raise WeightsError(f"{path / INDEX} names files outside its own folder")
-    absent = [name for name in names if not (path / name).exists()]
-    if absent:
-        raise WeightsError(f"{path}: {len(absent)} weight files of the index are absent: {_some(absent)}")
-    return [path / name for name in names]
-
-
-def _some(names: list[str], limit: int = 4) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

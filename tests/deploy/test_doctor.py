@@ -14,7 +14,7 @@ from rich.console import Console
 from splitserve.coordinator.run_folder import Door, RunFolder, announce
 from splitserve.deploy.checks import model_problem
 from splitserve.deploy.doctor import main
-from splitserve.deploy.settings import DoctorSettings
+from splitserve.deploy.settings import DEMO_MODEL, DoctorSettings
 
 
 def doctor(**settings: object) -> tuple[int, str]:
@@ -67,15 +67,15 @@ def test_each_gap_in_a_model_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "is not JSON" in problem()
     (tmp_path / "config.json").write_text("{}")
-    assert "names no architecture" in problem()
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    assert "no model.safetensors" in problem()
+    assert "architecture none is not supported" in problem()
+    (tmp_path / "config.json").write_bytes((DEMO_MODEL / "config.json").read_bytes())
+    assert "neither model.safetensors nor" in problem()
     (tmp_path / "pytorch_model.bin").write_text("")
-    assert "pickled weights, which are never loaded" in problem()
+    assert "pickled weights only (pytorch_model.bin), which are never loaded" in problem()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
-    (tmp_path / "1.safetensors").write_text("")
-    assert "lacks 1 of 2 weight files, 2.safetensors first" in problem()
-    (tmp_path / "2.safetensors").write_text("")
+    (tmp_path / "1.safetensors").symlink_to(DEMO_MODEL / "model.safetensors")
+    assert "lacks 1 of 2 weight files of the index: 2.safetensors" in problem()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
     assert not problem()
 
 

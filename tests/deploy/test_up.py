@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from splitserve.deploy.config import ConfigError, Sources, Value
 from splitserve.deploy.flexible_settings import FlexibleSettings
 from splitserve.deploy.gpus import shared
 from splitserve.deploy.local_cluster import commands, curl_example, prefixed_log
+from splitserve.deploy.settings import DEMO_MODEL
 from splitserve.deploy.up import Plan, plan
 
 
@@ -27,9 +27,8 @@ from splitserve.deploy.up import Plan, plan
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    for name in ("tokenizer.json", "model.safetensors"):
-        (folder / name).write_text("{}")
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).symlink_to(DEMO_MODEL / name)
     return folder
 
 
@@ -156,7 +155,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(model: Path, tmp_pat
     with pytest.raises(ConfigError, match="--decode is 0: start one at least, or workers of both roles by --mixed"):
         planned(model, tmp_path, decode="0")
     (model / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
         planned(model, tmp_path)
     assert not (tmp_path / "run").exists()
 
