@@ -10,11 +10,8 @@ from pydantic import BaseModel
 
 from ..engine.errors import EngineError
 from ..engine.latency_profile import PACED, Profile
-<<<<<<< HEAD
-from ..transport.private_files import OpenToOthers, require_private
-=======
 from ..engine.model_folder import check_model_folder
->>>>>>> 7330d9b (A model folder is believed nothing that its files do not bear out)
+from ..transport.private_files import OpenToOthers, require_private
 from .config import ConfigError, flag_of
 from .extras import missing_for
 
