@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..transport.messages import Drain, Flip, Hello, Load, Peer, Role
+from ..transport.sliding_window import num_behind
 from .busy_window import BusyWindow
 from .open_workers import OpenWorkers
 
@@ -49,6 +50,7 @@ class Worker:
     """A decode worker as prefill workers reach it."""
     role: Role = field(init=False)
     block_size: int = field(init=False)
+    window: int = field(init=False)
     max_num_seqs: int = field(init=False)
     max_batch_tokens: int = field(init=False)
     num_blocks: int = field(init=False)
@@ -70,7 +72,7 @@ class Worker:
         hello = self.hello
         self.id, self.name = (hello.worker_id, hello.incarnation), hello.worker_id.encode()
         self.peer = Peer(worker_id=hello.worker_id, incarnation=hello.incarnation, address=hello.peer_address)
-        self.role, self.block_size = hello.role, hello.model.block_size
+        self.role, self.block_size, self.window = hello.role, hello.model.block_size, hello.model.window
         self.max_num_seqs, self.max_batch_tokens = max(1, hello.max_num_seqs), hello.max_batch_tokens
         self.num_blocks, self.blocks_reported = max(1, hello.num_blocks), hello.num_blocks
         self.max_model_len = hello.max_model_len
@@ -157,7 +159,10 @@ class Worker:
             return ANY_LENGTH  # what does not even fit into an idle worker is refused by it, with the reason
         if num_rows >= self.max_num_seqs:
             return NO_ROOM
-        return max(NO_ROOM, (self.blocks_reported - self.pending_blocks - 1) * self.block_size)
+        num_blocks = self.blocks_reported - self.pending_blocks - 1
+        if self.window and num_blocks >= self.window // self.block_size + 2:
+            return ANY_LENGTH
+        return max(NO_ROOM, num_blocks * self.block_size)
 
     def share_left(self, num_needed_blocks: int) -> float:
         """Of this decode worker's rows or of its blocks, whichever is less, once one more sequence with so many blocks is there."""
@@ -172,7 +177,8 @@ class Worker:
         return -self.share_left(self.blocks_for(num_tokens))
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """What a sequence of that length takes on a decode worker: those in reach of its next token."""
+        return -(-num_tokens // self.block_size) - num_behind(num_tokens, self.window, self.block_size)
 
     def match_prefix(self, hashes: list[bytes]) -> int:
         """How many leading blocks of a prompt this worker really has."""

@@ -25,7 +25,7 @@ class DecodeSequence:
     key: Key
     request_id: str
     state: SamplingState
-    blocks: list[int]
+    blocks: list[int]  # NO_BLOCK behind a sliding window
     last_hash: bytes  # of its newest full block, or the root
     stops: frozenset[int]
     last_index: int
@@ -86,7 +86,7 @@ class DecodeRows:
         self.sequences.append(sequence)
         self._last_indices[row] = sequence.last_index
         self._dispatches[row] = sequence.key[1]
-        self._tables[row, : len(sequence.blocks)] = sequence.blocks
+        self._tables[row, : len(sequence.blocks)] = np.maximum(sequence.blocks, 0)  # what stands for NO_BLOCK is never attended to
         self._num_blocks[row] = len(sequence.blocks)
         self._untold[row], sequence.num_untold = sequence.num_untold, 0
         self.num_constrained += sequence.state.matcher is not None

@@ -20,6 +20,7 @@ from ..engine.stopping import finish_reason, last_output_index, stop_set
 from ..transport.block_hash import chain
 from ..transport.handoff import Key, Wait
 from ..transport.messages import FinishReason, u32
+from ..transport.sliding_window import NO_BLOCK, held, num_behind
 from .foretold import TOKEN_ID, Foretold
 from .rows import DecodeRows, DecodeSequence, DecodeStep
 
@@ -49,10 +50,11 @@ class DecodeScheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         prefix_cache: bool = True,
+        window: int = 0,
     ) -> None:
-        """``prefix_cache``: whether blocks may be found again by what is in them."""
+        """``prefix_cache``: whether blocks may be found again by what is in them; ``window``: the model's widest, in tokens; 0: none."""
         self.blocks, self.block_size, self.max_num_seqs = blocks, block_size, max_num_seqs
-        self.prefix_cache = prefix_cache
+        self.prefix_cache, self._window = prefix_cache, window
         self.row_limit = max_num_seqs  # lower for a while after a step that ran out of memory
         self._steps_at_limit = 0
         self._max_model_len, self._eos = max_model_len, eos_token_ids
@@ -94,8 +96,8 @@ class DecodeScheduler:
 
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced here; those of a dropped sequence too while a step uses them."""
-        yield from (sequence.blocks for sequence in self._by_key.values())
-        yield from (sequence.blocks for sequence in self._doomed)
+        yield from (held(sequence.blocks) for sequence in self._by_key.values())
+        yield from (held(sequence.blocks) for sequence in self._doomed)
 
     def join(self, key: Key, request_id: str, state: SamplingState, blocks: list[int], last_hash: bytes, deadline: float) -> None:
         """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before it."""
@@ -179,6 +181,8 @@ class DecodeScheduler:
         for row in step.filling if self.prefix_cache else ():
             if step.sequences[row].blocks and not step.sequences[row].doomed:
                 self._commit(step.sequences[row], int(step.batch.seq_lens[row]) // self.block_size - 1)
+        if self._window:
+            self._release_behind_window(step)
         for row in result.finished:
             self._end(step.sequences[row])
         self._free_doomed(step)
@@ -192,6 +196,8 @@ class DecodeScheduler:
         """Begins up to ``most`` steps of which all is known but when they end. None: the next step is not of that kind, and ``schedule`` is
         to be asked."""
         if self._failed or self._in_flight or self._apart or self.foretold is not None or self.row_limit < self.max_num_seqs:
+            return None
+        if self._window:
             return None
         if self._joining:
             self._admit()
@@ -342,6 +348,14 @@ class DecodeScheduler:
         block_hash = chain(sequence.last_hash, u32(tokens), self.block_size)[0]
         self.blocks.commit(sequence.blocks[block], block_hash, sequence.last_hash)
         sequence.last_hash = block_hash
+
+    def _release_behind_window(self, step: DecodeStep) -> None:
+        """The step has run: later ones, one of which may be in flight, read no block that its successor does not."""
+        for sequence, num_tokens in zip(step.sequences, step.batch.seq_lens.tolist(), strict=True):
+            last = num_behind(num_tokens, self._window, self.block_size) - 1
+            if last >= 0 and sequence.blocks and not sequence.doomed and sequence.blocks[last] != NO_BLOCK:
+                self.blocks.release(sequence.blocks[last : last + 1])
+                sequence.blocks[last] = NO_BLOCK
 
     def _end(self, sequence: DecodeSequence) -> None:
         """It is over here. Frees its row, and its blocks as soon as nothing in flight has them."""

@@ -87,7 +87,9 @@ class DecodeWorker:
         )
         blocks = host.blocks if host else BlockManager(len(model.pool))
         size = self._identity.block_size
-        scheduler = DecodeScheduler(blocks, size, settings.max_num_seqs, model.max_model_len, model.eos_token_ids)
+        scheduler = DecodeScheduler(
+            blocks, size, settings.max_num_seqs, model.max_model_len, model.eos_token_ids, window=self._identity.window
+        )
         worker = (settings.worker_id, self._links.incarnation)
         receiver = HandoffReceiver(
             worker,

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
+from ..transport.sliding_window import NO_BLOCK
+
 
 class CacheEvents:
     """What a cache has gained and lost since someone last asked: of the two roles of one process each tells of the same cache."""
@@ -142,8 +144,10 @@ class BlockManager:
         self._stored.update(dict.fromkeys(hashes))
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference to each. Give a sequence's blocks in order: its tail becomes the older, evicted first."""
+        """Drops one reference to each but NO_BLOCK. Give a sequence's blocks in order: its tail becomes the older, evicted first."""
         for block in reversed(blocks):
+            if block == NO_BLOCK:
+                return
             assert self._references[block] > 0, "a block was released twice"
             self._references[block] -= 1
             if self._references[block] == 0:

@@ -48,7 +48,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_windows: tuple[int | None, ...]  # by layer; None: full attention
+    sliding_windows: tuple[int | None, ...]  # by layer, in tokens; None: full attention
     rope: RopeConfig
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -57,6 +57,12 @@ class ModelConfig:
     def max_model_len(self) -> int:
         """Longest sequence (prompt and output) that the model is good for."""
         return rope_max_model_len(self.rope, self.max_position_embeddings)
+
+    @property
+    def window(self) -> int:
+        """Tokens that a token attends to at most, in any layer; 0: some layer attends to all."""
+        windows = [window for window in self.sliding_windows if window is not None]
+        return max(windows) if windows and len(windows) == self.num_layers else 0
 
     @classmethod
     def from_folder(cls, path: Path) -> ModelConfig:

@@ -88,6 +88,7 @@ def _computing_model(
             "layout": cache.layout.description,
             "block_bytes": cache.layout.block_bytes,
             "numerics": runner.numerics,
+            "window": runner.config.window,
         },
         eos_token_ids=frozenset(runner.config.eos_token_ids),
         max_model_len=runner.max_model_len,

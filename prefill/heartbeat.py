@@ -6,6 +6,7 @@ from ..transport.handoff import PeerId
 from ..transport.handoff_sender import HandoffSender
 from ..transport.messages import Load, u32
 from ..transport.reports import CacheReporter
+from ..transport.sliding_window import held as held_blocks
 from .scheduler import PrefillScheduler, PrefillStep
 
 
@@ -47,7 +48,7 @@ class Heartbeat:
             blocks_free=b.num_free,
             blocks_cached=b.num_cached,
             blocks_used=b.num_used,
-            blocks_leased=sum(len(sequence.blocks) for sequence in s.pinned.values()),
+            blocks_leased=sum(len(held_blocks(sequence.blocks)) for sequence in s.pinned.values()),
             num_running=len(s.running),
             num_waiting=len(s.waiting),
             num_waiting_tokens=s.num_waiting_tokens,

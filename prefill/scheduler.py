@@ -26,6 +26,7 @@ from ..engine.block_manager import BlockManager
 from ..transport.block_hash import chain, root_hash
 from ..transport.handoff import Key, PeerId, Wait
 from ..transport.messages import Peer, RequestSpec, u32_array
+from ..transport.sliding_window import NO_BLOCK, held, num_behind
 
 STEPS_AT_BUDGET = 32  # steps after which a budget that lack of memory had cut is doubled
 
@@ -42,7 +43,7 @@ class PrefillSequence:
     state: SamplingState
     arrival: float
     deadline: float
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # NO_BLOCK behind a sliding window
     num_computed: int = 0
     num_scheduled: int = 0  # computed, or in a step that has not been booked
     num_steps: int = 0  # those steps
@@ -113,10 +114,11 @@ class PrefillScheduler:
         aging: float | None = None,
         starving_s: float = 2.0,
         for_decode: Callable[[], int] | None = None,
+        window: int = 0,
     ) -> None:
         """``for_decode``: how many blocks are to be left to the decode worker over the same blocks, which takes every prompt that is
-        computed here; None: there is none."""
-        self.blocks, self.block_size = blocks, block_size
+        computed here; None: there is none. ``window``: the model's widest, in tokens; 0: none."""
+        self.blocks, self.block_size, self._window = blocks, block_size, window
         self._offsets = np.arange(block_size, dtype=np.int64)  # of tokens in a block
         self._for_decode = for_decode
         self._fingerprint = fingerprint
@@ -153,7 +155,7 @@ class PrefillScheduler:
 
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced here."""
-        yield from (sequence.blocks for sequence in (*self.running.values(), *self.pinned.values()))
+        yield from (held(sequence.blocks) for sequence in (*self.running.values(), *self.pinned.values()))
 
     def add(self, spec: RequestSpec, decode: Peer, now: float) -> PrefillSequence:
         """Takes a prompt in. ``spec`` has at least one token and fits the model (the coordinator saw to that)."""
@@ -291,6 +293,7 @@ class PrefillScheduler:
         sequence.num_computed += chunk.count
         before = sequence.hashes[first - 1] if first else None
         self.blocks.commit_all(sequence.blocks[first:last], sequence.hashes[first:last], before)
+        self._release_behind_window(sequence)
         if chunk.is_last:
             del self.running[sequence.key]
             self.pinned[sequence.key] = sequence
@@ -300,22 +303,23 @@ class PrefillScheduler:
         """Decode workers whose blocks, computed and not taken in, fill half of the pool while prompts for others wait."""
         if len(self.waiting) < 2 or len({s.peer_id for s in self.waiting.values()}) < 2:
             return set()
-        held: Counter[PeerId] = Counter()
+        kept: Counter[PeerId] = Counter()
         for sequence in self.pinned.values():
-            held[sequence.peer_id] += len(sequence.blocks)
-        return {peer for peer, count in held.items() if count >= self.blocks.num_blocks // 2}
+            kept[sequence.peer_id] += len(held(sequence.blocks))
+        return {peer for peer, count in kept.items() if count >= self.blocks.num_blocks // 2}
 
     def _start(self, sequence: PrefillSequence, now: float) -> bool:
         usable = self._usable(sequence)
         hits = self.blocks.match_prefix(usable)
+        behind = num_behind(hits * self.block_size, self._window, self.block_size)
         total = -(-sequence.num_tokens // self.block_size)
-        if total - hits + self._left_to_decode() > self.blocks.num_available - self.blocks.num_idle_among(usable[:hits]):
+        if total - hits + self._left_to_decode() > self.blocks.num_available - self.blocks.num_idle_among(usable[behind:hits]):
             return False
-        cached = self.blocks.acquire_prefix(usable)
-        fresh = self.blocks.allocate(total - len(cached))
+        cached = self.blocks.acquire_prefix(usable[behind:hits])
+        fresh = self.blocks.allocate(total - hits)
         assert fresh is not None, "room was checked"
-        sequence.blocks = cached + fresh
-        sequence.num_computed = sequence.num_scheduled = sequence.num_cached_tokens = len(cached) * self.block_size
+        sequence.blocks = [NO_BLOCK] * behind + cached + fresh
+        sequence.num_computed = sequence.num_scheduled = sequence.num_cached_tokens = hits * self.block_size
         sequence.started = now
         self.num_prompt_tokens += sequence.num_tokens
         self.num_cached_tokens += sequence.num_cached_tokens
@@ -341,6 +345,13 @@ class PrefillScheduler:
     def _next_hash(self, sequence: PrefillSequence, index: int) -> bytes | None:
         return sequence.hashes[index] if index < len(sequence.hashes) else None
 
+    def _release_behind_window(self, sequence: PrefillSequence) -> None:
+        """No later chunk reads these blocks, and the decode worker wants none of them."""
+        behind = num_behind(sequence.num_computed, self._window, self.block_size)
+        if behind and (left := held(sequence.blocks[:behind])):
+            self.blocks.release(left)
+            sequence.blocks[:behind] = [NO_BLOCK] * behind
+
     def _free(self, sequence: PrefillSequence) -> None:
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
@@ -351,6 +362,7 @@ class PrefillScheduler:
         tables = np.zeros((len(chunks), max(len(c.sequence.blocks) for c in chunks)), np.int32)
         for row, chunk in enumerate(chunks):
             tables[row, : len(chunk.sequence.blocks)] = chunk.sequence.blocks
+        np.maximum(tables, 0, out=tables)  # what stands for NO_BLOCK is never attended to
         counts = [c.count for c in chunks]
         positions = np.concatenate([np.arange(c.start, c.start + c.count, dtype=np.int32) for c in chunks])
         at_block = positions // self.block_size
@@ -373,7 +385,7 @@ class PrefillScheduler:
         """The same, of fewer operations: most steps have one chunk."""
         sequence, end = chunk.sequence, chunk.start + chunk.count
         positions = np.arange(chunk.start, end, dtype=np.int32)
-        tables = np.array([sequence.blocks], np.int32)
+        tables = np.maximum(np.array([sequence.blocks], np.int32), 0)
         first = chunk.start // self.block_size
         starts = tables[0, first : -(-end // self.block_size)].astype(np.int64)
         starts *= self.block_size

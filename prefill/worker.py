@@ -80,6 +80,7 @@ class PrefillWorker:
             settings.chunk_budget(model.device.type),
             settings.max_num_seqs,
             for_decode=host.for_decode if host and host.mixed else None,
+            window=self._identity.window,
         )
         slicing = LayerSlicing(model.num_layers, self._identity.block_bytes, settings.kv_slicing)
         meet = self._meet(self._links.incarnation)

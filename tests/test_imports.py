@@ -23,8 +23,9 @@ ALLOWED: dict[str, set[str]] = {
     "deploy": {"coordinator", "prefill", "decode", "engine", "transport", "bench", "planner"},
     "bench": {*CORES, "kernels", "deploy", "planner"},
 }
-FILES_TOO = {"coordinator": {"splitserve.engine.latency_profile"}}
-"""The pool controller predicts with the model that the simulator runs on. It knows no torch."""
+FILES_TOO = {"coordinator": {"splitserve.engine.latency_profile"}, "engine": {"splitserve.transport.sliding_window"}}
+"""The pool controller predicts with the model that the simulator runs on, which knows no torch. What stands for no block in a block table
+is the same wherever there is one."""
 MAY_IMPORT_TORCH = {"kernels", "engine", "bench", "deploy", "planner"}
 
 

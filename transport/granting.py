@@ -9,8 +9,9 @@ from typing import Protocol
 from .handoff import Key, PeerId
 from .incarnation import COUNT_BITS
 from .incoming import Incoming
-from .messages import Grant, Offer, from_hashes, u32
+from .messages import Grant, ModelIdentity, Offer, from_hashes, u32
 from .past import remember
+from .sliding_window import NO_BLOCK, num_behind
 
 
 class BlockPool(Protocol):
@@ -35,9 +36,10 @@ class Granting:
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, room: Callable[[], tuple[int, int]], secret: Callable[[], bytes], lease_s: float
+        self, pool: BlockPool, model: ModelIdentity, room: Callable[[], tuple[int, int]], secret: Callable[[], bytes], lease_s: float
     ) -> None:
-        self._pool, self._block_size, self._room, self._secret, self._lease_s = pool, block_size, room, secret, lease_s
+        self._pool, self._room, self._secret, self._lease_s = pool, room, secret, lease_s
+        self._block_size, self._window = model.block_size, model.window
         self.waiting: OrderedDict[Key, Incoming] = OrderedDict()
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._next_lease = 1
@@ -48,7 +50,7 @@ class Granting:
 
     def obstacle(self, offer: Offer, worker_id: str) -> tuple[str, bool] | None:
         """Why this offer gets no grant, and whether it never will."""
-        needed = self._num_blocks(offer.num_tokens)
+        needed = self._num_blocks(offer.num_tokens) - self._num_behind(offer.num_tokens)
         if needed >= self._pool.num_blocks:
             reason = f"the prompt needs {needed} KV blocks and room to grow; {worker_id} has {self._pool.num_blocks} in all"
             return reason, True
@@ -61,7 +63,8 @@ class Granting:
         remember(self._epochs, offer.request_id, offer.epoch)
         key = (offer.coordinator, offer.dispatch)
         hashes = from_hashes(offer.block_hashes)
-        self.waiting[key] = Incoming(key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now)
+        behind = self._num_behind(offer.num_tokens)
+        self.waiting[key] = Incoming(key, peer, offer.request_id, offer.epoch, offer.num_tokens, hashes, now, behind)
 
     def forget_silent(self, silent_s: float, now: float) -> None:
         """Whoever has not repeated an offer for so long does not want it any more."""
@@ -74,10 +77,11 @@ class Granting:
         if incoming is None or not self._has_room_for(incoming):
             return None
         del self.waiting[incoming.key]
-        cached = self._pool.acquire_prefix(incoming.hashes)
-        fresh = self._pool.allocate(self._num_blocks(incoming.num_tokens) - len(cached))
+        behind = incoming.num_behind
+        cached = self._pool.acquire_prefix(incoming.hashes[behind:])
+        fresh = self._pool.allocate(self._num_blocks(incoming.num_tokens) - behind - len(cached))
         assert fresh is not None, "room was checked"
-        incoming.blocks, incoming.num_cached = cached + fresh, len(cached)
+        incoming.blocks, incoming.num_cached = [NO_BLOCK] * behind + cached + fresh, behind + len(cached)
         incoming.lease, self._next_lease = _lease_bits(incarnation) << 32 | self._next_lease, self._next_lease + 1
         incoming.expires = now + self._lease_s
         incoming.grant = self._grant(incoming)
@@ -90,7 +94,7 @@ class Granting:
             dispatch=dispatch,
             lease=incoming.lease,
             secret=self._secret(),
-            blocks=u32(incoming.blocks),
+            blocks=u32([0] * incoming.num_behind + incoming.blocks[incoming.num_behind :]),
             num_cached_blocks=incoming.num_cached,
             lease_s=self._lease_s,
         )
@@ -99,13 +103,17 @@ class Granting:
         slots, headroom = self._room()
         if slots < 1:
             return False
-        hits = self._pool.match_prefix(incoming.hashes)
-        idle = self._pool.num_idle_among(incoming.hashes[:hits])
-        needed = self._num_blocks(incoming.num_tokens) - hits + headroom
+        hashes = incoming.hashes[incoming.num_behind :]
+        hits = self._pool.match_prefix(hashes)
+        idle = self._pool.num_idle_among(hashes[:hits])
+        needed = self._num_blocks(incoming.num_tokens) - incoming.num_behind - hits + headroom
         return needed <= self._pool.num_available - idle
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+    def _num_behind(self, num_tokens: int) -> int:
+        return num_behind(num_tokens, self._window, self._block_size)
 
 
 def _lease_bits(incarnation: int) -> int:

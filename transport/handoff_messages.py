@@ -144,7 +144,7 @@ class SessionOver(Message, frozen=True, kw_only=True):
 
 class Grant(Message, frozen=True, kw_only=True):
     """Blocks reserved for a dispatch. ``blocks`` covers the whole prompt in order; the first ``num_cached_blocks`` are valid
-    already and are not sent. ``secret`` must accompany each put over an open data socket."""
+    already, or behind the model's sliding window, and are not sent. ``secret`` must accompany each put over an open data socket."""
 
     coordinator: Incarnation
     dispatch: Dispatch

@@ -53,7 +53,7 @@ class HandoffReceiver:
         self._worker, self._pool = worker, pool
         self._times = times or HandoffTimes()
         self._writers = Writers(identity, endpoints, pool.num_blocks)
-        self._granting = Granting(pool, identity.block_size, room, secret, self._times.lease)
+        self._granting = Granting(pool, identity, room, secret, self._times.lease)
         self._leases = LeaseTable(pool)
         self._past: OrderedDict[Key, int] = OrderedDict()  # joined: key -> lease
         self._actions: list[ReceiverAction] = []
@@ -309,8 +309,8 @@ class HandoffReceiver:
         self._leases.take_back(incoming)
         remember(self._past, incoming.key, incoming.lease)
         self.num_joining += 1
-        hashes = incoming.hashes
-        self._pool.commit_all(incoming.blocks[: len(hashes)], hashes, None)
+        hashes, behind = incoming.hashes, incoming.num_behind
+        self._pool.commit_all(incoming.blocks[behind : len(hashes)], hashes[behind:], hashes[behind - 1] if behind else None)
         self._actions.append(CloseLease(incoming.lease))
         self._actions.append(ToPeer(incoming.peer, Ack(coordinator=incoming.key[0], dispatch=incoming.key[1], lease=incoming.lease)))
         self._actions.append(
@@ -320,7 +320,7 @@ class HandoffReceiver:
                 incoming.blocks,
                 handoff.token,
                 handoff.logprobs,
-                incoming.num_cached,
+                incoming.num_cached - behind,
                 handoff.num_cached_tokens,
                 now - incoming.handoff_at,
                 hashes[-1] if hashes else None,

@@ -33,6 +33,7 @@ from .messages import (
 )
 from .outgoing import Outgoing
 from .retirement import Retirement
+from .sliding_window import num_behind
 
 
 class HandoffSender:
@@ -273,7 +274,9 @@ class HandoffSender:
         if out.grant is not None:
             return
         targets = from_u32(grant.blocks)
-        if len(targets) != out.num_blocks or grant.num_cached_blocks > out.num_blocks:
+        model = self._meet.model
+        behind = num_behind(out.spec.num_tokens, model.window, model.block_size)
+        if len(targets) != out.num_blocks or not behind <= grant.num_cached_blocks <= out.num_blocks:
             self._fail(out, "handoff_failed", "the grant does not match the offer")
             return
         out.grant, out.targets = grant, targets

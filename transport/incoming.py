@@ -12,7 +12,8 @@ from .messages import Grant, Handoff
 
 @dataclass(slots=True)
 class Incoming:
-    """``lease`` is 0 until granted. Positions count the prompt's blocks; those below ``num_cached`` do not travel."""
+    """``lease`` is 0 until granted. Positions count the prompt's blocks; those below ``num_cached`` do not travel: they are cached here, or
+    they are below ``num_behind``, behind the sliding window, and have no block."""
 
     key: Key
     peer: PeerId
@@ -21,6 +22,7 @@ class Incoming:
     num_tokens: int
     hashes: list[bytes]
     heard: float
+    num_behind: int = 0
     lease: int = 0
     mover: str = ""  # that its writer has for it
     grant: Grant | None = None
@@ -41,6 +43,11 @@ class Incoming:
     def one_sided(self) -> bool:
         """Whether its writer writes this worker's memory by itself."""
         return self.mover in ONE_SIDED_MOVERS
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that it holds here, in order."""
+        return self.blocks[self.num_behind :]
 
     @property
     def num_travelling(self) -> int:

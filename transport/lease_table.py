@@ -22,7 +22,7 @@ class LeaseTable:
     @property
     def num_blocks(self) -> int:
         """Under a lease or in quarantine (they count as used in the pool)."""
-        return sum(len(i.blocks) for i in self.granted.values()) + self.quarantine.num_blocks
+        return sum(len(i.held) for i in self.granted.values()) + self.quarantine.num_blocks
 
     def blocks_open_to(self, lease: int) -> list[int]:
         """The blocks that this lease's writer may still be writing."""
@@ -33,7 +33,7 @@ class LeaseTable:
         return ended.blocks if ended is not None else []
 
     def block_tables(self) -> Iterator[list[int]]:
-        yield from (incoming.blocks for incoming in self.granted.values())
+        yield from (incoming.held for incoming in self.granted.values())
         yield from (ended.blocks for ended in self.quarantine.leases.values())
 
     def ends(self) -> dict[int, float]:
@@ -60,9 +60,9 @@ class LeaseTable:
         """Without a join. A writer that writes by itself must be believed to have stopped before its blocks are free."""
         self.take_back(incoming)
         if one_sided:
-            self.quarantine.leases[incoming.lease] = Ended(incoming.key, incoming.peer, incoming.blocks)
+            self.quarantine.leases[incoming.lease] = Ended(incoming.key, incoming.peer, incoming.held)
         else:
-            self._pool.release(incoming.blocks)
+            self._pool.release(incoming.held)
 
     def free_of_writer(self, peer: PeerId) -> None:
         """This writer writes no more: what its ended leases held is free."""

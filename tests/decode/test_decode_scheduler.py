@@ -13,6 +13,7 @@ from splitserve.decode.rows import DecodeStep
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.batch import SamplingParams, SamplingState, StepOutput
 from splitserve.engine.block_manager import BlockManager
+from splitserve.transport.sliding_window import NO_BLOCK
 
 BLOCK = 4
 EOS = 0
@@ -227,3 +228,25 @@ def test_a_sequence_whose_step_raises_takes_no_other_along(num: int, poison: int
     assert {d: n for d, n in ended.items() if d < 100} == {d: 6 + d for d in range(num) if d != poison}
     assert scheduler.num_running == scheduler.blocks.num_used == 0
     assert num_steps <= 6 + num + 4 + 2 * num_raised + 4
+
+
+def test_blocks_behind_a_sliding_window_are_released_while_a_step_is_in_flight() -> None:
+    """The step made ahead reads none of them; what it reads stays."""
+    window = 6
+    scheduler = DecodeScheduler(BlockManager(16), BLOCK, 8, 64, frozenset([EOS]), window=window)
+    join(scheduler, 1, 5, max_tokens=40)
+    steps = [scheduler.schedule()]
+    for _ in range(38):
+        if (ahead := scheduler.schedule()) is not None:
+            steps.append(ahead)
+        step = steps.pop(0)
+        assert step is not None
+        scheduler.complete(step, output(step))
+        (sequence,) = scheduler.sequences()
+        for left in steps:
+            assert left is not None
+            position = int(left.batch.positions[0])
+            read = sequence.blocks[max(0, position - window + 1) // BLOCK : position // BLOCK + 1]
+            assert NO_BLOCK not in read
+        assert scheduler.blocks.num_used == sum(map(len, scheduler.block_tables())) <= window // BLOCK + 3
+    scheduler.drop((1, 1))

@@ -255,3 +255,19 @@ class Matcher:
 
     def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
         return np.zeros(1, np.int32)
+
+
+def test_a_prompt_gives_back_what_its_sliding_window_has_left_behind() -> None:
+    scheduler = make(num_blocks=16, budget=8, window=6)
+    scheduler.add(spec(1, list(range(40))), PEER, 0.0)
+    used = []
+    while run(scheduler, 0.0):
+        used.append(scheduler.blocks.num_used)
+    assert used == [10, 8, 6, 4, 2][: len(used)]
+    assert scheduler.blocks.num_cached == 8  # the next prompt that begins so finds all of it
+    scheduler.add(spec(2, [*range(36), 99]), PEER, 1.0)
+    run(scheduler, 1.0)
+    assert scheduler.pinned[(1, 2)].num_cached_tokens == 36
+    for dispatch in (1, 2):
+        scheduler.unpin((1, dispatch))
+    assert scheduler.blocks.num_used == 0

@@ -11,7 +11,9 @@ from simulation.agents import AgentSource
 from simulation.copies import CopySource
 from simulation.model import NUM_LAYERS
 
+from splitserve.decode import scheduler as decode_scheduler
 from splitserve.prefill.core import PrefillCore
+from splitserve.transport import granting
 from splitserve.transport.contacts import Contacts
 from splitserve.transport.handoff_receiver import HandoffReceiver
 from splitserve.transport.handoff_sender import HandoffSender
@@ -19,6 +21,7 @@ from splitserve.transport.lease_table import LeaseTable
 from splitserve.transport.movers.lease_book import Claim, LeaseBook
 from splitserve.transport.movers.sending_session import SendingSession
 from splitserve.transport.outgoing import Outgoing
+from splitserve.transport.sliding_window import num_behind
 from splitserve.transport.ways_in import WaysIn
 
 Patch = pytest.MonkeyPatch
@@ -207,6 +210,14 @@ def wait_for_ever_for_a_writer_that_says_nothing(patch: Patch) -> None:
     patch.setattr(HandoffReceiver, "silent_writers", lambda self, now: set())
 
 
+def release_a_block_that_the_next_token_still_sees(patch: Patch) -> None:
+    patch.setattr(decode_scheduler, "num_behind", lambda num_tokens, window, size: num_behind(num_tokens + 1, window, size))
+
+
+def grant_no_block_that_the_window_just_reaches(patch: Patch) -> None:
+    patch.setattr(granting, "num_behind", lambda num_tokens, window, size: num_behind(num_tokens + 1, window, size))
+
+
 BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (reuse_blocks_that_a_stalled_writer_may_still_write, "movers"),
     (let_the_quarantine_end_with_time, "movers"),
@@ -232,5 +243,7 @@ BUGS: list[tuple[Callable[[Patch], None], str]] = [
     (say_release_though_puts_may_still_land, "agents"),
     (wait_for_ever_for_a_writer_that_says_nothing, "agents"),
     (say_that_a_lease_is_released_while_its_copies_go_on, "copies"),
+    (release_a_block_that_the_next_token_still_sees, "window"),
+    (grant_no_block_that_the_window_just_reaches, "window"),
 ]
 """Each with the scenario in which it is found quickly."""

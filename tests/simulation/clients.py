@@ -119,7 +119,8 @@ class Clients:
         request.arrival, request.deadline = coordinator.now, coordinator.now + request.deadline
         sampling = request.sampling
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else EOS)
-        expected, reason = expected_output(request.prompt_token_ids, sampling.max_tokens, sampling.min_tokens, stops, MAX_MODEL_LEN)
+        bounds = sampling.max_tokens, sampling.min_tokens, stops, MAX_MODEL_LEN, self.world.scenario.cluster.window
+        expected, reason = expected_output(request.prompt_token_ids, *bounds)
         client = Client(request, coordinator, expected, reason)
         self.all[request.request_id] = self.pending[request.request_id] = client
         coordinator.submit(request)

@@ -91,10 +91,11 @@ class DecodeProcess(WorkerProcess):
         }
 
     def make_core(self) -> DecodeCore:
-        scheduler = DecodeScheduler(self.blocks, BLOCK_SIZE, self.world.scenario.cluster.max_num_seqs, MAX_MODEL_LEN, EOS)
+        max_num_seqs = self.world.scenario.cluster.max_num_seqs
+        scheduler = DecodeScheduler(self.blocks, BLOCK_SIZE, max_num_seqs, MAX_MODEL_LEN, EOS, window=self.model.window)
         endpoints = MoverEndpoints(("cuda_ipc", "shm", "nccl", "nixl", "zmq"), self.host, shm_name="shm", data_address=str(self.endpoint))
         receiver = HandoffReceiver(
-            self.id, MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: self.world.random.randbytes(16), TIMES
+            self.id, self.model, self.blocks, endpoints, lambda: self.core.room(), lambda: self.world.random.randbytes(16), TIMES
         )
         return DecodeCore(self.id, scheduler, receiver, MODEL.fingerprint, self.meet(), DRAIN_S)
 

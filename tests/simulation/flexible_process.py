@@ -28,7 +28,7 @@ class FlexibleProcess:
         self.alive, self.leaving = True, False
         self.pid = world.next_number()
         self.next_incarnation = world.hosts[host].incarnations()
-        self.memory = Memory(num_blocks, BLOCK_SIZE)
+        self.memory = Memory(num_blocks, BLOCK_SIZE, world.scenario.cluster.window)
         self.writers: dict[Process, Counter[int]] = {}
         self.blocks = WatchedBlocks(num_blocks, self)
         self.roles: dict[Role, WorkerProcess] = {}

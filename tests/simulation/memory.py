@@ -11,8 +11,8 @@ from splitserve.engine.batch import Batch, Logprobs, StepOutput
 class Memory:
     """One value a token and layer: ``values[(block * NUM_LAYERS + layer) * block_size + offset]``."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, num_blocks: int, block_size: int, window: int = 0) -> None:
+        self.block_size, self.window = block_size, window
         self.values = [-1 - i for i in range(num_blocks * NUM_LAYERS * block_size)]
         self._sums: list[int | None] = [None] * num_blocks  # known until the block is written again
         self._checksums: list[int | None] = [None] * num_blocks  # likewise
@@ -84,8 +84,14 @@ class Memory:
                     value = values[place] = (3 * value + 7) & MASK  # deeper, written out
 
     def _total(self, table: list[int], length: int) -> int:
-        """The sum of a sequence's values; a whole block's is kept until the block is written again."""
+        """The sum of a sequence's values, or of those in its last token's window; a whole block's is kept until the block is written
+        again."""
         size, sums = self.block_size, self._sums
+        outside = 0
+        if self.window and length > self.window:
+            behind, offset = divmod(length - self.window, size)
+            table, length = table[behind:], length - behind * size
+            outside = sum(sum(self.read(table[0], layer, layer + 1)[:offset]) for layer in range(NUM_LAYERS))
         full, rest = divmod(length, size)
         known = [sums[block] for block in table[:full]]
         if None in known:
@@ -98,4 +104,4 @@ class Memory:
             values, start = self.values, table[full] * NUM_LAYERS * size
             for first in range(start, start + NUM_LAYERS * size, size):
                 total += sum(values[first : first + rest])
-        return total
+        return total - outside

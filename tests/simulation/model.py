@@ -2,7 +2,7 @@
 
     kv[0][p]    = mix(kv[0][p - 1] as read from memory, token[p])
     kv[l][p]    = deeper(kv[l - 1][p] as read from memory)
-    token       = mix(sum of kv[all layers][0..p] as read from memory) mod VOCABULARY
+    token       = mix(sum of kv[all layers][0..p] as read from memory) mod VOCABULARY; with a sliding window, of its last tokens
 
 so one corrupt, stale or foreign slot anywhere in a sequence's blocks changes what it says from then on. A token's logprob is a
 function of the token, so that one which is lost, doubled or another's shows.
@@ -49,20 +49,19 @@ def logprob(token: int) -> float:
 
 
 def expected_output(
-    prompt: Sequence[int], max_tokens: int, min_tokens: int, stops: frozenset[int], max_model_len: int
+    prompt: Sequence[int], max_tokens: int, min_tokens: int, stops: frozenset[int], max_model_len: int, window: int = 0
 ) -> tuple[list[int], str]:
     """What a run without faults answers, and why it ends: a pure function of the request."""
     output: list[int] = []
     longest = min(max_tokens, max_model_len - len(prompt))
     values = first_layer(0, prompt)
-    kv, total = values[-1], FACTOR * sum(values) + SUMMAND * len(values)
     while longest:
-        token = next_token(total)
+        seen = values[-window:]
+        token = next_token(FACTOR * sum(seen) + SUMMAND * len(seen))
         output.append(token)
         if token in stops and len(output) > min_tokens:
             return output, "stop"
         if len(output) == longest:
             break
-        kv = mix(kv, token)
-        total += FACTOR * kv + SUMMAND
+        values.append(mix(values[-1], token))
     return output, "length"

@@ -44,6 +44,7 @@ class PrefillProcess(WorkerProcess):
             cluster.max_batch_tokens,
             cluster.max_num_seqs,
             for_decode=of_both.num_growing_blocks if of_both else None,
+            window=self.model.window,
         )
         slicing = LayerSlicing(NUM_LAYERS, 1 << 18, self.world.random.choice(MODES))
         is_local = of_both.hands_to_itself if of_both else lambda _: False

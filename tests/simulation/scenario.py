@@ -73,6 +73,7 @@ class Cluster:
     num_flexible: int = 0  # processes that can be of either role, besides; half of them begin as decode workers
     num_mixed: int = 0  # processes that are of both roles, besides
     prefill_ahead: float = 0.5  # share of prefill workers that make the next step while one runs
+    window: int = 0  # tokens that a token of the model attends to, 2 or more; 0: all
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,10 @@ NAMED = {
         Cluster(num_decode=1, num_hosts=2),
         rate=30.0,
     ),
+    "window": Scenario(
+        replace(MIXED, drain_every=0.5, step_error=0.01, step_no_memory=0.01),
+        Cluster(num_mixed=1, num_flexible=1, prefill_blocks=45, decode_blocks=24, window=18),
+    ),
     "patience": Scenario(
         Faults(step_error=0.03, corrupt_put=0.2, partial_put=0.1, mover_error=0.05, step_no_memory=0.02, cancel=0.05), product_limits=True
     ),
@@ -242,5 +247,6 @@ def draw_scenario(seed: int) -> Scenario:
         policy=random.choice(["hybrid", "hybrid", "round_robin", "least_loaded", "prefix", "sticky"]),
         num_coordinators=random.choice([1, 1, 2, 3]),
         prefill_ahead=random.choice([0.0, 0.5, 1.0]),
+        window=Random(f"window {seed}").choice([0, 0, 0, 2, 18, 40]),
     )
     return Scenario(Faults(**chosen), cluster, random.choice([120.0, 240.0, 480.0]), product_limits)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from splitserve.transport.sliding_window import num_behind
+
 if TYPE_CHECKING:
     from simulation.worker_process import WorkerProcess
 
@@ -37,8 +41,9 @@ class Steps:
     def submit(self, step: Any) -> None:
         batch, size = step.batch, self._process.memory.block_size
         blocks: set[int] = set()
-        for table, length in zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True):
-            blocks.update(table[: -(-length // size)])
+        queries = np.diff(batch.query_start_loc).tolist()
+        for table, length, query in zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), queries, strict=True):
+            blocks.update(table[num_behind(length - query, self._process.model.window, size) : -(-length // size)])
         self._process.blocks.begin_step(step, blocks, {slot // size for slot in batch.slot_mapping.tolist()})
         if self.running is None:
             self._begin(step)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from simulation.lines import Lines
 from simulation.memory import Memory
 from simulation.model import VOCABULARY
@@ -62,7 +63,8 @@ class WorkerProcess(Process, ABC):
         self.incarnation = self.next_incarnation()
         self.endpoint = world.next_number()  # survives a change of incarnation, not a restart
         self.pid = process.pid if process else self.endpoint
-        self.memory = process.memory if process else Memory(num_blocks, BLOCK_SIZE)
+        self.model = replace(MODEL, window=world.scenario.cluster.window)
+        self.memory = process.memory if process else Memory(num_blocks, BLOCK_SIZE, world.scenario.cluster.window)
         self.blocks = process.blocks if process else WatchedBlocks(num_blocks, self)
         # processes in the middle of copying into these blocks of ours
         self.writers: dict[Process, Counter[int]] = process.writers if process else {}
@@ -304,7 +306,7 @@ class WorkerProcess(Process, ABC):
 
     def meet(self) -> Meet:
         """How it introduces itself to those that it hands over to."""
-        return Meet(worker_id=self.name, incarnation=self.incarnation, host=self.host, pid=self.pid, model=MODEL, movers=self._movers)
+        return Meet(worker_id=self.name, incarnation=self.incarnation, host=self.host, pid=self.pid, model=self.model, movers=self._movers)
 
     def hello(self) -> Hello:
         cluster = self.world.scenario.cluster
@@ -314,7 +316,7 @@ class WorkerProcess(Process, ABC):
             role=self.role,
             host=self.host,
             pid=self.pid,
-            model=MODEL,
+            model=self.model,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCABULARY,
             num_blocks=self.num_blocks,

@@ -56,15 +56,21 @@ class Pair:
     """A sender and a receiver, a clock, and the pipes between them. Own block ``i`` of the sender holds the prompt's block ``i``."""
 
     def __init__(
-        self, movers: tuple[str, ...] = ("zmq",), num_blocks: int = 16, model: ModelIdentity = MODEL, slicing: LayerSlicing = WHOLE_BLOCKS
+        self,
+        movers: tuple[str, ...] = ("zmq",),
+        num_blocks: int = 16,
+        model: ModelIdentity = MODEL,
+        slicing: LayerSlicing = WHOLE_BLOCKS,
+        own: ModelIdentity = MODEL,
     ) -> None:
+        """``model``: the sender's; ``own``: the receiver's."""
         self.now = 0.0
         self.pool = BlockManager(num_blocks)
         self.room = (8, 0)
         meet = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=model, movers=movers)
         self.sender = HandoffSender(meet, TIMES, slicing)
         endpoints = MoverEndpoints(("shm", "nixl", "zmq"), "h")
-        self.receiver = HandoffReceiver(DECODE, MODEL, self.pool, endpoints, lambda: self.room, lambda: b"s" * 16, TIMES)
+        self.receiver = HandoffReceiver(DECODE, own, self.pool, endpoints, lambda: self.room, lambda: b"s" * 16, TIMES)
         self.to_receiver: list[Message] = []
         self.to_sender: list[Message] = []
         self.corrupt: list[set[int]] = []  # positions that fail the next check, and the one after it

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from support.handoff_pair import MODEL, Pair, spec, whole
+from support.handoff_pair import DECODE, MODEL, Pair, spec, whole
 
 from splitserve.transport import actions as act
+from splitserve.transport.messages import Grant, u32
+from splitserve.transport.sliding_window import NO_BLOCK
 
 
 def test_a_handoff() -> None:
@@ -45,6 +47,7 @@ def test_what_the_prefill_worker_had_cached_travels_with_the_handoff() -> None:
         ("block_size", 8),
         ("layout", "other"),
         ("block_bytes", 9),
+        ("window", 8),
         ("numerics", "exact, C++ avx2"),
     ],
 )
@@ -130,3 +133,28 @@ def test_an_older_epoch_is_refused_and_a_newer_one_replaces() -> None:
     pair.compute(spec(2, epoch=2))
     pair.deliver()
     assert [join.key for join in pair.joined] == [(7, 2)]
+
+
+def test_blocks_behind_a_sliding_window_take_no_room_and_do_not_travel() -> None:
+    model = replace(MODEL, window=6)
+    pair = Pair(num_blocks=5, model=model, own=model)
+    whole(pair, spec(1, 30))
+    assert pair.puts == [6, 7]
+    assert pair.joined[0].blocks[:6] == [NO_BLOCK] * 6
+    assert (pair.pool.num_used, pair.joined[0].num_cached_blocks) == (2, 0)
+    pair.pool.release(pair.joined[0].blocks)
+    whole(pair, spec(2, 30, "other"))
+    assert pair.puts == [6, 7, 7]  # all but the partial one is here
+    assert pair.joined[1].num_cached_blocks == 1
+
+
+def test_a_grant_that_wants_blocks_behind_the_window_is_refused() -> None:
+    model = replace(MODEL, window=6)
+    pair = Pair(model=model, own=model)
+    pair.offer(spec(1, 30))
+    pair.collect()
+    pair.deliver(lambda message: isinstance(message, Grant))
+    grant = Grant(coordinator=7, dispatch=1, lease=1, secret=b"s" * 16, blocks=u32([0] * 8), num_cached_blocks=5, lease_s=3)
+    pair.sender.receive(DECODE, grant, 0.0)
+    pair.collect()
+    assert [type(ended) for ended in pair.ended] == [act.Undelivered]
