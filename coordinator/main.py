@@ -103,6 +103,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
         settings.price_per_hour,
     )
     app.dashboard.view.objectives = settings.objectives
+    app.health.folders = written_by(settings)
     dispatcher.listeners.failures = app.metrics.failures
     steering = steering_of(settings, lifecycle, dispatcher)
     if settings.log_requests:
@@ -205,6 +206,18 @@ def meter_of(settings: CoordinatorSettings) -> Meter | None:
     beside = settings.tenants_file or Path(url.removeprefix(SQLITE) if url.startswith(SQLITE) else "usage").absolute()
     keep_s = None if settings.usage_retention_days is None else settings.usage_retention_days * DAY_S
     return Meter(url, beside.parent, f"{beside.name}-journal-", soon=asyncio.get_running_loop().call_soon, keep_s=keep_s)
+
+
+def written_by(settings: CoordinatorSettings) -> dict[str, Path]:
+    """The folders that this process writes to, by option."""
+    usage = settings.metered_to or ""
+    files = {
+        "--tenants-file": settings.tenants_file,
+        "--usage-url": Path(usage.removeprefix(SQLITE)) if usage.startswith(SQLITE) else None,
+        "--batch-file": settings.batch_file,
+    }
+    folders = {option: path.absolute().parent for option, path in files.items() if path is not None}
+    return folders if settings.trace_folder is None else {**folders, "--trace-folder": settings.trace_folder.absolute()}
 
 
 def batches_of(settings: CoordinatorSettings) -> BatchOptions | None:

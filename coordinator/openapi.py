@@ -77,7 +77,7 @@ def _gets() -> dict[str, Any]:
     return {
         "/v1/models": {"get": _operation("The model that is served.", _json("Models"), "401")},
         "/v1/models/{model}": {**_in_path("model"), "get": _operation("The same, by its name.", _json("Model"), "401", "404")},
-        "/health": {"get": _operation("200 while the process lives.", {JSON: {}})},
+        "/health": {"get": _operation("200 while the process serves; `status` is ok or degraded, `checks` say why.", {JSON: {}})},
         "/ping": {
             "get": _operation("The same, without content.", {}),
             "post": _operation("The same, for those who ask so.", {}),

@@ -20,6 +20,7 @@ from .bodies.tokens import DetokenizeRequest, TokenizeRequest
 from .body import ClientGone, read_body
 from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable, from_validation
 from .generate import check_model
+from .http.health import Health
 from .limits import HttpLimits
 from .metrics import CONTENT_TYPE, Metrics
 from .openapi import document
@@ -35,12 +36,19 @@ class OrdinaryRoutes:
     """Everything but generation."""
 
     def __init__(
-        self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, metrics: Metrics, more: Sequence[BaseRoute] = ()
+        self,
+        dispatcher: Dispatcher,
+        model: ServedModel,
+        limits: HttpLimits,
+        metrics: Metrics,
+        health: Health,
+        more: Sequence[BaseRoute] = (),
     ) -> None:
         self._dispatcher = dispatcher
         self._model = model
         self._limits = limits
         self._metrics = metrics
+        self._health_checks = health
         self._more = more
         self._unknown = UnknownFields()
 
@@ -97,7 +105,7 @@ class OrdinaryRoutes:
         return _json({"prompt": await self._model.tokenizer.aside(lambda: self._model.tokenizer.decode(body.tokens))})
 
     async def _health(self, request: Request) -> Response:
-        return _json({"status": "ok"})
+        return _json(await self._health_checks.report(monotonic()))
 
     async def _ping(self, request: Request) -> Response:
         return Response(status_code=200)
@@ -106,8 +114,7 @@ class OrdinaryRoutes:
         return _json({"version": __version__})
 
     async def _ready(self, request: Request) -> Response:
-        if not self._dispatcher.ready():
-            reason = self._dispatcher.gap() or "no request has passed prefill, handoff and decode yet"
+        if reason := self._health_checks.why_not_ready():
             raise Unavailable(f"Not ready: {reason}.", retry_after_s=1)
         return _json({"status": "ready"})
 

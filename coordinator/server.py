@@ -20,6 +20,7 @@ from .batch.runner import BatchOptions, BatchRunner
 from .dashboard_routes import Dashboard
 from .errors import Unavailable
 from .generate import GenerationApi
+from .http.health import Health
 from .http.operators import Operators
 from .http_protocol import HttpProtocol
 from .limits import HttpLimits
@@ -63,6 +64,8 @@ class HttpApp:
         sampled: Listeners[[float, SystemSnapshot]] = Listeners(self.metrics.failures)
         sampled.add("dashboard", self.dashboard.view.sample)
         sampled.add("efficiency", self.metrics.efficiency.sample)
+        self.health = Health(dispatcher, self.metrics.failures)
+        sampled.add("health", self.health.sample)
         self.sampler = Sampler(system, sampled)
         self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy)
         self.batches = None if batches is None else BatchRunner(batches, self.generation)
@@ -74,7 +77,7 @@ class HttpApp:
 
         def pages(more: Sequence[Route]) -> Starlette:
             own = [*operators.routes(), *self.dashboard.routes(), *clients, *more]
-            return OrdinaryRoutes(dispatcher, model, limits, self.metrics, own).application()
+            return OrdinaryRoutes(dispatcher, model, limits, self.metrics, self.health, own).application()
 
         self._pages = Gate(pages(admin_routes if more_admin is None else ()), operators, (tenancy or Tenancy()).directory)
         self.admin = Gate(pages(admin_routes), operators, None)
@@ -86,7 +89,7 @@ class HttpApp:
     async def drain(self, grace_s: float) -> None:
         """Takes no new request for tokens; gives the open ones ``grace_s`` seconds, then ends them with an error."""
         refusal = Unavailable("The server is shutting down.", retry_after_s=1)
-        self.generation.refusal = refusal
+        self.generation.refusal, self.health.stopping = refusal, True
         deadline = monotonic() + grace_s
         while self.generation.open and monotonic() < deadline:
             await asyncio.sleep(POLL_S)

@@ -67,7 +67,7 @@ async def test_an_upgrade_is_ignored_and_the_body_read(server: HttpServer, path:
     for segments in ([head, body, NEXT] if apart else [head + body + NEXT], [head[:40], head[40:] + body[:5], body[5:] + NEXT]):
         found = await answers(server.port, *segments)
         assert statuses(found) == [200, 200], found
-        assert found[1][1] == {"status": "ok"}
+        assert found[1][1]["status"] == "ok"
 
 
 async def test_a_chunked_body_is_read_after_an_upgrade(server: HttpServer) -> None:
@@ -86,7 +86,7 @@ async def test_a_body_behind_an_upgrade_is_no_request(server: HttpServer, method
         found = await answers(server.port, head, SMUGGLED, NEXT)
         assert len(found) == 2, found
         assert "version" not in str(found)
-        assert found[1] == (200, {"status": "ok"})
+        assert (found[1][0], found[1][1]["status"]) == (200, "ok")
 
 
 async def test_many_pipelined_upgrades(server: HttpServer) -> None:
