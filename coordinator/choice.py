@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import orjson
 
@@ -91,6 +91,7 @@ class Choice:
         "num_tokens",
         "prompt",
         "request_id",
+        "timed_out",
     )
 
     def __init__(self, exchange: Exchange, options: ChoiceOptions, index: int, prompt: Prompt, request_id: str) -> None:
@@ -101,6 +102,7 @@ class Choice:
         self.num_tokens = 0
         self.first_token_at = 0.0  # monotonic seconds
         self.ended: Ended | None = None
+        self.timed_out: Literal["timeout", "length"] | None = None  # its finish reason where a deadline has cut it
         self._exchange = exchange
         self._options = options
         self._detokenizer = options.detokenizer_of(prompt.token_ids)
@@ -158,7 +160,7 @@ class Choice:
         """None if it was cancelled or has failed."""
         if self._stops is not None and self._stops.matched:
             return "stop"
-        return self.ended.finish_reason if self.ended else None
+        return self.timed_out or (self.ended.finish_reason if self.ended else None)
 
     @property
     def num_reasoning_tokens(self) -> int:

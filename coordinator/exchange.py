@@ -26,6 +26,7 @@ from .request_record import RequestRecord
 from .tenants.limiter import Admission
 from .tenants.usage_record import UsageRecord
 from .time_ledger import Stages, TimeLedger, server_timing
+from .timeouts import OnTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class ExchangeOptions(NamedTuple):
     endpoint: str
     arrival: float  # monotonic seconds
     deadline: float  # monotonic seconds
+    on_timeout: OnTimeout
     include_usage: bool
     priority_class: PriorityClass
     done: Callable[[HttpExchange], None] | None = None
@@ -63,6 +65,7 @@ class HttpExchange:
         self._loop = asyncio.get_running_loop()
         self._begun = False
         self._num_open = 0  # choices that have not ended
+        self._finished: set[int] = set()  # choices whose last chunk was written
         self._num_running = 0  # of these, with the dispatcher
         self.num_prompt_tokens = 0  # of each prompt once, however many choices it has
         self.deadline = options.deadline
@@ -170,16 +173,21 @@ class HttpExchange:
 
     def _answer(self, choice: Choice, ended: Ended) -> None:
         """What the client is to have of it now."""
-        if ended.error is not None:
+        if ended.error == "deadline" and self._options.on_timeout != "error":
+            choice.timed_out = self._options.on_timeout
+        late = any(choice.timed_out for choice in self.choices)
+        if late and not self._num_output_tokens() and self._num_open:
+            return  # another choice may have a token yet: then this one ends as it is, and else all of it is a 504
+        if ended.error is not None and not (choice.timed_out and self._num_output_tokens()):
             error = from_ended(ended)
             if error.status >= 500:
                 logger.warning("%s ends with %d: %s", self._options.id, error.status, error.message, extra={"fields": self._named(error)})
             self.fail(error)
-        elif (reason := choice.finish_reason()) is None:
+        elif choice.finish_reason() is None:
             self.fail(InternalError("The request was cancelled on the server."))
         elif self._choice_options.streamed:
             self.begin()
-            self._write_chunks(choice.last_chunk(reason))
+            self._write_chunks(b"".join(map(self._last_chunk, self.choices)))
         elif not self._num_open:
             self._respond_whole()
 
@@ -189,14 +197,21 @@ class HttpExchange:
             return
         self._end(str(error.status))
         if self._begun:
-            # a choice that ended without error has had its last chunk
-            unfinished = [choice for choice in self.choices if choice.ended is None or choice.ended.error is not None]
+            unfinished = [choice for choice in self.choices if choice.index not in self._finished]
             chunks = b"".join(map(self._broken_off, unfinished))
             self._call.finish(chunks + error_event(error.body()) + self._closing())
         else:
             self._metrics.refused(error)
             self._respond(error.status, error.body(), error.headers(), server_timing(*self._close()))
         self._loop.call_soon(self._cancel_rest)  # not from within the dispatcher's own call
+
+    def _last_chunk(self, choice: Choice) -> bytes:
+        """Of a choice that has ended; once."""
+        reason = choice.finish_reason() if choice.ended is not None else None
+        if reason is None or choice.index in self._finished:
+            return b""
+        self._finished.add(choice.index)
+        return choice.last_chunk(reason)
 
     def _broken_off(self, choice: Choice) -> bytes:
         """Its last chunk; nothing where its own text is what has failed."""
@@ -305,7 +320,7 @@ class HttpExchange:
         return sum(cached.values())
 
     def _account(self, stages: Stages, num_cached: int) -> dict[str, float]:
-        """Seconds by stage."""
+        """Seconds by stage; ``timed_out`` where a deadline has cut a choice."""
         assert self._last is not None
         parse, queue, prefill, handoff, decode, stream = stages
         return {
@@ -317,6 +332,7 @@ class HttpExchange:
             "stream_s": round(stream, 6),
             "cached_tokens": num_cached,
             "dispatches": self._last.num_dispatches,
+            **({"timed_out": True} if any(choice.timed_out for choice in self.choices) else {}),
         }
 
     def _close(self) -> tuple[Stages, float]:
@@ -356,4 +372,4 @@ def _best(choices: Sequence[Choice], n: int) -> list[Choice]:
     by_prompt: dict[int, list[Choice]] = {}
     for choice in choices:
         by_prompt.setdefault(id(choice.prompt), []).append(choice)
-    return [best for group in by_prompt.values() for best in sorted(group, key=lambda c: -c.mean_logprob)[:n]]
+    return [best for group in by_prompt.values() for best in sorted(group, key=lambda c: (not c.num_tokens, -c.mean_logprob))[:n]]

@@ -13,7 +13,7 @@ from .logprobs import TokenEntry, chat_logprobs, completion_logprobs
 from .tokenizer import Tokenizer
 
 Usage = dict[str, Any]
-ReportedReason = Literal["stop", "length", "tool_calls", "function_call", "error"]
+ReportedReason = Literal["stop", "length", "tool_calls", "function_call", "timeout", "error"]
 DONE = b"data: [DONE]\n\n"
 _TEXT = "\0text"
 PAD_TO = 256

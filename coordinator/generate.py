@@ -38,7 +38,7 @@ from .tenants.limiter import Admission, estimated_tokens
 from .tenants.limits import Account
 from .tenants.rate_limit_headers import headers_of, refusal_of
 from .tenants.tenancy import Tenancy
-from .timeouts import timeout_of
+from .timeouts import HEADER, on_timeout_of, timeout_of
 from .unknown_fields import UnknownFields
 
 STEMS: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
@@ -229,7 +229,15 @@ class GenerationApi:
         account = call.account
         priority_class = class_in_force(request.service_tier, account.priority_class)
         deadline = arrival + timeout_of(request.timeout, call.headers, self.limits.request_timeout_s)
-        options = ExchangeOptions(id, call.endpoint, arrival, deadline, request.include_usage, priority_class, self._done, best, trace)
+        on_timeout = on_timeout_of(
+            request.on_timeout,
+            call.headers,
+            has_timeout=request.timeout is not None or HEADER in call.headers,
+            deadline_error=self.limits.deadline_error,
+        )
+        options = ExchangeOptions(
+            id, call.endpoint, arrival, deadline, on_timeout, request.include_usage, priority_class, self._done, best, trace
+        )
         choice_options = self._choice_options(request, self._format(call.endpoint, id, request, priority_class))
         choice_options = read_as_chat(choice_options, request, self._model)
         exchange = HttpExchange(call, self._dispatcher, self._metrics, options, choice_options)

@@ -84,7 +84,12 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     lifecycle = Lifecycle(incarnations()(), settings.routing, limits_of(settings, place))
     model = replace(model, workers_hold=lambda: lifecycle.pools.max_sequence_tokens)
     dispatcher = SocketDispatcher(lifecycle, settings.control_address, keys.key if keys is not None else None)
-    limits = HttpLimits(int(settings.max_body_mib * 2**20), settings.request_timeout_s, settings.receive_timeout_s)
+    limits = HttpLimits(
+        max_body_bytes=int(settings.max_body_mib * 2**20),
+        request_timeout_s=settings.request_timeout_s,
+        deadline_error=settings.deadline_error,
+        receive_timeout_s=settings.receive_timeout_s,
+    )
     directory = directory_of(settings.tenants_file)
     operators = None if settings.admin_key_file is None else Operators(admin_key(settings.admin_key_file))
     routes = [*tenant_routes(settings.tenants_file), *usage_routes(settings.metered_to)]

@@ -80,7 +80,8 @@ class Metrics:
     def sequence_ended(self, ended: Ended, num_prompt_tokens: int, num_tokens: int, arrival: float, first: float, now: float) -> None:
         """Times in monotonic seconds; ``first`` is when the first token came, 0 if none did."""
         counts = self.counts
-        counts.sequences[ended.finish_reason or ("error" if ended.error else "cancelled")] += 1
+        reason = "timeout" if ended.error == "deadline" and num_tokens else "error" if ended.error else "cancelled"
+        counts.sequences[ended.finish_reason or reason] += 1
         counts.output_tokens += num_tokens
         counts.retries += max(0, ended.num_dispatches - 1)
         counts.recovered += ended.finish_reason is not None and ended.num_dispatches > 1

@@ -12,7 +12,7 @@ STRING: dict[str, Any] = {"type": "string"}
 STRING_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
 INTEGER: dict[str, Any] = {"type": "integer"}
 LOGPROB: dict[str, Any] = {"type": "number", "minimum": -9999}
-REASONS = ["stop", "length", "tool_calls", "function_call"]
+REASONS = ["stop", "length", "tool_calls", "function_call", "timeout"]
 
 
 def record(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:

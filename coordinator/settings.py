@@ -73,7 +73,13 @@ class CoordinatorSettings(BaseModel):
         default=600,
         gt=0,
         le=86_400,
-        description="Longest life of a request in seconds; then 504, or in mid-stream an error event. A request may ask for less.",
+        description="Longest life of a request in seconds; then it ends with what it has generated, or with 504 where that is nothing. A "
+        "request may ask for less.",
+    )
+    deadline_error: bool = Field(
+        default=False,
+        description="A request that passes a deadline is a 504, or in mid-stream an error event, whatever it has generated; a request may "
+        "ask for its text all the same (`on_timeout`).",
     )
     receive_timeout_s: float = Field(
         default=30,

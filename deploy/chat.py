@@ -185,7 +185,7 @@ def account(usage: dict[str, Any], finish_reason: str = "") -> str:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     parts.append(f"{cached} of {usage.get('prompt_tokens', 0)} prompt tokens cached")
     if finish_reason == "length":
-        parts.append("cut at the length limit")
+        parts.append("cut by the time limit" if stages.get("timed_out") else "cut at the length limit")
     return " · ".join(parts)
 
 

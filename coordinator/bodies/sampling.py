@@ -18,6 +18,7 @@ from ..output_format import (
     check_structured_outputs,
 )
 from ..service_tier import ServiceTier
+from ..timeouts import OnTimeout
 from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, invalid, schema, unknown_within
 
 MAX_CHOICES = 128
@@ -110,6 +111,8 @@ class SamplingFields(Body):
     """The prompt's last so many tokens are taken; -1: as many as there is room for."""
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     """Seconds until the request must have ended; ours, not OpenAI's."""
+    on_timeout: OnTimeout | None = None
+    """What an answer is that its deadline cuts; ours."""
     response_format: Annotated[Any, BeforeValidator(check_response_format), RESPONSE_FORMAT] = None
     structured_outputs: Annotated[Any, BeforeValidator(check_structured_outputs), STRUCTURED_OUTPUTS] = None
     guided_json: Annotated[Any, BeforeValidator(check_guided("json")), GUIDED["json"]] = None

@@ -33,15 +33,11 @@ SHAPES = {
 def test_common_models_start_in_a_gib_with_a_shorter_context(name: str, longest: int) -> None:
     assert kv_cache_size(SHAPES[name], GIB).max_model_len == longest
     assert kv_cache_size(SHAPES[name], 20 * GIB).max_model_len == SHAPES[name].model_len
-    assert (
-        kv_cache_size(replace(SHAPES[name], num_bytes=GIB), 0).max_model_len == longest
-    )  # set, it wins
+    assert kv_cache_size(replace(SHAPES[name], num_bytes=GIB), 0).max_model_len == longest  # set, it wins
 
 
 def test_a_length_that_is_asked_for_is_never_lowered() -> None:
-    with pytest.raises(
-        OutOfMemoryError, match=r"585 blocks of 1792 KiB, but .* of 20000 tokens.*lower --max-model-len to 9360"
-    ):
+    with pytest.raises(OutOfMemoryError, match=r"585 blocks of 1792 KiB, but .* of 20000 tokens.*lower --max-model-len to 9360"):
         kv_cache_size(replace(SHAPES["Qwen3-0.6B"], max_model_len=20_000), GIB)
     with pytest.raises(OutOfMemoryError, match=r"room for 5 KV blocks .* of 80 tokens; 256 are the least: end what else"):
         kv_cache_size(SHAPES["Qwen3-0.6B"], 10 << 20)

@@ -129,14 +129,17 @@ class FakeDispatcher:
             await asyncio.sleep(self.step_s)
             while self.hold:
                 await asyncio.sleep(0.01)
-            if self.fail_after is not None and number == self.fail_after[0]:
-                self._end(request, self.fail_after[1])
+            if (fails := self.fails_after(request)) is not None and number == fails[0]:
+                self._end(request, fails[1])
                 return
             sink.push(token, logprobs(token, sampling.logprobs) if sampling.logprobs is not None else None)
             if number < len(tokens) - 1:
                 sink.flush()
         ended = Ended(finish_reason=finish, num_cached_tokens=3, num_output_tokens=len(tokens), num_dispatches=1, ledger=ledger(request))
         self._end(request, ended)
+
+    def fails_after(self, request: GenerationRequest) -> tuple[int, Ended] | None:
+        return self.fail_after
 
     def _end(self, request: GenerationRequest, ended: Ended) -> None:
         del self.running[request.request_id]
