@@ -39,6 +39,7 @@ from .tenants.limits import Account
 from .tenants.rate_limit_headers import headers_of, refusal_of
 from .tenants.tenancy import Tenancy
 from .timeouts import HEADER, on_timeout_of, timeout_of
+from .token_times import TimedSink
 from .unknown_fields import UnknownFields
 
 STEMS: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
@@ -68,6 +69,8 @@ class GenerationApi:
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None
         """Set while no new request is taken."""
+        self.times_tokens = False
+        """Whether the time of each token is noted, for the trace file."""
         self.tracing: Tracing | None = None
         self._dispatcher = dispatcher
         self._model = model
@@ -247,7 +250,7 @@ class GenerationApi:
                 request_id=choice.request_id,
                 prompt_token_ids=prompt.token_ids,
                 sampling=for_choice(sampling, request.seed, number),
-                sink=choice,
+                sink=TimedSink(choice) if self.times_tokens else choice,
                 arrival=arrival,
                 deadline=deadline,
                 priority=request.priority or 0,

@@ -116,6 +116,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     trace_log = None if settings.trace_folder is None else TraceLog(settings.trace_folder, settings.request_timeout_s)
     if trace_log is not None:
         dispatcher.listeners.add("trace file", trace_log.note)
+        app.generation.times_tokens = settings.trace_token_times
     tracing = tracing_of(settings)
     if tracing is not None:
         app.generation.tracing = tracing

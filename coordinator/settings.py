@@ -263,6 +263,9 @@ class CoordinatorSettings(BaseModel):
         description="Write the load as a trace for `splitserve trace`, `simulate` and `plan` into this folder: arrivals, lengths and "
         "keyed block hashes, never text. One file a start.",
     )
+    trace_token_times: bool = Field(
+        default=False, description="With --trace-folder: write when each token came, in seconds after its request's arrival."
+    )
     log_requests: bool = Field(default=False, description="Log a line for each request that is over, with where its time went.")
     log_format: LogFormat = Field(default="text", description="text, or json: one object a line, with request ids where there are any.")
 
@@ -335,6 +338,8 @@ class CoordinatorSettings(BaseModel):
             raise ValueError("--steer-slo needs a bound for each, ttft and tpot, as in ttft=2,tpot=0.05@p90")
         if self.steer_scale_down_below >= self.steer_scale_up_above:
             raise ValueError("--steer-scale-down-below must be less than --steer-scale-up-above: else one worker would come and go")
+        if self.trace_token_times and self.trace_folder is None:
+            raise ValueError("--trace-token-times writes into the trace file: give --trace-folder")
         if self.steer == "act" and self.processes > 1:
             raise ValueError("one of several coordinator processes sees a part of the load only: --steer act needs --processes 1")
         return self

@@ -19,6 +19,7 @@ import orjson
 from ..transport.block_hash import chain, root_hash
 from ..transport.messages import u32
 from .request import Ended, GenerationRequest
+from .token_times import TimedSink
 
 BLOCK_SIZE = 64
 """Tokens of a hashed block: finer ones than the workers' would say no more, coarser ones keep the file small."""
@@ -54,6 +55,8 @@ class TraceLog:
             row["block_hashes"] = [one.hex()[:HASH_DIGITS] for one in hashes]
         if request.session:
             row["session"] = blake2b(request.session.encode(), key=self._secret, digest_size=8).hexdigest()
+        if isinstance(request.sink, TimedSink):
+            row["token_times_s"] = [round(max(0.0, at - request.arrival), 6) for at in request.sink.times]
         self._file.write(orjson.dumps(row) + b"\n")
 
     def close(self) -> None:

@@ -8,7 +8,8 @@ at arrival 0. ``disorder_s``: rows may stand in the order in which requests *end
 of arrival time behind one that arrived later (a log's request time-out). Readers put them in order.
 
 Rows: arrival and the two lengths are needed. ``block_hashes`` are 1 to 32 hexadecimal digits each, chained from the prompt's start (an
-equal hash means equal tokens up to there). ``session`` is any opaque text of at most 128 characters. Anything else is an error, and
+equal hash means equal tokens up to there). ``session`` is any opaque text of at most 128 characters. ``token_times_s``:
+when each output token came, in seconds after the arrival; readers here skip it. Anything else is an error, and
 so is another version: a reader never guesses.
 """
 
@@ -32,7 +33,7 @@ from .request import Trace, TraceRequest
 FORMAT_NAME = "splitserve-trace"
 VERSION = 1
 HEADER_KEYS = ("format", "version", "block_size", "origin_s", "disorder_s")
-ROW_KEYS = {"arrival_s", "num_prompt_tokens", "num_output_tokens", "block_hashes", "session"}
+ROW_KEYS = {"arrival_s", "num_prompt_tokens", "num_output_tokens", "block_hashes", "session", "token_times_s"}
 MAX_HASH_DIGITS = 32
 MAX_SESSION_CHARACTERS = 128
 MAX_BLOCK_SIZE = 1 << 16

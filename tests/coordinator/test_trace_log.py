@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from time import monotonic
 
+import httpx
+from support.http_fakes import FakeDispatcher
+
 from splitserve.coordinator.request import Ended, GenerationRequest
+from splitserve.coordinator.served_model import ServedModel
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.trace_log import BLOCK_SIZE, TraceLog
 from splitserve.planner.simulator.prompts import SINK
 from splitserve.planner.trace.readers import open_trace
@@ -46,3 +52,22 @@ def test_it_tells_no_text_and_no_name_and_cannot_be_matched_with_another_file(tm
     ours, theirs = next(iter(open_trace(one))), next(iter(open_trace(two)))
     assert set(ours.block_hashes).isdisjoint(theirs.block_hashes)
     assert ours.session != theirs.session
+
+
+async def test_it_tells_when_each_token_came_if_asked(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
+    log = TraceLog(tmp_path, longest_request_s=60)
+    server = HttpServer(create_app(dispatcher, model))
+    server.app.generation.times_tokens = True
+    await server.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as http:
+        assert (await http.post("/v1/completions", json={"prompt": "quick", "max_tokens": 5, "ignore_eos": True})).status_code == 200
+    await server.stop(grace_s=0)
+    [timed] = dispatcher.requests
+    log.note(timed, Ended("length", num_output_tokens=5))
+    log.close()
+    times = json.loads(log.path.read_text().splitlines()[1])["token_times_s"]
+    assert len(times) == 5
+    assert times == sorted(times)
+    assert times[0] >= 0
+    [read] = open_trace(log.path)
+    assert read.num_output_tokens == 5
