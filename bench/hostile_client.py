@@ -25,7 +25,7 @@ STOOD_STILL_S = 0.5
 """Turns are a few milliseconds: after so long between two of them this process got no processor."""
 MAX_STALLED = 256
 MAX_FAILURES = 20
-GOOD = frozenset({"valid", "slow"})  # kinds that must be answered with 200
+GOOD = frozenset({"valid", "slow", "upgrade"})  # kinds that must be answered with 200
 FINE_5XX = frozenset({503, 504})  # no worker, or the deadline that the request asked for
 
 

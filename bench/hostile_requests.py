@@ -74,6 +74,20 @@ SOME_VALUES: tuple[Any, ...] = (
     *({"type": "json_schema", "json_schema": {"name": "a", "schema": _FUNCTION["parameters"]}}, {"choice": ["a", "b"]}),
 )
 MESSAGES = [{"role": "user", "content": "What does os.path.join do?"}]
+JSON_TO = "host: localhost\r\ncontent-type: application/json\r\n"
+HOSTS = (
+    *("localhost:8000", "127.0.0.1", "[::1]:80", "evil.example", "evil.example:80", "LOCALHOST.", "0x7f.1", "1234", "a" * 300, "[::1"),
+    *("", " ", "a b", "a,b", "user@localhost", "localhost/evil", "localhost:x", "localhost:999999", "\xff", "*", "localhost\r\nhost: x"),
+)
+ORIGINS = ("null", "http://localhost", "https://evil.example", "http://localhost.evil.example", "", "x", "\xff", "http://localhost, http://a")
+CONTENT_TYPES = (
+    *("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/json; charset=utf-8", ""),
+    *(";", "\xff", "application/jsonx", "application/json, text/plain", "application/json\r\ncontent-type: text/plain", "a" * 3000),
+)
+UPGRADES = (
+    *("h2c", "websocket", "foo", "h2c, websocket", "TLS/1.0, HTTP/1.1", "", "websocket\r\nupgrade: h2c"),
+    *("websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==",),
+)
 DEPTH = 20_000
 HUGE_HEADER = 80 << 10
 
@@ -112,6 +126,9 @@ class HostileRequests:
             self._wrong_length: 4,
             self._bad_chunks: 3,
             self._websocket: 1,
+            self._upgrade: 4,
+            self._other_heads: 6,
+            self._long_extensions: 0.3,
             self._stalled: 0.02 if stalls else 0,
         }
         self._kinds, self._weights = list(kinds), list(kinds.values())
@@ -169,13 +186,40 @@ class HostileRequests:
         value = self._random.choice(("", "Bearer", "Bearer x", f"Basic {self._key}", f"Bearer {self._key}x", "Bearer " + "k" * 5000))
         return Attempt("wrong key", (self._request(*self._body(), extra=f"authorization: {value}\r\n", key=""),))
 
+    def _upgrade(self) -> Attempt:
+        """On an ordinary request, which is answered as if it were not there; the next request on the connection, too."""
+        path, body = self._body()
+        connection = self._random.choice(("Upgrade", "upgrade, HTTP2-Settings", "keep-alive, Upgrade"))
+        extra = f"connection: {connection}\r\nupgrade: {self._random.choice(UPGRADES)}\r\n"
+        request = self._request(path, body, extra=extra) + self._request("/health", b"", "GET")
+        cut = self._random.choice((len(request), request.index(b"\r\n\r\n") + 4, self._random.randrange(1, len(request))))
+        return Attempt("upgrade", tuple(piece for piece in (request[:cut], request[cut:]) if piece), 2)
+
     # --- badly framed, or not ended: the connection is over afterwards ---------------------------------
 
     def _huge_headers(self) -> Attempt:
         header = self._random.choice(
             (b"a: " + b"b" * HUGE_HEADER + b"\r\n", b"a: b\r\n" * (HUGE_HEADER // 6), b"a" * HUGE_HEADER + b": b\r\n")
         )
-        return Attempt("huge headers", (b"GET /health HTTP/1.1\r\nhost: x\r\n" + header + b"\r\n",), ending=self._over())
+        return Attempt("huge headers", (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + header + b"\r\n",), ending=self._over())
+
+    def _other_heads(self) -> Attempt:
+        """Any host, origin, content type and forwarded headers, in any combination."""
+        lines = [f"host: {self._random.choice(HOSTS)}"] if self._random.random() < 0.7 else []
+        lines += [f"origin: {self._random.choice(ORIGINS)}"] if self._random.random() < 0.5 else []
+        lines += [f"content-type: {self._random.choice(CONTENT_TYPES)}"] if self._random.random() < 0.7 else []
+        lines += [f"access-control-request-method: {self._random.choice(('POST', '', 'x' * 999))}"] if self._random.random() < 0.3 else []
+        lines += [f"x-forwarded-for: {self._random.choice(HOSTS)}", "forwarded: for=x;;=,"] if self._random.random() < 0.3 else []
+        method = self._random.choice(("POST", "POST", "GET", "OPTIONS", "DELETE", "PUT", "CONNECT"))
+        path, body = self._body()
+        path = self._random.choice((path, path, *PATHS))
+        request = self._request(path, body, method, to="".join(f"{line}\r\n" for line in lines))
+        return Attempt("other heads", (request,), ending=self._over())
+
+    def _long_extensions(self) -> Attempt:
+        head = f"POST {self._random.choice(ENDPOINTS)} HTTP/1.1\r\n{JSON_TO}{self._authorization()}transfer-encoding: chunked\r\n\r\n5;"
+        pieces = (head.encode(), *([b"x" * 100_000] * self._random.randrange(1, 8)))
+        return Attempt("long chunk extensions", pieces, ending=self._over())
 
     def _changed(self) -> Attempt:
         request = bytearray(self._request(*self._body()))
@@ -207,7 +251,7 @@ class HostileRequests:
         length = self._random.choice((len(content) - 9, len(content) + 9, -1, 0, 1 << 40, 1 << 70, "abc", "1 2", "+5", "0x10", ""))
         twice = self._random.choice(("", "", "content-length: 5\r\n", "transfer-encoding: chunked\r\n"))
         head = (
-            f"POST {self._random.choice(ENDPOINTS)} HTTP/1.1\r\nhost: x\r\n{self._authorization()}content-length: {length}\r\n{twice}\r\n"
+            f"POST {self._random.choice(ENDPOINTS)} HTTP/1.1\r\n{JSON_TO}{self._authorization()}content-length: {length}\r\n{twice}\r\n"
         )
         return Attempt("wrong length", (head.encode() + content,), ending=self._over())
 
@@ -217,13 +261,13 @@ class HostileRequests:
             (f"{len(content):x}", "zz", "-1", "f" * 20, f"{len(content) + 5:x}", f"{len(content) - 5:x}", "", "5;" + "x" * 500)
         )
         tail = self._random.choice((b"\r\n0\r\n\r\n", b"", b"0\r\n", b"\r\n0\r\na: b\r\n\r\n", b"\r\n0\r\n" + b"t: x\r\n" * 50))
-        head = f"POST {self._random.choice(ENDPOINTS)} HTTP/1.1\r\nhost: x\r\n{self._authorization()}transfer-encoding: chunked\r\n\r\n"
+        head = f"POST {self._random.choice(ENDPOINTS)} HTTP/1.1\r\n{JSON_TO}{self._authorization()}transfer-encoding: chunked\r\n\r\n"
         return Attempt("bad chunks", (head.encode() + size.encode() + b"\r\n" + content + tail,), ending=self._over())
 
     def _websocket(self) -> Attempt:
         key = base64.b64encode(self._random.randbytes(16)).decode()
         upgrade = f"upgrade: websocket\r\nconnection: Upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: {key}\r\n"
-        head = f"GET /v1/stream HTTP/1.1\r\nhost: x\r\n{self._authorization()}{upgrade}\r\n".encode()
+        head = f"GET /v1/stream HTTP/1.1\r\nhost: localhost\r\n{self._authorization()}{upgrade}\r\n".encode()
         frames = b"".join(self._frame() for _ in range(self._random.randrange(4)))
         return Attempt("WebSocket", (head, frames) if frames else (head,), ending=self._over())
 
@@ -263,7 +307,10 @@ class HostileRequests:
     def _authorization(self) -> str:
         return f"authorization: Bearer {self._key}\r\n" if self._key else ""
 
-    def _request(self, path: str, body: dict[str, Any] | bytes, method: str = "POST", *, extra: str = "", key: str | None = None) -> bytes:
+    def _request(
+        self, path: str, body: dict[str, Any] | bytes, method: str = "POST", *, extra: str = "", key: str | None = None, to: str = JSON_TO
+    ) -> bytes:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         authorization = self._authorization() if key is None else ""
-        return f"{method} {path} HTTP/1.1\r\nhost: x\r\n{authorization}{extra}content-length: {len(content)}\r\n\r\n".encode() + content
+        head = f"{method} {path} HTTP/1.1\r\n{to}{authorization}{extra}content-length: {len(content)}\r\n\r\n"
+        return head.encode("latin-1") + content

@@ -54,7 +54,7 @@ from .null_workers import start_null_worker
 BATCH = 64
 PAUSE_S = 0.003
 WARM_S, WINDOW_S, WINDOWS = 2.0, 1.0, 5
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"  # answered with {"status": ...}
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"  # answered with {"status": ...}
 
 
 def decode_loop() -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _echo(sender: Connection) -> None:
 def _request(number: int) -> bytes:
     fields = {"model": DEMO_MODEL_NAME, "prompt": [number % 60 + 1] * 256, "max_tokens": 4, "stream": True}
     body = json.dumps({**fields, "stream_options": {"include_usage": True}}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

@@ -13,7 +13,8 @@ EVENT = b"data: "
 def request_bytes(path: str, body: dict[str, Any], key: str = "") -> bytes:
     """A POST; ``key``: the API key, where one is asked for."""
     content, authorization = json.dumps(body).encode(), f"authorization: Bearer {key}\r\n" if key else ""
-    return f"POST {path} HTTP/1.1\r\nhost: bench\r\n{authorization}content-length: {len(content)}\r\n\r\n".encode() + content
+    to = "host: localhost\r\ncontent-type: application/json\r\n"
+    return f"POST {path} HTTP/1.1\r\n{to}{authorization}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
 class RawClient:

@@ -180,7 +180,8 @@ async def stream(http: httpx.AsyncClient, number: int, request: TraceRequest, st
     began = time.monotonic()
     first = last = 0.0
     try:
-        async with http.stream("POST", "/v1/completions", content=orjson.dumps(body)) as answer:
+        kind = {"content-type": "application/json"}
+        async with http.stream("POST", "/v1/completions", content=orjson.dumps(body), headers=kind) as answer:
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
                     continue

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import uvicorn
-from starlette.types import ASGIApp
 
-from .listening_server import ListeningServer, bind
+from .http.access_gate import AccessGate
+from .http.tls import TlsFiles
+from .http_protocol import HttpProtocol
+from .listening_server import ListeningServer, bind, context_of
 
 
-def admin_server(app: ASGIApp, host: str, port: int) -> ListeningServer:
+def admin_server(app: AccessGate, host: str, port: int, tls: TlsFiles | None = None) -> ListeningServer:
     """Binds at once. Raises OSError. ``app`` checks who asks."""
-    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False)
+    config = uvicorn.Config(
+        app,
+        http=HttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ssl_context_factory=context_of(tls),
+    )
     return ListeningServer(config, bind(host, port))

@@ -24,9 +24,20 @@ def check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
         raise UnsupportedMediaType(f"Content-Encoding {encoding.decode('latin-1')[:40]!r} is not supported; send the body as it is.")
 
 
+def check_is_json(headers: Mapping[bytes, bytes]) -> None:
+    """Raises UnsupportedMediaType. (A form or plain text is what web pages of other sites may send without asking.)"""
+    kind = headers.get(b"content-type", b"")
+    if kind != b"application/json" and kind.partition(b";")[0].strip().lower() != b"application/json":
+        given = f"not {kind.decode('latin-1')[:60]}" if kind else "and the request has none"
+        raise UnsupportedMediaType(
+            f"The Content-Type of this body must be application/json, {given}. With curl: -H 'Content-Type: application/json'."
+        )
+
+
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int) -> bytes:
-    """Raises what ``check_headers`` raises, and BodyTooLarge as soon as more has come."""
+    """A JSON body. Raises what ``check_headers`` and ``check_is_json`` raise, and BodyTooLarge as soon as more has come."""
     check_headers(headers, max_bytes)
+    check_is_json(headers)
     parts, more = bytearray(), True
     while more:
         message = await _next(receive)

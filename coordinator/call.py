@@ -14,8 +14,10 @@ from typing import ClassVar, Literal, Protocol
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from .body import check_headers
+from .body import check_headers, check_is_json
 from .errors import ApiError, BodyTooLarge
+from .http.access import Access
+from .http.forwarded import TrustedProxies
 from .limits import HttpLimits
 from .tenants.limits import ANONYMOUS, Account
 
@@ -38,6 +40,8 @@ class CallHandler(Protocol):
     """Who takes calls in."""
 
     limits: HttpLimits
+    access: Access
+    proxies: TrustedProxies
 
     def opened(self, call: Call) -> None:
         """A call is the next to be answered on its connection; its body may still be on its way."""
@@ -60,6 +64,9 @@ class Connection(Protocol):
 
     transport: asyncio.Transport
     flow: FlowControl
+
+    client: tuple[str, int] | None
+    """The other end: address and port."""
 
     @property
     def default_headers(self) -> Headers:
@@ -84,6 +91,7 @@ class Call:
         "_chunked",
         "_completed",
         "_connection",
+        "_cors",
         "_flow",
         "_handler",
         "_last",
@@ -131,6 +139,7 @@ class Call:
         self._flow = connection.flow
         self._wants_continue = wants_continue
         self._chunked = http_version != "1.0"  # for a stream; otherwise the end of the connection ends the body
+        self._cors = handler.access.cors(headers)
         self._begun = False
         self._whole = False  # all of the body is here
         self._parts = bytearray()
@@ -145,13 +154,22 @@ class Call:
         """The request's body, once it is complete."""
         return bytes(self._parts)
 
+    @property
+    def client(self) -> str:
+        """The client's address, as far as trusted proxies tell it; empty where there is none."""
+        peer = self._connection.client
+        return "" if peer is None else self._handler.proxies.client_of(peer[0], self.headers)[0]
+
     def begin(self) -> None:
         """All earlier requests of this connection have been answered."""
         self._begun = True
         self._handler.opened(self)
         try:
+            self._handler.access.check(self.method, self.headers)
             self.account = self._handler.account_of(self)
             check_headers(self.headers, self._handler.limits.max_body_bytes)
+            if self.method == "POST":
+                check_is_json(self.headers)
         except ApiError as error:
             self._handler.refuse(self, error)
             return
@@ -262,5 +280,5 @@ class Call:
             self._transport.abort()
 
     def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
-        lines = [b"%b: %b\r\n" % header for header in (*self._connection.default_headers, *headers)]
+        lines = [b"%b: %b\r\n" % header for header in (*self._connection.default_headers, *self._cors, *headers)]
         return b"".join([STATUS_LINE[status], *lines, framing, b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"])

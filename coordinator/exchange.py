@@ -363,6 +363,7 @@ class HttpExchange:
             decode_worker=ended.decode_worker,
             tenant=self._call.account.tenant,
             trace=self._options.trace,
+            client=self._call.client,
             priority_class=self._options.priority_class,
         )
 

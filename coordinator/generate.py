@@ -26,6 +26,8 @@ from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, N
 from .exchange import ExchangeOptions, HttpExchange
 from .formats import ChatFormat, CompletionFormat, Format
 from .grammar_check import GrammarCheck
+from .http.access import Access
+from .http.forwarded import TrustedProxies
 from .limits import HttpLimits
 from .metrics import Metrics
 from .prompts import Prompt, is_long, prompts_of
@@ -65,6 +67,9 @@ class GenerationApi:
         self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, metrics: Metrics, tenancy: Tenancy | None = None
     ) -> None:
         self.limits = limits
+        self.access = Access()
+        """Whose requests are taken, by their names of this host and their origins."""
+        self.proxies = TrustedProxies()
         self._tenancy = tenancy or Tenancy()
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None

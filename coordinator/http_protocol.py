@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .call import JSON, Call, CallHandler, Endpoint, Headers
 from .errors import ApiError, HeadersTooLarge, InvalidRequest, RequestTimeout
+from .http.access import is_preflight
 
 MAX_HEADER_BYTES = 64 << 10
 MIN_BYTES_PER_S = 16 << 10  # of a body, beyond the time that every request has
@@ -30,7 +31,7 @@ ENDPOINTS: Final[dict[bytes, Endpoint]] = {b"/v1/completions": "/v1/completions"
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. The application must have a ``generation``, which takes the calls."""
+    """One connection. The application must have a ``generation``, which takes the calls; None: there are none."""
 
     _answering: Call | None = None
     _since: float | None = None  # a request has begun to come in, or the first is awaited: seconds of the loop's clock
@@ -125,17 +126,18 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse_message("A request must have a Host header.")
         self._has_head = True
         endpoint = ENDPOINTS.get(self.url) or _endpoint_of(self.url)
-        if endpoint is None:
+        handler: CallHandler | None = cast(Any, self.config.app).generation
+        method = self.parser.get_method().decode("ascii")
+        if endpoint is None or handler is None or is_preflight(method, headers):
             self._begin_scope()
             super().on_headers_complete()
             return
-        handler: CallHandler = cast(Any, self.config.app).generation
         version = self.parser.get_http_version()
         call = Call(
             self,
             handler,
             endpoint,
-            self.parser.get_method().decode("ascii"),
+            method,
             headers,
             http_version=version,
             keep_alive=version != "1.0" and self.parser.should_keep_alive(),

@@ -34,6 +34,11 @@ class InnerCall(Call):
         self._parts = bytearray(body)
         self._completed = False
 
+    @property
+    def client(self) -> str:
+        """See ``Call``: none."""
+        return ""
+
     def begin(self) -> None:
         """Hands it to the handler; once."""
         self._handler.opened(self)

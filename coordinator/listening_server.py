@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import Callable, Iterator
 
 import uvicorn
+
+from .http.tls import TlsFiles
 
 
 class ListeningServer(uvicorn.Server):
@@ -49,6 +52,11 @@ class ListeningServer(uvicorn.Server):
         self._accepting.set()
 
 
+def context_of(tls: TlsFiles | None) -> Callable[..., ssl.SSLContext] | None:
+    """For uvicorn, which knows of files only that stay as they are."""
+    return None if tls is None else lambda config, default: tls.context
+
+
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A socket to listen on; ``shared``: other processes that say so too get their part of the connections. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -64,7 +72,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     return sock
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, scheme: str = "http") -> str:
     """Where clients on this host reach what listens there."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

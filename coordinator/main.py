@@ -24,7 +24,11 @@ from ..transport.otel import Tracing
 from .admin_server import admin_server
 from .batch.runner import BatchOptions
 from .dispatcher import SocketDispatcher, prove
+from .http.access import Access
+from .http.forwarded import TrustedProxies
+from .http.front_door import FrontDoor
 from .http.operators import Operators, admin_key, make_admin_key
+from .http.tls import TlsFiles
 from .lifecycle import Lifecycle, LifecycleLimits
 from .limits import HttpLimits
 from .listening_server import url_of
@@ -35,7 +39,7 @@ from .request_trace import end_trace
 from .run_folder import ADMIN_KEY, Door, RunFolder, announce
 from .served_model import ServedModel
 from .server import HttpServer, create_app
-from .settings import CoordinatorSettings, is_loopback
+from .settings import CoordinatorSettings, is_loopback, listed
 from .steering.hooks import Hooks
 from .steering.shell import SteeringShell
 from .steering.steering import Steering
@@ -96,6 +100,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     more_admin = None if settings.admin_port is None else routes
     limiter, meter = limiter_of(settings), meter_of(settings)
     batches = batches_of(settings)
+    front = front_door_of(settings)
     app = create_app(
         dispatcher,
         model,
@@ -106,6 +111,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
         more_admin,
         batches,
         settings.price_per_hour,
+        front,
     )
     app.dashboard.view.objectives = settings.objectives
     app.health.folders = written_by(settings)
@@ -134,17 +140,17 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
         meter.start()
     dispatcher.start()
     await server.start()
-    admin_port = None if settings.admin_port is None else admin_server(app.admin, settings.admin_host, settings.admin_port)
+    admin_port = None if settings.admin_port is None else admin_server(app.admin, settings.admin_host, settings.admin_port, front.tls)
     if admin_port is not None:
         await admin_port.start()
-        _log.info("admin API on http://%s:%d", settings.admin_host, admin_port.port)
+        _log.info("admin API on %s://%s:%d", settings.scheme, settings.admin_host, admin_port.port)
     if place.run_folder is not None and settings.admin_key_file is not None:
-        url = url_of(settings.listen_host, server.port)
-        admin_url = url if admin_port is None else url_of(settings.admin_host, admin_port.port)
+        url = url_of(settings.listen_host, server.port, settings.scheme)
+        admin_url = url if admin_port is None else url_of(settings.admin_host, admin_port.port, settings.scheme)
         door = Door(url=url, admin_url=admin_url, control_address=dispatcher.address, admin_key_file=settings.admin_key_file.absolute())
         announce(place.run_folder, place.number, door)
     settle_heap()
-    _log.info("HTTP on http://%s:%d, workers connect to %s", settings.listen_host, server.port, dispatcher.address)
+    _log.info("HTTP on %s://%s:%d, workers connect to %s", settings.scheme, settings.listen_host, server.port, dispatcher.address)
     tasks = [asyncio.create_task(prove(dispatcher, partial(_probe, lifecycle.incarnation)))]
     if keys is not None:
         tasks.append(asyncio.create_task(follow(keys, dispatcher)))
@@ -190,6 +196,22 @@ def model_of(settings: CoordinatorSettings) -> ServedModel:
         )
     except (OSError, ValueError) as error:
         raise CannotStart(str(error)) from error
+
+
+def front_door_of(settings: CoordinatorSettings) -> FrontDoor:
+    """As configured. Raises CannotStart."""
+    hosts, origins = [*listed(settings.allowed_hosts), settings.host, socket.gethostname()], listed(settings.allowed_origins)
+    private_names = not is_loopback(settings.listen_host)
+
+    def access(keyed: bool) -> Access:
+        return Access([*hosts, "*"] if keyed and not settings.allowed_hosts else hosts, origins, private_names=private_names)
+
+    try:
+        tls = None if settings.tls_cert is None else TlsFiles(settings.tls_cert, settings.tls_key)
+    except ValueError as error:
+        raise CannotStart(f"--tls-cert: {error}") from error
+    proxies = TrustedProxies(listed(settings.trusted_proxies))
+    return FrontDoor(access(settings.tenants_file is not None), access(settings.admin_key_file is not None), tls, proxies)
 
 
 def steering_of(settings: CoordinatorSettings, lifecycle: Lifecycle, dispatcher: SocketDispatcher) -> SteeringShell | None:

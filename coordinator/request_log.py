@@ -23,6 +23,7 @@ def log_request(record: RequestRecord) -> None:
         "endpoint": record.endpoint,
         "status": record.status,
         "tenant": record.tenant,
+        "client": record.client,
         "seconds": round(record.total, 6),
         "stages": stages,
         "prompt_tokens": record.num_prompt_tokens,

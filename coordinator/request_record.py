@@ -25,6 +25,7 @@ class RequestRecord(NamedTuple):
     decode_worker: str = ""
     tenant: str = ""
     trace: RequestTrace | None = None
+    client: str = ""  # address
     priority_class: str = "standard"
 
     @property

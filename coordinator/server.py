@@ -20,12 +20,14 @@ from .batch.runner import BatchOptions, BatchRunner
 from .dashboard_routes import Dashboard
 from .errors import Unavailable
 from .generate import GenerationApi
+from .http.access_gate import AccessGate
+from .http.front_door import FrontDoor
 from .http.health import Health
 from .http.operators import Operators
 from .http_protocol import HttpProtocol
 from .limits import HttpLimits
 from .listeners import Listeners
-from .listening_server import ListeningServer, bind
+from .listening_server import ListeningServer, bind, context_of
 from .metrics import Metrics
 from .routes import OrdinaryRoutes
 from .sampler import Sampler
@@ -55,9 +57,11 @@ class HttpApp:
         more_admin: Sequence[Route] | None = None,
         batches: BatchOptions | None = None,
         price_per_hour: float | None = None,
+        front: FrontDoor | None = None,
     ) -> None:
         """``operators``: who they are; None: nobody can be one. ``more_admin``: the admin API has a port of its own, and these routes
         beside its usual ones."""
+        self.front = front or FrontDoor()
         self.metrics = Metrics(model.name, system, price_per_hour)
         self.dashboard = Dashboard(model.name, system, self.metrics)
         self.metrics.listeners.add("dashboard", self.dashboard.view.note)
@@ -68,6 +72,7 @@ class HttpApp:
         sampled.add("health", self.health.sample)
         self.sampler = Sampler(system, sampled)
         self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy)
+        self.generation.access, self.generation.proxies = self.front.access, self.front.proxies
         self.batches = None if batches is None else BatchRunner(batches, self.generation)
         clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]
         if self.batches is not None:
@@ -79,8 +84,9 @@ class HttpApp:
             own = [*operators.routes(), *self.dashboard.routes(), *clients, *more]
             return OrdinaryRoutes(dispatcher, model, limits, self.metrics, self.health, own).application()
 
-        self._pages = Gate(pages(admin_routes if more_admin is None else ()), operators, (tenancy or Tenancy()).directory)
-        self.admin = Gate(pages(admin_routes), operators, None)
+        gate = Gate(pages(admin_routes if more_admin is None else ()), operators, (tenancy or Tenancy()).directory)
+        self._pages = AccessGate(gate, self.front.access, self.front.proxies)
+        self.admin = AccessGate(Gate(pages(admin_routes), operators, None), self.front.admin_access, self.front.proxies)
         """All pages and the admin API, for a port of their own."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,10 +113,12 @@ def create_app(
     more_admin: Sequence[Route] | None = None,
     batches: BatchOptions | None = None,
     price_per_hour: float | None = None,
+    front: FrontDoor | None = None,
 ) -> HttpApp:
     """The application. ``system`` is asked at each scrape of /metrics; ``operators``, ``more_admin``: see
-    ``HttpApp``; ``tenancy``: keys and limits; default: none; ``batches``: where they are kept; default: none are."""
-    return HttpApp(dispatcher, model, limits or HttpLimits(), system, operators, tenancy, more_admin, batches, price_per_hour)
+    ``HttpApp``; ``tenancy``: keys and limits; default: none; ``batches``: where they are kept; default: none are;
+    ``front``: hosts, origins, TLS, proxies; default: for loopback."""
+    return HttpApp(dispatcher, model, limits or HttpLimits(), system, operators, tenancy, more_admin, batches, price_per_hour, front)
 
 
 class HttpServer:
@@ -136,6 +144,7 @@ class HttpServer:
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=5,
+            ssl_context_factory=context_of(app.front.tls),
         )
         self._socket = sock or bind(host, port, shared=shared)
         self._server = ListeningServer(config, self._socket)
@@ -150,6 +159,8 @@ class HttpServer:
         allow_many_files()
         await self._server.start()
         self._following = [asyncio.create_task(self.app.sampler.follow()), asyncio.create_task(self._hurry())]
+        if self.app.front.tls is not None:
+            self._following.append(asyncio.create_task(self.app.front.tls.follow()))
         if self.app.batches is not None:
             self.app.batches.start()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
+import re
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Literal, Self
 
@@ -14,6 +15,8 @@ from .steering.options import SteeringOptions
 
 Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+HOST_PATTERN = re.compile(r"[\w.*-]+|\[?[0-9A-Fa-f:.]+\]?")
+ORIGIN_PATTERN = re.compile(r"\*|null|[\w.+-]+://[\w.*:\[\]-]+")
 LogFormat = Literal["text", "json"]
 
 
@@ -23,6 +26,19 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def listed(text: str) -> list[str]:
+    """What stands between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _bounds(name: str, text: str) -> dict[str, LatencyBound]:
@@ -189,6 +205,32 @@ class CoordinatorSettings(BaseModel):
         description="A request that ran on so many workers in a row when they died ends with an error. In a row: fewer than 16 tokens came "
         "between them; that number doubles with each death after so many in all.",
     )
+    allowed_hosts: str = Field(
+        default="",
+        max_length=65_536,
+        description="Names of this server that requests may have in Host, with commas between; * in one stands for anything, alone for "
+        "all. Always allowed: IP addresses, localhost, the name of this machine, --host; with --open-access on other than loopback also "
+        "names without a dot or of a private domain (.svc, .cluster.local, .internal, .local, .home.arpa). Default: all where API keys are "
+        "asked for, else no others.",
+    )
+    allowed_origins: str = Field(
+        default="",
+        max_length=65_536,
+        description="Origins of web pages that may use the API from browsers (CORS), with commas between, such as https://app.example; * "
+        "in one stands for anything, alone for all. Default: pages of this server alone.",
+    )
+    trusted_proxies: str = Field(
+        default="",
+        max_length=65_536,
+        description="Addresses or networks of proxies, with commas between, whose X-Forwarded-For, X-Forwarded-Proto and Forwarded headers "
+        "are believed. Default: none are.",
+    )
+    tls_cert: Path | None = Field(
+        default=None,
+        description="Certificate in PEM, with its chain: HTTP, WebSocket and the admin port then speak TLS only. It is read again when it "
+        "changes.",
+    )
+    tls_key: Path | None = Field(default=None, description="Private key of --tls-cert in PEM. Default: it is in that file, too.")
     admin_key_file: Path | None = Field(
         default=None,
         description="File (mode 0600) with the key that operators' pages ask for: /metrics, /debug/state, the dashboard's data, /admin. "
@@ -275,6 +317,11 @@ class CoordinatorSettings(BaseModel):
         return self.served_model_name or self.model.resolve().name
 
     @property
+    def scheme(self) -> str:
+        """Of both HTTP ports."""
+        return "http" if self.tls_cert is None else "https"
+
+    @property
     def metered_to(self) -> str | None:
         """The database for usage records; None: nothing is metered."""
         if self.usage_url is None and self.tenants_file is not None:
@@ -333,6 +380,17 @@ class CoordinatorSettings(BaseModel):
             raise ValueError(f"--dead-after-s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more")
         if self.steer != "off" and not (self.steer_slo and self.steer_profile):
             raise ValueError("--steer needs to know what is good enough and how fast workers are: give --steer-slo and --steer-profile")
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ValueError("--tls-key is the key of a certificate: give --tls-cert, too")
+        for host in listed(self.allowed_hosts):
+            if not HOST_PATTERN.fullmatch(host):
+                raise ValueError(f"--allowed-hosts: {host!r} is no host's name; give it without scheme, port and path: llm.example.org")
+        for origin in listed(self.allowed_origins):
+            if not ORIGIN_PATTERN.fullmatch(origin):
+                raise ValueError(f"--allowed-origins: {origin!r} is no origin; SCHEME://HOST or SCHEME://HOST:PORT is: https://app.example.org")
+        for network in listed(self.trusted_proxies):
+            if not _is_network(network):
+                raise ValueError(f"--trusted-proxies: {network!r} is neither an address nor a network such as 10.0.0.0/8")
         _bounds("steer_scale_up_latency", self.steer_scale_up_latency)
         if self.steer_slo and set(_bounds("steer_slo", self.steer_slo)) != {"ttft", "tpot"}:
             raise ValueError("--steer-slo needs a bound for each, ttft and tpot, as in ttft=2,tpot=0.05@p90")

@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 from collections import deque
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
+from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -30,7 +30,7 @@ SUBPROTOCOL = "splitserve"
 MAX_RUNNING = 64
 """Of one connection."""
 MAX_ID_CHARS = 256
-TOO_SLOW, FORBIDDEN = 1008, 1008
+TOO_SLOW = 1008
 ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": "/v1/chat/completions", "/v1/completions": "/v1/completions"}
 
 
@@ -44,18 +44,14 @@ class WebSocketStreams:
         return [WebSocketRoute(PATH, self._connection)]
 
     async def _connection(self, socket: WebSocket) -> None:
-        if socket.scope.get("account", ANONYMOUS) is ANONYMOUS and _of_another_site(socket):
-            await socket.close(FORBIDDEN)  # before it is accepted: 403
-            return
+        if socket.scope.get("account", ANONYMOUS) is ANONYMOUS:  # nothing else keeps other sites' pages from the model
+            try:
+                self._generation.access.check_origin(dict(socket.scope["headers"]))
+            except ApiError as error:
+                await socket.send_denial_response(Response(error.body(), error.status, media_type="application/json"))
+                return
         await socket.accept(SUBPROTOCOL if SUBPROTOCOL in socket.scope.get("subprotocols", ()) else None)
         await _Connection(socket, self._generation, socket.scope.get("account", ANONYMOUS)).run()
-
-
-def _of_another_site(socket: WebSocket) -> bool:
-    """Whether a page that this server did not give out opens it: browsers let pages do so, and where no keys are asked for, nothing else
-    keeps them from the model."""
-    origin = socket.headers.get("origin")
-    return origin is not None and urlsplit(origin).netloc != socket.headers.get("host")
 
 
 class _Connection:

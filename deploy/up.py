@@ -58,7 +58,7 @@ class Plan:
     @property
     def url(self) -> str:
         """Where a client on this machine reaches the HTTP server."""
-        return url_of(self.coordinator.listen_host, self.coordinator.port)
+        return url_of(self.coordinator.listen_host, self.coordinator.port, self.coordinator.scheme)
 
     @property
     def admin_key(self) -> str:

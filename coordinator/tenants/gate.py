@@ -10,12 +10,12 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
-from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from ..dashboard_routes import is_open
 from ..errors import ApiError
+from ..http.access_gate import refuse
 from ..http.operators import Operators
 from .directory import Directory
 from .limits import ANONYMOUS
@@ -37,7 +37,7 @@ class Gate:
             try:
                 self._let_in(scope)
             except ApiError as error:
-                await _refuse(error, scope, receive, send)
+                await refuse(error, scope, receive, send)
                 return
         await self._inner(scope, receive, send)
 
@@ -58,10 +58,3 @@ def _key_in_subprotocols(scope: Scope) -> str:
     """Browsers cannot give a WebSocket other headers: OpenAI's clients put the key there."""
     offered: list[str] = scope.get("subprotocols", [])
     return next((f"Bearer {name.removeprefix(KEY_SUBPROTOCOL)}" for name in offered if name.startswith(KEY_SUBPROTOCOL)), "")
-
-
-async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    headers = {name.decode(): value.decode() for name, value in error.headers()}
-    if scope["type"] == "websocket":
-        await receive()  # its opening
-    await Response(error.body(), error.status, headers, media_type="application/json")(scope, receive, send)

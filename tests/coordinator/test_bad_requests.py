@@ -17,6 +17,7 @@ from support.http_fakes import MAX_MODEL_LEN, FakeDispatcher
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer
 
+JSON = {"content-type": "application/json"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"model": "tiny", "prompt": "Hi"}
 
@@ -192,7 +193,7 @@ async def test_too_long_names_both_numbers(http: httpx.AsyncClient, model: Serve
 )
 async def test_bodies_that_are_no_json_objects(http: httpx.AsyncClient, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-        response = await http.post(path, content=body)
+        response = await http.post(path, content=body, headers=JSON)
         assert response.status_code == 400
         error_of(response)
 
@@ -220,7 +221,7 @@ async def test_a_body_beyond_the_limit_is_413(http: httpx.AsyncClient) -> None:
 
     for path in ("/v1/completions", "/tokenize"):
         for content in (b"x" * (1 << 20 | 1), chunks()):
-            response = await http.post(path, content=content)
+            response = await http.post(path, content=content, headers=JSON)
             assert response.status_code == 413
             assert str(1 << 20) in error_of(response)["message"]
     assert (await http.post("/v1/completions", json={**TEXT, "prompt": [5] * 10, "user": None, "x": "y" * 900_000})).status_code == 200
@@ -310,7 +311,7 @@ def test_random_bodies_never_break_the_server(fuzzed: Any, path: str, body: dict
     if raw:
         cut = data.draw(st.integers(0, len(content)))
         content = content[:cut] + data.draw(st.binary(max_size=3)) + content[cut + data.draw(st.integers(0, 3)) :]
-    response = fuzzed.post(path, content=content)
+    response = fuzzed.post(path, content=content, headers=JSON)
     if response.status_code != 200:
         assert 400 <= response.status_code < 500
         assert response.status_code != 422

@@ -29,7 +29,8 @@ TEXT = {"model": "tiny", "prompt": "Hi", "max_tokens": 1000, "temperature": 0}
 
 def request_bytes(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     content = json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    return head.encode() + content
 
 
 @asynccontextmanager
@@ -192,7 +193,7 @@ async def test_pipelined_and_keep_alive_requests(server: HttpServer, dispatcher:
 
 async def test_hundreds_of_pipelined_requests_are_answered_in_order(server: HttpServer) -> None:
     """Refused ones, which are answered at once; and ordinary ones between them."""
-    bad, good = request_bytes({"model": "another", "prompt": "Hi"}), b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    bad, good = request_bytes({"model": "another", "prompt": "Hi"}), b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     async with connection(server.port) as (reader, writer):
         writer.write((bad + good) * 1000)
         seen = [await read_response(reader) for _ in range(2000)]
@@ -264,7 +265,8 @@ async def test_an_old_client_gets_a_body_that_ends_with_its_connection(server: H
 
 async def test_a_compressed_body_is_refused_in_words(http: httpx.AsyncClient) -> None:
     for path in ("/v1/completions", "/tokenize"):
-        response = await http.post(path, content=gzip.compress(json.dumps(TEXT).encode()), headers={"content-encoding": "gzip"})
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        response = await http.post(path, content=gzip.compress(json.dumps(TEXT).encode()), headers=headers)
         assert response.status_code == 415
         assert "send the body as it is" in response.json()["error"]["message"]
 

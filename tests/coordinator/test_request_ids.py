@@ -29,7 +29,7 @@ async def test_what_is_refused_has_an_id_and_is_no_line(http: httpx.AsyncClient,
     with caplog.at_level(logging.WARNING):
         answers = [
             await http.post("/v1/completions", json={"prompt": "quick", "n": 0}),
-            await http.post("/v1/completions", content=b"{"),
+            await http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}),
             await http.get("/v1/chat/completions"),
             await http.post("/v1/chat/completions", json={"messages": []}),
         ]

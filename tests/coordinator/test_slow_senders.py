@@ -15,7 +15,7 @@ from splitserve.coordinator.limits import HttpLimits
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 BODY = json.dumps({"prompt": "Hi", "max_tokens": 1000, "stream": True}).encode()
 
 
@@ -65,8 +65,8 @@ async def test_who_sends_nothing_is_refused_in_time(server: HttpServer) -> None:
         b"POST /v1/comp",
         (HEAD % 100)[:-4],
         HEAD % 100 + b'{"prompt"',
-        b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nab",
-        b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /he",
+        b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n5\r\nab",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /he",
     ],
 )
 async def test_who_does_not_end_a_request_is_refused_in_time(server: HttpServer, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

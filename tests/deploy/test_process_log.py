@@ -100,7 +100,7 @@ async def test_an_operator_changes_the_level() -> None:
     app = Starlette(routes=AdminRoutes(FakeDispatcher(lambda request: [])).routes(), exception_handlers=error_handlers())
     before = logging.getLogger().level
     try:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             assert (await http.post("/admin/log-level/error")).json() == {"level": "error"}
             assert logging.getLogger().level == logging.ERROR
             refused = await http.post("/admin/log-level/loud")

@@ -43,7 +43,7 @@ def app(dispatcher: FakeDispatcher, model: ServedModel, operators: Operators, tm
 
 
 @asynccontextmanager
-async def visitor(app: object, url: str = "http://x") -> AsyncIterator[httpx.AsyncClient]:
+async def visitor(app: object, url: str = "http://localhost") -> AsyncIterator[httpx.AsyncClient]:
     """From this host, as whatever is forwarded by a proxy."""
     transport = httpx.ASGITransport(app, client=("127.0.0.1", 1))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url=url) as http:
@@ -99,7 +99,7 @@ async def test_a_session_looks_and_changes_nothing(app: HttpApp, clock: Clock) -
         assert (await http.get("/metrics", headers={"authorization": "Bearer wrong"})).status_code == 401
         clock.now += SESSION_S
         assert (await http.get("/metrics")).status_code == 401
-    async with visitor(app.admin, "https://x") as http:
+    async with visitor(app.admin, "https://localhost") as http:
         assert "secure" in (await http.post(LOGIN, json={"key": ADMIN_KEY})).headers["set-cookie"].lower()
 
 

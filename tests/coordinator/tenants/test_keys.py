@@ -156,7 +156,7 @@ async def test_a_wrong_key_is_refused_before_its_body_is_sent(
     server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(path))))
     await server.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n{")
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n{")
     assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 401")
     writer.close()
     await server.stop(grace_s=0)
@@ -166,7 +166,7 @@ async def test_tenants_by_http(store: TenantStore, path: Path, dispatcher: FakeD
     operators = Operators("0123456789abcdef")
     app = create_app(dispatcher, model, operators=operators, tenancy=Tenancy(KeyDirectory(path)), more_admin=tenant_routes(path))
     headers = bearer("0123456789abcdef")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app.admin), base_url="http://x") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app.admin), base_url="http://localhost") as http:
         assert (await http.get("/admin/keys")).status_code == 401
         assert (await http.put("/admin/tiers/gold", headers=headers, json={"tokens_per_day": 9})).status_code == 200
         assert (await http.put("/admin/tenants/zed", headers=headers, json={"tier": "gold"})).status_code == 200

@@ -1,0 +1,20 @@
+"""How both HTTP ports meet the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .access import Access
+from .forwarded import TrustedProxies
+from .tls import TlsFiles
+
+
+@dataclass(frozen=True)
+class FrontDoor:
+    """The default is for a server on loopback without keys: names of loopback, no other origin, no TLS, no proxy."""
+
+    access: Access = field(default_factory=Access)
+    admin_access: Access = field(default_factory=Access)
+    """Of the admin port."""
+    tls: TlsFiles | None = None
+    proxies: TrustedProxies = field(default_factory=TrustedProxies)
