@@ -63,10 +63,13 @@ class Health:
             return ""
         if self._disks is None:
             self._disks = asyncio.ensure_future(asyncio.to_thread(_free_bytes, dict(self.folders)))
-        done, _ = await asyncio.wait([self._disks], timeout=DISK_PATIENCE_S)
+        asked = self._disks  # by several requests at a time, perhaps
+        done, _ = await asyncio.wait([asked], timeout=DISK_PATIENCE_S)
         if not done:
             return f"the file system of {', '.join(self.folders)} does not answer"
-        free, self._disks = self._disks.result(), None
+        free = asked.result()
+        if self._disks is asked:
+            self._disks = None
         full = [f"{option} has {bytes_ >> 20} MiB free" for option, bytes_ in free.items() if bytes_ < MIN_FREE_BYTES]
         return f"the disk is nearly full: {', '.join(full)}" if full else ""
 
