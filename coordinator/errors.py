@@ -15,6 +15,7 @@
     ├── RateLimited              429, Retry-After, x-ratelimit-*
     ├── Unavailable              503, Retry-After
     ├── DeadlineExceeded         504
+    ├── StorageFull              507, Retry-After
     └── InternalError            500
 
 Lower layers are mapped here alone: ``from_validation`` for pydantic, ``from_ended`` for the lifecycle.
@@ -185,6 +186,17 @@ def no_workers(gap: str) -> Unavailable:
     """The answer while no pair of workers is connected; ``gap`` says who is missing."""
     message = f"{gap[0].upper()}{gap[1:]}. Service resumes by itself when there is one of each role that fit together."
     return Unavailable(message, retry_after_s=RETRY_AFTER_S)
+
+
+class StorageFull(ApiError):
+    """The disk that a file would go to has no space."""
+
+    status = 507
+    code = "insufficient_storage"
+
+    def __init__(self, where: object) -> None:
+        message = f"There is no space on the disk for {where}: nothing was stored. Free some there, then send the request again."
+        super().__init__(message, retry_after_s=30)
 
 
 def from_ended(ended: Ended) -> ApiError:

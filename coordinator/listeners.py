@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, ParamSpec
 
+from .errors import ApiError
+
 LOG_EVERY_S = 60.0
 P = ParamSpec("P")
 _log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class ListenerFailures:
         kind, now = (name, type(error).__name__), self._clock()
         if kind not in self._kinds:
             self._kinds[kind] = (now + LOG_EVERY_S, 0)
-            traceback = None if isinstance(error, OSError) else error  # the sentence says it all
+            traceback = None if isinstance(error, OSError | ApiError) else error  # of those the sentence says it all
             _log.error("%s has failed, requests go on without it: %s", name, _sentence(error), exc_info=traceback)
             return
         said_at, unsaid = self._kinds[kind]

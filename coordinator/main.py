@@ -116,6 +116,8 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     app.dashboard.view.objectives = settings.objectives
     app.health.folders = written_by(settings)
     dispatcher.listeners.failures = app.metrics.failures
+    if meter is not None:
+        meter.failures = app.metrics.failures
     steering = steering_of(settings, lifecycle, dispatcher)
     if settings.log_requests:
         app.metrics.listeners.add("request log", log_request)

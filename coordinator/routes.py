@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+import tempfile
 from collections.abc import Sequence
 from time import monotonic
 from typing import Any, TypeVar
@@ -18,7 +20,8 @@ from .. import __version__
 from .bodies import fields
 from .bodies.tokens import DetokenizeRequest, TokenizeRequest
 from .body import ClientGone, read_body
-from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable, from_validation
+from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, NotFound, StorageFull, Unavailable, from_validation
+from .full_disk import is_full
 from .generate import check_model
 from .http.health import Health
 from .limits import HttpLimits
@@ -150,7 +153,8 @@ class OrdinaryRoutes:
 
 def error_handlers() -> Any:
     """For starlette: every error in OpenAI's shape."""
-    return {ApiError: _api_error, HTTPException: _http_error, ClientGone: _client_gone, Exception: _unexpected}
+    full = {OSError: _no_space, sqlite3.Error: _no_space}
+    return {**full, ApiError: _api_error, HTTPException: _http_error, ClientGone: _client_gone, Exception: _unexpected}
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -179,6 +183,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     elif path.startswith("/admin/") and not any(getattr(route, "path", "").startswith("/admin/") for route in request.app.routes):
         why = " here: this server's admin API has a port of its own (--admin-port)"
     return _error(NotFound(f"There is no {request.method} {path}{why}.", code="unknown_url"))
+
+
+async def _no_space(request: Request, error: Exception) -> Response:
+    """Of a disk that is full; other errors of files stay what they are."""
+    if not is_full(error):
+        raise error
+    where = getattr(error, "filename", None) or f"temporary files, {tempfile.gettempdir()}"
+    return _error(StorageFull(where if isinstance(error, OSError) else f"what {request.url.path} stores"))
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

@@ -74,6 +74,8 @@ class HttpApp:
         self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy)
         self.generation.access, self.generation.proxies = self.front.access, self.front.proxies
         self.batches = None if batches is None else BatchRunner(batches, self.generation)
+        if self.batches is not None:
+            self.batches.failures = self.metrics.failures
         clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]
         if self.batches is not None:
             clients += BatchRoutes(self.batches).routes()

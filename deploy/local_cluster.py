@@ -15,10 +15,11 @@ import httpx
 import yaml
 from pydantic import BaseModel
 
+from ..coordinator.full_disk import is_full
 from ..coordinator.http.operators import LOGIN, Operators
 from ..transport.private_files import private, write_private
 from .child_process import Command, Log, Start, start_anew
-from .config import ENV_PREFIX, variable_of
+from .config import ENV_PREFIX, ConfigError, variable_of
 from .early_signals import deliver_signals
 from .gpus import shared
 from .process_log import json_line
@@ -115,7 +116,10 @@ def _command(run_dir: Path, role: str, name: str, settings: BaseModel, threads: 
     said = settings.model_dump(mode="json", exclude_none=True)
     env = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
     env |= {variable_of(name): said.pop(name) for name in SECRETS & set(said)}
-    write_private(path, yaml.safe_dump({role: said}))
+    try:
+        write_private(path, yaml.safe_dump({role: said}))
+    except OSError as error:
+        raise ConfigError(f"--run-dir: cannot write {path} ({error.strerror or error}); free some space there, or name another") from error
     env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     arguments = [role, "--config", str(path)]
     if fork is not None:
@@ -147,9 +151,27 @@ async def known_workers(url: str, headers: dict[str, str]) -> dict[str, int] | N
         return None
 
 
+class LogLines:
+    """Lines of a log on a disk that may be full: that costs lines, and no process."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._num_lost = stream, 0
+
+    def write(self, line: str) -> None:
+        try:
+            print(line, file=self._stream, flush=True)
+            if self._num_lost:
+                num_lost, self._num_lost = self._num_lost, 0
+                print(f"about {num_lost} lines before this one are lost: there was no space", file=self._stream, flush=True)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._num_lost += 1
+
+
 def prefixed_log(stream: TextIO, names: list[str]) -> Log:
     """Lines with their process's name before them, in colour on a terminal."""
-    width = max(map(len, names))
+    width, lines = max(map(len, names)), LogLines(stream)
     colour = stream.isatty() and not os.environ.get("NO_COLOR")
     prefixes = {
         name: f"\x1b[{COLOURS[i % len(COLOURS)]}m{name:<{width}}\x1b[0m |" if colour else f"{name:<{width}} |"
@@ -157,7 +179,7 @@ def prefixed_log(stream: TextIO, names: list[str]) -> Log:
     }
 
     def log(name: str, line: str) -> None:
-        print(prefixes[name], line, file=stream, flush=True)
+        lines.write(f"{prefixes[name]} {line}")
 
     return log
 
@@ -165,8 +187,10 @@ def prefixed_log(stream: TextIO, names: list[str]) -> Log:
 def json_log(stream: TextIO) -> Log:
     """Lines that are JSON as they are, others as a message in JSON."""
 
+    lines = LogLines(stream)
+
     def log(name: str, line: str) -> None:
-        print(line if line.startswith("{") else json_line(name, line), file=stream, flush=True)
+        lines.write(line if line.startswith("{") else json_line(name, line))
 
     return log
 
@@ -191,4 +215,4 @@ def curl_example(plan: Plan) -> str:
 
 def say(text: str) -> None:
     """A message of our own, apart from the processes' logs."""
-    print(text, file=sys.stderr, flush=True)
+    LogLines(sys.stderr).write(text)

@@ -90,9 +90,13 @@ def _write(path: Path, key: ClusterKey) -> None:
         raise KeyFileError(f"{path} exists already; delete it first if the cluster should get a new key") from None
     except OSError as error:
         raise KeyFileError(f"cannot write the cluster key to {path}: {error.strerror}") from None
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        lines = (f"public {pair.public.decode()}\nsecret {pair.secret.decode()}\n" for pair in key.pairs)
-        file.write(f"{_HEADER}\n" + "".join(lines))
+    lines = (f"public {pair.public.decode()}\nsecret {pair.secret.decode()}\n" for pair in key.pairs)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(f"{_HEADER}\n" + "".join(lines))
+    except OSError as error:  # a disk that is full: half a key would be taken for a broken one
+        path.unlink(missing_ok=True)
+        raise KeyFileError(f"cannot write the cluster key to {path}: {error.strerror}") from None
 
 
 def load_key(path: str | os.PathLike[str]) -> ClusterKey:

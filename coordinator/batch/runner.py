@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,10 @@ from typing import IO, NamedTuple, TypeVar
 import msgpack
 
 from ..call import CallHandler, Endpoint, Headers
+from ..errors import StorageFull
+from ..full_disk import is_full
 from ..inner_call import InnerCall
+from ..listeners import ListenerFailures
 from ..tenants.limits import Account
 from .lines import Line, output_line, read_lines, unanswered_line, used_by
 from .store import BatchStore, Status, StoredBatch
@@ -59,10 +63,16 @@ class BatchRunner:
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
         self._lock: IO[bytes] | None = None
+        self.failures = ListenerFailures()
 
     async def call(self, work: Callable[[BatchStore], T]) -> T:
-        """Something done with the store, on its thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
+        """Something done with the store, on its thread. Raises StorageFull."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
+        except sqlite3.Error as error:
+            if is_full(error):
+                raise StorageFull(f"the batch file {self._path}") from error
+            raise
 
     def wake(self) -> None:
         """Something has changed in the store."""
@@ -88,8 +98,8 @@ class BatchRunner:
             try:
                 if self._is_ours():
                     await self._advance()
-            except Exception:
-                _log.exception("running batches failed; trying again")
+            except Exception as error:
+                self.failures.note("running batches", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY_S):  # wait_for() may swallow stop()'s cancellation (Python 3.11)
                     await self._changed.wait()
@@ -145,10 +155,21 @@ class BatchRunner:
             request_id = dict(answer.headers).get(b"x-request-id", b"").decode()
             output = output_line(batch_id, line, answer.status, answer.body, request_id)
             used = used_by(answer.status, answer.body)
-            await self.call(lambda store: store.answer(batch_id, line.number, answer.status, output, used))
+            await self._keep(lambda store: store.answer(batch_id, line.number, answer.status, output, used))
+        except Exception as error:
+            self.failures.note("running batches", error)
         finally:
             del self._running[batch_id, line.number]
             self.wake()
+
+    async def _keep(self, work: Callable[[BatchStore], None]) -> None:
+        """An answer is computed and metered once: it waits here for space."""
+        while True:
+            try:
+                return await self.call(work)
+            except StorageFull as error:
+                self.failures.note("running batches", error)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def _ask_until_answered(self, batch: StoredBatch, line: Line) -> Answer:
         """No room, no workers, a limit reached: it waits and asks again."""

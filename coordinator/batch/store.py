@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from ..full_disk import is_full
 from .lines import Line, Used
+
+_log = logging.getLogger(__name__)
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 NOTHING = Used()
@@ -63,11 +68,43 @@ class BatchStore:
     """All methods block for a disk's time: they are called on one thread of their own."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
-        self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + SCHEMA)
+        """Opened when it is first needed where its disk is full now. Raises sqlite3.Error."""
+        self._path = path
+        self._opened: sqlite3.Connection | None = None
+        try:
+            _ = self._db
+        except sqlite3.Error as error:
+            if not is_full(error):
+                raise
+            _log.error("--batch-file: there is no space for %s (%s); batches and files are refused until there is", path, error)
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        if self._opened is None:
+            db = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
+            try:
+                db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + SCHEMA)
+            except sqlite3.Error:
+                db.close()
+                raise
+            self._opened = db
+        return self._opened
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of it or nothing. (Of a full disk SQLite itself may have rolled it back.)"""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
 
     def close(self) -> None:
-        self._db.close()
+        if self._opened is not None:
+            self._opened.close()
 
     # --- files -----------------------------------------------------------------------------------
 
@@ -117,22 +154,18 @@ class BatchStore:
 
     def change(self, id: str, status: Status, details: dict[str, Any], only_from: Collection[str] = OPEN) -> StoredBatch | None:
         """A new status and new details; None, and nothing happens, where the batch is in none of ``only_from``."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._transaction():
             batch = self.batch(None, id)
             if batch is None or batch.status not in only_from:
                 return None
             changed = batch._replace(status=status, details={**batch.details, **details})
             self._db.execute("UPDATE batches SET status = ?, details = ? WHERE id = ?", (status, orjson.dumps(changed.details), id))
             return changed
-        finally:
-            self._db.execute("COMMIT")
 
     def prune(self, before: float) -> int:
         """Deletes batches that are over and were made before, and files as old, but for those of batches that are not over. How many."""
         marks = ", ".join("?" * len(OPEN))
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._transaction():
             over = f"SELECT id FROM batches WHERE created < ? AND status NOT IN ({marks})"
             for table in ("lines", "used"):
                 self._db.execute(f"DELETE FROM {table} WHERE batch IN ({over})", (before, *OPEN))
@@ -140,17 +173,14 @@ class BatchStore:
             used = [batch.details["input_file_id"] for batch in self.open_batches()]
             unused = f"created < ? AND id NOT IN ({', '.join('?' * len(used))})"
             return batches + self._db.execute(f"DELETE FROM files WHERE {unused}", (before, *used)).rowcount
-        finally:
-            self._db.execute("COMMIT")
 
     # --- their requests --------------------------------------------------------------------------
 
     def add_lines(self, batch: str, lines: Sequence[Line]) -> None:
         """Again after a restart: those that are there stay as they are."""
-        self._db.execute("BEGIN IMMEDIATE")
         rows = [(batch, line.number, line.custom_id, line.body) for line in lines]
-        self._db.executemany("INSERT OR IGNORE INTO lines (batch, number, custom_id, body) VALUES (?, ?, ?, ?)", rows)
-        self._db.execute("COMMIT")
+        with self._transaction():
+            self._db.executemany("INSERT OR IGNORE INTO lines (batch, number, custom_id, body) VALUES (?, ?, ?, ?)", rows)
 
     def open_lines(self, batch: str | None, limit: int) -> list[tuple[str, Line]]:
         """Requests without an answer, of this batch or of all in progress: the first of each, then the second."""
@@ -164,12 +194,9 @@ class BatchStore:
     def answer(self, batch: str, number: int, status: int, output: bytes, used: Used = NOTHING) -> None:
         """For good. A second answer changes nothing."""
         query = "UPDATE lines SET status = ?, output = ? WHERE batch = ? AND number = ? AND status IS NULL"
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._transaction():
             if self._db.execute(query, (status, output, batch, number)).rowcount and used != NOTHING:
                 self._db.execute(_ADD_USED, (batch, *used))
-        finally:
-            self._db.execute("COMMIT")
 
     def outputs(self, batch: str, *, good: bool) -> bytes:
         """The content of the output file, or of the error file."""

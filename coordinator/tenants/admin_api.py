@@ -8,6 +8,7 @@ POST /admin/keys/{key}/rotate  {"grace_s"}            DELETE /admin/keys/{key}
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..body import read_body
-from ..errors import NotFound, from_validation
+from ..errors import NotFound, StorageFull, from_validation
+from ..full_disk import is_full
 from ..request import PriorityClass
 from .errors import Unknown
 from .limits import LIMIT_NAMES
@@ -128,6 +130,10 @@ class TenantRoutes:
             store = TenantStore(self._path)
             try:
                 return act(store)
+            except sqlite3.Error as error:
+                if store.frozen or is_full(error):
+                    raise StorageFull(f"the tenants file {self._path}") from error
+                raise
             finally:
                 store.close()
 

@@ -51,6 +51,11 @@ class KeyDirectory:
         self._accounts = self._store.accounts(time.time())
 
     @property
+    def frozen(self) -> bool:
+        """Changes of the file are not seen, for want of space on its disk."""
+        return self._store.frozen
+
+    @property
     def num_keys(self) -> int:
         """So many open."""
         return len(self._accounts)
@@ -70,12 +75,23 @@ class KeyDirectory:
         while True:
             await asyncio.sleep(every_s)
             try:
+                if self._store.frozen:
+                    self._reopen()
                 if (version := self._store.version()) != self._version:
                     self._accounts = await asyncio.to_thread(self._store.accounts, time.time())
                     self._version = version
                     _log.info("the tenants file has changed: %d keys open", len(self._accounts))
             except Exception as error:  # a disk that is full or gone for a while must not let go of the keys that are known
                 _log.error("still going by the old keys: cannot read the tenants file %s: %s", self._path, error)
+
+    def _reopen(self) -> None:
+        """Once there is space for it: changes are seen from then on."""
+        store = TenantStore(self._path)
+        if store.frozen:
+            store.close()
+            return
+        self._store.close()
+        self._store, self._version = store, -1
 
     def close(self) -> None:
         self._store.close()
@@ -86,6 +102,8 @@ def directory_of(path: Path | None) -> Everyone | KeyDirectory:
     if path is None:
         return Everyone()
     directory = KeyDirectory(path)
+    if directory.frozen:
+        _log.error("there is no space beside the tenants file %s: its keys are gone by as they are now, and changes are seen later", path)
     if not directory.num_keys:
         _log.warning("the tenants file %s has no key that opens: every request is refused until there is one", path)
     return directory

@@ -3,6 +3,8 @@
 The hot path writes two lines of a file, at the end of the turn of the event loop. The thread takes what has come together into the database
 in one transaction, and keeps at it while the database is away. What a killed process has left behind, the next one finds in its journal:
 requests that had ended are kept, requests that were running are kept as "lost", and the log names them.
+
+A disk that is full takes no journal lines: records wait in memory, at most MAX_WAITING, and the log says so every minute.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections import deque
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ..listeners import ListenerFailures
 from .usage_database import UsageDatabase, open_database
 from .usage_journal import Soon, UsageJournal, at_once, journal_path, left_behind
 from .usage_record import UsageRecord
@@ -21,8 +24,19 @@ from .usage_record import UsageRecord
 WRITE_EVERY_S = 0.5
 PRUNE_EVERY_S = 3600.0
 MAX_JOURNAL_BYTES = 32 << 20
+MAX_WAITING = 200_000
+"""Records in memory that the database does not have, about 150 MB; beyond it the oldest are dropped."""
+COMPLAIN_EVERY_S = 60.0
 NAMED_IDS = 20
 _log = logging.getLogger(__name__)
+
+
+class UsageDropped(OSError):
+    def __str__(self) -> str:
+        return (
+            f"more than {MAX_WAITING} records wait for the usage database, the oldest are dropped: those that the journal holds are "
+            "metered at the next start, the others are NOT BILLED"
+        )
 
 
 class Meter:
@@ -40,7 +54,9 @@ class Meter:
         """``folder`` and ``stem``: where journals lie, and how their names begin. ``soon``: how journal lines are put off to the
         end of a turn of the loop. ``keep_s``: age at which records are deleted; None: never. Raises TenantsFileError."""
         self._keep_s, self._prune_at = keep_s, 0.0
-        self._soon = soon
+        self.failures = ListenerFailures()
+        """Of the journal and of records that are dropped; a coordinator counts them with its other listeners'."""
+        self._soon: Soon = lambda write: soon(lambda: self.failures.call("usage journal", write))
         self._database: UsageDatabase = open_database(url)
         self._folder, self._stem, self._every_s = folder, stem, write_every_s
         self._running: dict[str, UsageRecord] = {}
@@ -48,14 +64,14 @@ class Meter:
         self._num_journals = 0
         self._journal = self._new_journal()
         self._full: deque[tuple[UsageJournal, int]] = deque()  # and how many records had ended by then
-        self._num_ended = self._num_kept = 0
+        self._num_ended = self._num_kept = self._num_dropped = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="meter", daemon=True)
 
     @property
     def num_waiting(self) -> int:
         """Records that the database does not have yet."""
-        return self._num_ended - self._num_kept
+        return self._num_ended - self._num_kept - self._num_dropped
 
     def began(self, record: UsageRecord) -> None:
         """A request is taken in; what is not known yet is 0."""
@@ -65,11 +81,15 @@ class Meter:
     def ended(self, record: UsageRecord) -> None:
         """It is over. Once for each that began."""
         self._running.pop(record.id, None)
-        self._journal.ended(record)
         self._pending.append(record)
         self._num_ended += 1
+        self._journal.ended(record)
+        if len(self._pending) > MAX_WAITING:
+            self._pending.popleft()
+            self._num_dropped += 1
+            self.failures.note("usage records", UsageDropped())
         if self._journal.num_bytes > MAX_JOURNAL_BYTES:
-            self._journal.flush()  # its file may be closed before the turn ends
+            self.failures.call("usage journal", self._journal.flush)  # its file may be closed before the turn ends
             self._full.append((self._journal, self._num_ended))
             self._journal = self._new_journal()
             for running in self._running.values():
@@ -83,7 +103,7 @@ class Meter:
         """After the last request: everything is in the database, or stays in a journal for the next process."""
         self._stopping.set()
         self._thread.join(30)
-        if not self._pending and not self._running and not self._thread.is_alive():
+        if not self._pending and not self._running and not self._num_dropped and not self._thread.is_alive():
             self._journal.remove()
         self._database.close()
 
@@ -94,7 +114,7 @@ class Meter:
     # --- on the thread ---------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        complained = False
+        complain_at = 0.0
         recovered = False
         while True:
             stopping = self._stopping.wait(self._every_s)
@@ -104,11 +124,12 @@ class Meter:
                     recovered = True
                 self._write()
                 self._prune(time.time())
-                complained = False
-            except Exception as error:  # whatever a driver raises: the journal has it all
-                if not complained or stopping:
-                    _log.error("the usage database does not answer, %d records wait in the journal: %s", self.num_waiting, error)
-                complained = True
+                complain_at = 0.0
+            except Exception as error:  # whatever a driver raises
+                if time.monotonic() >= complain_at or stopping:
+                    message = "the usage database cannot be written, %d records wait in memory and in the journal %s: %s"
+                    _log.error(message, self.num_waiting, self._journal.path, error)
+                    complain_at = time.monotonic() + COMPLAIN_EVERY_S
             if stopping:
                 return
 
@@ -122,7 +143,7 @@ class Meter:
         journal = self._journal
         batch = [self._pending.popleft() for _ in range(len(self._pending))]
         try:
-            journal.sync(time.time())
+            self.failures.call("usage journal", journal.sync, time.time())
             self._database.insert(batch)
         except BaseException:
             self._pending.extendleft(reversed(batch))

@@ -9,6 +9,7 @@ dropped by who takes its column, or misses them first.
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ..full_disk import is_full
 from .buckets import NUM_FIELDS, Holder, Room, Shortage, admit, settle
 from .errors import TenantsFileError
 from .limiter import Admission, Answer
@@ -29,8 +31,10 @@ STATE = struct.Struct(f"{NUM_FIELDS}d")
 GROW_ROWS = 1024
 END_OF_COLUMNS = 0  # in row 0, which is nobody's: the first column that was never owned
 LOCK_TRIES = 50
+_log = logging.getLogger(__name__)
 LOCK_WAIT_S = 1e-4
 EXCLUSIVE_AT_ONCE = fcntl.LOCK_EX | fcntl.LOCK_NB
+ALONE = "there is no space for the limits file %s: this process holds to limits by itself until it is started again"
 FLOCK = "hhqqi4x"  # struct flock of fcntl(2)
 COLUMN_LOCKS_AT = 1 << 40  # byte offsets far beyond the file's end: locks need no bytes
 
@@ -44,7 +48,11 @@ class SharedLimiter:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise TenantsFileError(f"cannot use the limits file {path}: {error.strerror}") from None
+            if not is_full(error):
+                raise TenantsFileError(f"cannot use the limits file {path}: {error.strerror}") from None
+            _log.error(ALONE, path)
+            self._fd = os.memfd_create("limits", os.MFD_CLOEXEC)
+        self._path, self._alone = path, False
         self._lock = _Lock(self._fd)
         self._column = self._claim_column(path)
         self._map: mmap.mmap
@@ -111,11 +119,27 @@ class SharedLimiter:
         if row < self._num_rows:
             return
         num_rows = max(os.fstat(self._fd).st_size // ROW_BYTES, (row // GROW_ROWS + 1) * GROW_ROWS)
-        if os.fstat(self._fd).st_size < num_rows * ROW_BYTES:
+        if not self._alone:
+            try:
+                os.posix_fallocate(self._fd, 0, num_rows * ROW_BYTES)  # a page for which there is no space would kill who writes to it
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                self._go_alone()
+        if self._alone:
             os.ftruncate(self._fd, num_rows * ROW_BYTES)
         self._map = mmap.mmap(self._fd, num_rows * ROW_BYTES)  # the old one goes when nothing refers to it
         self._view = memoryview(self._map).cast("d")
         self._num_rows = num_rows
+
+    def _go_alone(self) -> None:
+        """Limits from now on in memory, as they were at the last look, and of this process alone."""
+        _log.error(ALONE, self._path)
+        self._alone = True
+        memory = os.memfd_create("limits", os.MFD_CLOEXEC)
+        os.write(memory, bytes(self._view.cast("B")))
+        os.dup2(memory, self._fd, inheritable=False)
+        os.close(memory)
 
     def _bury_dead(self, rows: Rows) -> bool:
         """Drops what processes that have ended still hold of these rows; whether there was anything."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..full_disk import is_full
 from ..request import PriorityClass
 from .api_key import digest_of, hint_of, new_key
 from .errors import TenantsFileError, Unknown
@@ -57,8 +58,12 @@ class TenantStore:
             raise TenantsFileError(
                 f"there is no tenants file {path}; `splitserve keys create --tenants-file {path} --tenant NAME` makes it"
             )
+        self.frozen = False
+        """Read as it is, because its disk has no space for SQLite's own files; changes are not seen."""
         try:
             self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            if not create:
+                self._open_as_it_is(path)
             self._db.row_factory = sqlite3.Row
             if create and not path.stat().st_size:
                 path.chmod(0o600)
@@ -71,6 +76,18 @@ class TenantStore:
                 self._db.executescript(SCHEMA)
         except (sqlite3.Error, OSError) as error:
             raise TenantsFileError(f"cannot use the tenants file {path}: {error}") from None
+
+    def _open_as_it_is(self, path: Path) -> None:
+        """Falls back on a connection that needs nothing beside the file where the disk is full. Raises sqlite3.Error."""
+        try:
+            self._db.execute("PRAGMA user_version").fetchone()
+        except sqlite3.Error as error:
+            log = path.with_name(f"{path.name}-wal")
+            if not is_full(error) or (log.exists() and log.stat().st_size):
+                raise
+            self._db.close()
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None, check_same_thread=False)
+            self.frozen = True
 
     def close(self) -> None:
         self._db.close()

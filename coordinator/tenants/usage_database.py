@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
+from ..full_disk import is_full
 from .errors import TenantsFileError
 from .usage_record import FIELDS, SUMS, UsageRecord
 
 By = Literal["tenant", "key", "model", "endpoint", "priority_class", "status", "day"]
 CONNECT_TIMEOUT_S = 5
+_log = logging.getLogger(__name__)
 SQLITE, POSTGRES = "sqlite:///", ("postgresql://", "postgres://")
 REAL = {"started", "kv_byte_seconds", *(name for name in FIELDS if name.endswith("_s"))}
 INTEGER = {name for name in FIELDS if name.endswith("_tokens")}
@@ -45,15 +48,30 @@ class SqliteUsage:
     """One file, which several processes may write."""
 
     def __init__(self, path: Path) -> None:
-        """Raises TenantsFileError."""
+        """Opened when it is first needed where its disk is full now. Raises TenantsFileError."""
+        self._path = path
+        self._opened: sqlite3.Connection | None = None
         try:
-            self._db = sqlite3.connect(path, timeout=10, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            for statement in SCHEMA:
-                self._db.execute(statement)
-            self._db.commit()
+            _ = self._db
         except sqlite3.Error as error:
-            raise TenantsFileError(f"cannot use the usage database {path}: {error}") from None
+            if not is_full(error):
+                raise TenantsFileError(f"cannot use the usage database {path}: {error}") from None
+            _log.error("there is no space for the usage database %s (%s); records wait until there is", path, error)
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        if self._opened is None:
+            db = sqlite3.connect(self._path, timeout=10, check_same_thread=False)
+            try:
+                db.execute("PRAGMA journal_mode = WAL")
+                for statement in SCHEMA:
+                    db.execute(statement)
+                db.commit()
+            except sqlite3.Error:
+                db.close()
+                raise
+            self._opened = db
+        return self._opened
 
     def insert(self, records: Sequence[UsageRecord]) -> None:
         with self._db:
@@ -72,7 +90,8 @@ class SqliteUsage:
             return self._db.execute("DELETE FROM usage WHERE started < ?", (before,)).rowcount
 
     def close(self) -> None:
-        self._db.close()
+        if self._opened is not None:
+            self._opened.close()
 
 
 class PostgresUsage:

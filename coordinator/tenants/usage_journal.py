@@ -5,13 +5,16 @@
     {"at": seconds}    everything before this was on disk by then
 
 Lines of one turn of the event loop are one write, which the kernel keeps when the process is killed in the next instant: who is killed
-within a turn loses what that turn has said. A host that goes down can lose lines: those after the last ``at``, which is at most a second
+within a turn loses what that turn has said. While the disk is full nothing is written here; the owner keeps its records in memory.
+A host that goes down can lose lines: those after the last ``at``, which is at most a second
 old. Whoever owns a journal holds a lock on it, which ends with its process.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +25,10 @@ from typing import IO, TypeAlias
 
 import orjson
 
+from ..full_disk import is_full
 from .usage_record import FIELDS, LOST, UsageRecord
 
+_log = logging.getLogger(__name__)
 Soon: TypeAlias = Callable[[Callable[[], None]], object]
 """Puts a call off to the end of the event loop's turn."""
 
@@ -34,17 +39,22 @@ def at_once(write: Callable[[], None]) -> None:
 
 
 class UsageJournal:
-    """One file, from its first line until ``remove``."""
+    """One file, from its first line until ``remove``. A full disk leaves it without a file until there is space."""
 
     def __init__(self, path: Path, soon: Soon = at_once) -> None:
+        """Raises OSError, but for a disk that is full."""
         self.path = path
         self._soon = soon
         self._said: list[tuple[bytes, UsageRecord]] = []  # to be written at the end of the turn
-        unlocked = path.with_name(f".{path.name}")  # under its own name it would be taken for one that was left behind
-        self._fd = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        unlocked.rename(path)
+        self._fd = -1  # none yet
+        self._torn = False  # the last line is not whole
         self.num_bytes = 0
+        try:
+            self._open()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            _log.error("there is no space for the usage journal %s; records are in memory alone until there is", path)
 
     def began(self, record: UsageRecord) -> None:
         self._say(b"began", record)
@@ -54,14 +64,16 @@ class UsageJournal:
 
     def sync(self, now: float) -> None:
         """Everything so far is on disk when this returns. May be called on another thread."""
-        os.fsync(self._fd)
-        self.num_bytes += os.write(self._fd, b'{"at":%b}\n' % orjson.dumps(now))
+        if self._fd >= 0:
+            os.fsync(self._fd)
+            self._write(b'{"at":%b}\n' % orjson.dumps(now))
 
     def remove(self) -> None:
         """The database has all of it."""
         self._said.clear()
-        self.path.unlink()
-        os.close(self._fd)
+        if self._fd >= 0:
+            self.path.unlink()
+            os.close(self._fd)
 
     def _say(self, what: bytes, record: UsageRecord) -> None:
         self._said.append((what, record))
@@ -69,11 +81,36 @@ class UsageJournal:
             self._soon(self.flush)
 
     def flush(self) -> None:
-        """What was said in this turn is with the kernel when this returns."""
+        """What was said in this turn is with the kernel when this returns. Raises OSError; it is lost to the journal then."""
         said, self._said = self._said, []
         if said:
-            lines = [b'{"%b":%b}\n' % (what, orjson.dumps(tuple(record))) for what, record in said]
-            self.num_bytes += os.write(self._fd, b"".join(lines))
+            if self._fd < 0:
+                self._open()
+            self._write(b"".join([b'{"%b":%b}\n' % (what, orjson.dumps(tuple(record))) for what, record in said]))
+
+    def _open(self) -> None:
+        unlocked = self.path.with_name(f".{self.path.name}")  # under its own name it would be taken for one that was left behind
+        fd = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            unlocked.rename(self.path)
+        except OSError:
+            os.close(fd)
+            unlocked.unlink(missing_ok=True)
+            raise
+        self._fd = fd
+
+    def _write(self, lines: bytes) -> None:
+        lines = b"\n" + lines if self._torn else lines
+        try:
+            written = os.write(self._fd, lines)
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
+        self.num_bytes += written
+        self._torn = written != len(lines)
+        if self._torn:  # the last bytes of a disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 @dataclass(slots=True)

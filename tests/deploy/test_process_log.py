@@ -26,7 +26,7 @@ from splitserve.coordinator.routes import error_handlers
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.time_ledger import TimeLedger
 from splitserve.deploy.child_process import ChildProcess, Command
-from splitserve.deploy.local_cluster import json_log
+from splitserve.deploy.local_cluster import json_log, prefixed_log
 from splitserve.deploy.process_log import JsonFormatter
 
 PROGRAM = """
@@ -118,3 +118,15 @@ def test_a_local_cluster_passes_json_on_and_makes_json_of_the_rest() -> None:
     first, second = map(json.loads, stream.getvalue().splitlines())
     assert first == {"message": "hello"}
     assert (second["process"], second["message"]) == ("decode-0", "Segmentation fault")
+
+
+def test_a_log_on_a_full_disk_costs_lines_and_no_process(tmp_path: Path) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        log = prefixed_log(full, ["coordinator"])
+        for number in range(3):
+            log("coordinator", f"line {number}")
+        os.dup2(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), full.fileno())  # there is space again
+        log("coordinator", "line 3")
+    said = (tmp_path / "log").read_text()
+    assert "line 3\n" in said
+    assert "about 3 lines before this one are lost: there was no space" in said

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.small_disk import small_disk
 
 from splitserve.transport.errors import KeyFileError
 from splitserve.transport.keys import ClusterKey, KeyFile, generate_key, load_key, rotate
@@ -107,3 +108,11 @@ def test_a_key_file_is_followed_and_a_damaged_one_changes_nothing(tmp_path: Path
         file.changed()
     assert not file.changed()
     assert file.key == both
+
+
+def test_half_a_key_is_left_by_no_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        disk.fill()
+        with pytest.raises(KeyFileError, match="No space left on device"):
+            generate_key(disk.path / "cluster.key")
+        assert not (disk.path / "cluster.key").exists()

@@ -150,7 +150,7 @@ def test_a_database_that_is_away_is_caught_up_with(tmp_path: Path, caplog: pytes
         meter.began(record(f"r{n}"))
         meter.ended(record(f"r{n}"))
     meter.start()
-    until(lambda: "does not answer, 3 records wait" in caplog.text)
+    until(lambda: "cannot be written, 3 records wait" in caplog.text)
     meter._database = database
     until(lambda: meter.num_waiting == 0)
     meter.stop()

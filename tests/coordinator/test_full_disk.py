@@ -1,0 +1,286 @@
+"""A full disk: service goes on, or refuses with a sentence that names the path; what was not lost is written once there is space."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+
+import httpx
+import pytest
+from e2e.cluster import free_port
+from support.http_fakes import FakeDispatcher
+from support.small_disk import SmallDisk, small_disk
+
+from splitserve.coordinator.batch.runner import BatchOptions
+from splitserve.coordinator.limits import HttpLimits
+from splitserve.coordinator.request import Ended, GenerationRequest
+from splitserve.coordinator.served_model import ServedModel
+from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.tenants.directory import KeyDirectory
+from splitserve.coordinator.tenants.limiter import Admission
+from splitserve.coordinator.tenants.limits import Account, Limits
+from splitserve.coordinator.tenants.meter import Meter
+from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
+from splitserve.coordinator.tenants.store import TenantStore
+from splitserve.coordinator.tenants.usage_database import SQLITE, open_database
+from splitserve.coordinator.tenants.usage_record import UsageRecord
+from splitserve.coordinator.trace_log import TraceLog
+from splitserve.deploy.settings import DEMO_MODEL
+from splitserve.planner.simulator.prompts import SINK
+from splitserve.planner.trace.readers import open_trace
+from splitserve.transport.messages import Sampling
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk
+
+
+def until(condition: Callable[[], bool], what: str = "", timeout_s: float = 60.0) -> None:
+    deadline = monotonic() + timeout_s
+    while not condition():
+        assert monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+# --- the trace file --------------------------------------------------------------------------------
+
+
+def ended(log: TraceLog) -> None:
+    now = monotonic()
+    request = GenerationRequest("name", list(range(1000)), Sampling(max_tokens=9), SINK, now, now + 60)
+    log.note(request, Ended("length", num_output_tokens=5))
+
+
+def test_a_trace_begins_when_there_is_space(disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+    disk.fill()
+    log = TraceLog(disk.path / "traces", longest_request_s=60)
+    assert f"there is no space for {log.path}" in caplog.text
+    with pytest.raises(OSError, match=r"No space left on device: .*requests-"):
+        ended(log)
+    disk.free()
+    ended(log)
+    log.close()
+    assert len(list(open_trace(log.path))) == 1
+
+
+def test_a_row_is_whole_or_absent_on_a_disk_that_becomes_full(disk: SmallDisk) -> None:
+    log = TraceLog(disk.path, longest_request_s=60)
+    disk.fill()
+    num_rows = 0
+    with suppress(OSError):
+        while num_rows < 100:  # the rest of the last page takes some
+            ended(log)
+            num_rows += 1
+    assert num_rows < 100
+    disk.free()
+    ended(log)
+    log.close()
+    assert len(list(open_trace(log.path))) == num_rows + 1
+
+
+# --- metering and limits ---------------------------------------------------------------------------
+
+
+def record(number: int) -> UsageRecord:
+    return UsageRecord(f"r{number}", 1.7e9, "t", "key_1", "m", CHAT, "standard", "200", 10, 4, 5)
+
+
+def metered(folder: Path) -> int:
+    database = open_database(f"{SQLITE}{folder / 'usage.db'}")
+    (sums,) = database.totals((), 0.0, 2e9)
+    database.close()
+    return int(sums["requests"])
+
+
+def meter_in(folder: Path) -> Meter:
+    meter = Meter(f"{SQLITE}{folder / 'usage.db'}", folder, "journal-", write_every_s=0.02)
+    meter.start()
+    return meter
+
+
+@pytest.mark.parametrize("full_at_start", [False, True])
+def test_metering_waits_in_memory_and_loses_nothing(full_at_start: bool, disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+    if full_at_start:
+        disk.fill()
+    meter = meter_in(disk.path)
+    disk.fill()
+    for number in range(2000):
+        meter.began(record(number))
+        meter.ended(record(number))
+    until(lambda: "records wait in memory and in the journal" in caplog.text, caplog.text)
+    assert meter.failures.counts["usage journal"] > 0
+    assert caplog.text.count("usage journal has failed, requests go on without it") == 1
+    assert str(disk.path) in caplog.text
+    disk.free()
+    until(lambda: meter.num_waiting == 0)
+    meter.stop()
+    assert metered(disk.path) == 2000
+    assert not list(disk.path.glob("journal-*"))
+
+
+def test_what_memory_cannot_hold_is_said_loudly(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("splitserve.coordinator.tenants.meter.MAX_WAITING", 100)
+    meter = Meter(f"{SQLITE}{disk.path / 'usage.db'}", disk.path, "journal-")  # not started: the database never answers
+    for number in range(150):
+        meter.ended(record(number))
+    assert meter.num_waiting == 100
+    assert "more than 100 records wait for the usage database" in caplog.text
+    assert "NOT BILLED" in caplog.text
+    meter.start()
+    meter.stop()
+    assert metered(disk.path) == 100
+    os.close(meter._journal._fd)  # as the end of its process does
+    later = meter_in(disk.path)
+    until(lambda: metered(disk.path) == 150, "the next start finds the others in the journal")
+    later.stop()
+
+
+@pytest.mark.parametrize("full_at_start", [False, True])
+async def test_limits_hold_in_memory(full_at_start: bool, disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+    if full_at_start:
+        disk.fill()
+    limiter = SharedLimiter(disk.path / "limits", clock=lambda: 1e9)
+    disk.fill()
+    for tenant in (1, 5000):  # of the first page, and of one that is not there yet
+        account = Account(tenant="t", tenant_id=tenant, key_id=7, tenant_limits=Limits(requests_per_minute=3))
+        answers: list[object] = []
+        for _ in range(5):
+            limiter.admit(account, 10, answers.append)
+        assert [type(answer) is Admission for answer in answers] == [True] * 3 + [False] * 2
+    await limiter.stop()
+    assert f"there is no space for the limits file {disk.path / 'limits'}" in caplog.text
+
+
+async def test_keys_open_on_a_full_disk_and_changes_are_seen_once_there_is_space(disk: SmallDisk) -> None:
+    path = disk.path / "tenants.db"
+    store = TenantStore(path, create=True)
+    store.set_tenant("acme")
+    key = store.create_key("acme")
+    store.close()
+    disk.fill()
+    directory = KeyDirectory(path)
+    assert directory.account(f"Bearer {key.key}".encode()).tenant == "acme"
+    disk.free()
+    following = asyncio.create_task(directory.follow(every_s=0.01))
+    await eventually(lambda: not directory.frozen)
+    store = TenantStore(path)
+    store.revoke_key(key.id)
+    store.close()
+    await eventually(lambda: not directory.num_keys)
+    following.cancel()
+    directory.close()
+
+
+# --- files and batches -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def batch_server(dispatcher: FakeDispatcher, model: ServedModel, disk: SmallDisk) -> AsyncIterator[HttpServer]:
+    app = create_app(dispatcher, model, HttpLimits(), dispatcher.system, batches=BatchOptions(disk.path / "batches.db"))
+    server = HttpServer(app)
+    await server.start()
+    yield server
+    await server.stop(grace_s=0)
+
+
+@pytest.fixture
+async def batching(batch_server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{batch_server.port}", verify=False, timeout=60) as client:
+        yield client
+
+
+def upload(num_lines: int) -> dict[str, object]:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 5}
+    lines = [{"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": body} for n in range(num_lines)]
+    return {"files": {"file": ("in.jsonl", b"\n".join(json.dumps(line).encode() for line in lines))}, "data": {"purpose": "batch"}}
+
+
+async def test_files_are_refused_with_the_path_and_taken_once_there_is_space(batching: httpx.AsyncClient, disk: SmallDisk) -> None:
+    disk.fill()
+    refused = await batching.post("/v1/files", **upload(500))  # type: ignore[arg-type]
+    assert refused.status_code == 507
+    message = f"There is no space on the disk for the batch file {disk.path / 'batches.db'}: nothing was stored."
+    assert refused.json()["error"]["message"].startswith(message)
+    assert (await batching.get("/v1/files")).json()["data"] == []
+    disk.free()
+    assert (await batching.post("/v1/files", **upload(500))).status_code == 200  # type: ignore[arg-type]
+
+
+async def test_a_batch_waits_for_space_and_computes_nothing_twice(
+    batching: httpx.AsyncClient, batch_server: HttpServer, disk: SmallDisk, dispatcher: FakeDispatcher
+) -> None:
+    file = (await batching.post("/v1/files", **upload(8))).json()  # type: ignore[arg-type]
+    dispatcher.hold = True
+    asked = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+    batch = (await batching.post("/v1/batches", json=asked)).json()
+    await dispatcher.until(lambda: len(dispatcher.requests) == 8)
+    disk.fill()
+    dispatcher.hold = False
+    await dispatcher.until(lambda: not dispatcher.running)
+    await eventually(lambda: batch_server.app.metrics.failures.counts["running batches"] >= 8)
+    disk.free()
+    async with asyncio.timeout(60):
+        while (now := (await batching.get(f"/v1/batches/{batch['id']}")).json())["status"] != "completed":
+            await asyncio.sleep(0.05)
+    assert now["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
+    assert len(dispatcher.requests) == 8, "each was computed once"
+
+
+# --- a whole coordinator ---------------------------------------------------------------------------
+
+
+def test_a_coordinator_starts_on_a_full_disk(disk: SmallDisk) -> None:
+    tenants = disk.path / "tenants.db"
+    store = TenantStore(tenants, create=True)
+    store.set_tenant("acme")
+    key = store.create_key("acme").key
+    store.close()
+    disk.fill()
+    argv = ["coordinator", "--model", str(DEMO_MODEL), "--insecure", "--port", "0", "--control-address", f"tcp://127.0.0.1:{free_port()}"]
+    argv += ["--tenants-file", str(tenants), "--batch-file", str(disk.path / "batches.db"), "--trace-folder", str(disk.path / "traces")]
+    environ = {**os.environ, "TMPDIR": str(disk.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "splitserve.deploy.cli", *argv]
+    said: list[str] = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            said.append(line)
+            if "HTTP on" in line:
+                break
+        else:
+            pytest.fail("".join(said))
+        url = next(word for word in said[-1].split() if word.startswith("http://")).rstrip(",")
+        with httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, verify=False, timeout=60) as client:
+            assert client.get("/health").status_code == 200
+            assert client.get("/v1/models").status_code == 200
+            assert client.post("/v1/files", **upload(3)).status_code == 507  # type: ignore[arg-type]
+            big = client.post("/v1/files", files={"file": ("big", b"x" * (3 << 20))}, data={"purpose": "batch"})
+            assert (big.status_code, "no space on the disk" in big.text) == (507, True)
+        process.send_signal(signal.SIGTERM)
+        said += process.stderr.readlines()
+        assert process.wait(60) == 0
+    text = "".join(said)
+    assert Counter("there is no space" in line for line in said)[True] >= 4, text
+    for what in ("tenants.db-limits", "tenants.db", "batches.db", "traces/requests-", "usage"):
+        assert any("there is no space" in line and what in line for line in said), f"{what}: {text}"
+    assert "Traceback" not in text
