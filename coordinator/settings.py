@@ -54,7 +54,11 @@ class CoordinatorSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: Path = Field(description="Hugging Face checkpoint folder; the coordinator reads only its config, tokenizer and chat template.")
+    model: Path = Field(
+        description="Hugging Face checkpoint folder, a model of the hub such as Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs "
+        "splitserve[s3]); the coordinator reads only its config, tokenizer and chat template."
+    )
+    revision: str = Field(default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main.")
     served_model_name: str = Field(
         default="", max_length=256, description="Model name in the API. Default: the name of the model's folder."
     )

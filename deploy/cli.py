@@ -78,8 +78,10 @@ def run_coordinator(settings: Any) -> None:
     from ..coordinator.processes import CannotStart
     from . import coordinator_child
     from .checks import require_model, require_port
+    from .model_source import with_folder
 
     log_to_stderr(settings.log_level, settings.log_format, "coordinator")
+    settings = with_folder(settings, weights=False)
     require_model(settings.model, weights=False)
     require_port(settings.listen_host, settings.port)
     if settings.admin_key_file is not None:
@@ -95,31 +97,33 @@ def run_coordinator(settings: Any) -> None:
         raise ConfigError(str(error)) from error
 
 
-def run_prefill(settings: Any) -> None:
+def _ready_worker(settings: Any) -> Any:
+    """A worker's settings, its model in a folder that can be served; its log begins."""
     from .checks import require_model
+    from .model_source import with_folder
 
     log_to_stderr(settings.log_level, settings.log_format, settings.worker_id)
+    settings = with_folder(settings, weights=settings.runner == "model")
     require_model(settings.model, weights=settings.runner == "model")
+    return settings
+
+
+def run_prefill(settings: Any) -> None:
+    settings = _ready_worker(settings)
     from ..prefill.worker import run
 
     run(settings)
 
 
 def run_decode(settings: Any) -> None:
-    from .checks import require_model
-
-    log_to_stderr(settings.log_level, settings.log_format, settings.worker_id)
-    require_model(settings.model, weights=settings.runner == "model")
+    settings = _ready_worker(settings)
     from ..decode.worker import run
 
     run(settings)
 
 
 def run_worker(settings: Any) -> None:
-    from .checks import require_model
-
-    log_to_stderr(settings.log_level, settings.log_format, settings.worker_id)
-    require_model(settings.model, weights=settings.runner == "model")
+    settings = _ready_worker(settings)
     from .flexible_worker import run
 
     run(settings)
@@ -163,7 +167,9 @@ def run_bench(settings: Any) -> int:
 def run_profile(settings: Any) -> int:
     from ..planner.profile_commands import profile
     from .checks import require_model
+    from .model_source import with_folder
 
+    settings = with_folder(settings, weights=settings.runner == "model")
     if settings.model is not None:
         require_model(settings.model, weights=settings.runner == "model")
     return profile(settings)

@@ -108,7 +108,10 @@ class DoctorSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: Path | None = Field(default=None, description="Checkpoint folder to check. Default: the bundled demo model.")
+    model: Path | None = Field(
+        default=None, description="Model to check: folder, hub model or s3:// as of the roles. Default: the bundled demo model."
+    )
+    revision: str = Field(default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main.")
     host: str = Field(default="127.0.0.1", min_length=1, description="Address of the HTTP server.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server.")
     control_address: str = Field(

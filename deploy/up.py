@@ -23,6 +23,7 @@ from .config import ConfigError, Layer, Sources, Value, build
 from .extras import missing_for
 from .flexible_settings import FlexibleSettings
 from .gpus import deal, num_gpus
+from .model_source import with_folder
 from .options import options
 from .settings import DEMO_MODEL, DEMO_MODEL_NAME, UpSettings
 
@@ -30,7 +31,8 @@ FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host", "memo
 """Settings of the roles that ``up`` decides."""
 
 TEXTS = {
-    "model": "Hugging Face checkpoint folder: config.json, tokenizer and safetensors weights. Default: the bundled demo model.",
+    "model": "Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of the hub such as "
+    "Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3]). Default: the bundled demo model.",
     "control_address": "Where workers, also those of other hosts, reach the coordinator. Default: a free port of 127.0.0.1.",
     "key_file": "The cluster's key. Default: a new one in the run directory.",
 }
@@ -110,6 +112,7 @@ def plan(flags: Layer, sources: Sources) -> Plan:
         coordinator = coordinator.model_copy(update={"control_address": control})
     roles = [each for role in (PrefillSettings, DecodeSettings) for each in _worker(role, "", coordinator, flags, sources)]
     computing = [of_role.device for of_role in roles if of_role.runner == "model"]
+    coordinator = with_folder(coordinator, weights=bool(computing))
     require_model(coordinator.model, weights=bool(computing))
     gpus = num_gpus(computing)
     for device in computing:
@@ -203,6 +206,7 @@ def _worker(
     for_role = {flag.removeprefix(prefix): value for flag, value in flags.items() if flag.startswith(prefix)}
     fixed: dict[str, Any] = {
         "model": coordinator.model,
+        "revision": "",
         "name": name,
         "coordinator": coordinator.control_address.replace("//0.0.0.0:", "//127.0.0.1:"),
         "key_file": coordinator.key_file,

@@ -24,7 +24,11 @@ class WorkerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     role: ClassVar[str] = "worker"
 
-    model: Path = Field(description="Hugging Face checkpoint folder: config.json, tokenizer and safetensors weights.")
+    model: Path = Field(
+        description="Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of the hub such as "
+        "Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3])."
+    )
+    revision: str = Field(default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main.")
     name: str = Field(
         default="", max_length=200, description="The worker's name, unique in the cluster. Default: role, host and process number."
     )

@@ -1,0 +1,180 @@
+"""Where a model comes from: a folder, the hub, or S3. Whatever is named becomes a folder on this host; files are fetched once.
+
+/models/llama             that folder
+Qwen/Qwen3-0.6B           the hub, by huggingface_hub with all its settings (HF_HOME, HF_TOKEN, HF_ENDPOINT); what it has cached is
+                          used where the hub cannot be reached
+s3://bucket/prefix        an object store, by boto3 with all its settings (AWS_PROFILE, AWS_ENDPOINT_URL); needs splitserve[s3]
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from .config import ConfigError
+
+TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.*")
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+"""What is fetched: never pickled weights, and none for a coordinator."""
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+S3 = re.compile(r"s3:/{1,2}(?P<bucket>[a-z0-9][a-z0-9.-]{1,62})(?:/(?P<prefix>.*?))?/*")  # a Path has lost one slash
+MOST_OBJECTS = 10_000
+_log = logging.getLogger(__name__)
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def with_folder(settings: Settings, *, weights: bool = True) -> Settings:
+    """Settings whose ``model`` is a folder on this host, fetched where it was not; the served name stays. Raises ConfigError."""
+    model, revision = getattr(settings, "model", None), getattr(settings, "revision", "")
+    if model is None:
+        return settings
+    folder = resolved(str(model), revision, weights=weights)
+    if folder == model:
+        return settings
+    changes: dict[str, Any] = {"model": folder, "revision": ""}
+    if getattr(settings, "served_model_name", None) == "":
+        changes["served_model_name"] = str(model) if HUB_ID.fullmatch(str(model)) else Path(str(model)).name
+    return settings.model_copy(update=changes)
+
+
+def resolved(model: str, revision: str = "", *, weights: bool = True) -> Path:
+    """The folder that ``model`` names, or is fetched into. Raises ConfigError with what to do."""
+    wanted = TEXTS + WEIGHTS if weights else TEXTS
+    if found := S3.fullmatch(model):
+        if revision:
+            raise ConfigError(f"--revision {revision}: {model} has none; it is for models of the hub")
+        return _from_s3(found["bucket"], found["prefix"] or "", wanted)
+    if Path(model).is_dir() or not HUB_ID.fullmatch(model):
+        if revision:
+            raise ConfigError(f"--revision {revision}: {model} is a folder; it is for models of the hub, such as Qwen/Qwen3-0.6B")
+        return Path(model)
+    return _from_hub(model, revision or "main", wanted)
+
+
+def _from_hub(model: str, revision: str, wanted: tuple[str, ...]) -> Path:
+    try:
+        from huggingface_hub import errors, snapshot_download, try_to_load_from_cache
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--model: there is no folder {model}, and to fetch it from the hub needs {error.name}: pip install huggingface_hub"
+        ) from error
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    _log.info("looking for %s (%s) on the hub", model, revision)
+    try:
+        return Path(str(snapshot_download(model, revision=revision, allow_patterns=list(wanted))))
+    except errors.GatedRepoError as error:
+        reason = "it is gated: accept its licence on the hub, then set HF_TOKEN to a token of that account"
+        failure: Exception = error
+    except errors.RevisionNotFoundError as error:
+        reason, failure = f"it has no revision {revision}; --revision is a branch, a tag or a commit", error
+    except errors.RepositoryNotFoundError as error:
+        reason, failure = "there is neither such a folder nor such a model on the hub (or it is private: set HF_TOKEN)", error
+    except Exception as error:  # of several libraries below it
+        reason = f"the hub cannot be reached ({_first_line(error)})"
+        failure = error
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
+        if isinstance(cached, str):  # fetched by another program, perhaps in part: the check of the folder will say
+            _log.warning("%s, using what is cached of %s", reason, model)
+            return Path(cached).parent
+        home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+        reason += f", and {home} has no copy; run `hf download {model}` where there is a network, then copy its folder; or set HF_ENDPOINT"
+    raise ConfigError(f"--model {model}: {reason}") from failure
+
+
+def _from_s3(bucket: str, prefix: str, wanted: tuple[str, ...]) -> Path:
+    try:
+        import boto3
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--model s3://{bucket}: this needs {error.name}, which is not installed: pip install 'splitserve[s3]'"
+        ) from error
+    address = f"s3://{bucket}/{prefix}"
+    try:
+        client = boto3.client("s3")
+        objects = dict(_wanted_objects(client, bucket, prefix, wanted))
+        if not objects:
+            raise ConfigError(f"--model {address}: there is no config.json, tokenizer.json or *.safetensors under it; name their folder")
+        return _fetched(client, bucket, address, objects)
+    except (BotoCoreError, ClientError) as error:
+        advice = "check the name, AWS_PROFILE or AWS_ACCESS_KEY_ID, AWS_REGION, and AWS_ENDPOINT_URL for another store"
+        raise ConfigError(f"--model {address}: {_first_line(error)}; {advice}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"--model {address}: cannot write it to {cache_folder()} ({error.strerror}); make room or set XDG_CACHE_HOME"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    key: str
+    etag: str
+    size: int
+
+
+def _wanted_objects(client: Any, bucket: str, prefix: str, wanted: tuple[str, ...]) -> Iterator[tuple[str, _Object]]:
+    """File name and object of those right under ``prefix``."""
+    under = f"{prefix}/" if prefix else ""
+    listing = {"Bucket": bucket, "Prefix": under, "Delimiter": "/"}
+    pages = client.get_paginator("list_objects_v2").paginate(**listing, PaginationConfig={"MaxItems": MOST_OBJECTS})
+    for page in pages:
+        for entry in page.get("Contents", []):
+            name = entry["Key"].removeprefix(under)
+            if "/" not in name and any(fnmatch(name, pattern) for pattern in wanted):
+                yield name, _Object(entry["Key"], entry["ETag"], entry["Size"])
+
+
+def _fetched(client: Any, bucket: str, address: str, objects: Mapping[str, _Object]) -> Path:
+    """A folder of exactly these objects, named by what they hold: one that is complete never changes."""
+    named = "\n".join(f"{name} {one.etag} {one.size}" for name, one in sorted(objects.items()))
+    folder = cache_folder() / hashlib.sha256(f"{address}\n{named}".encode()).hexdigest()[:32]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        if folder.is_dir():
+            return folder
+        needed, free = sum(one.size for one in objects.values()), shutil.disk_usage(folder.parent).free
+        if needed > free:
+            raise ConfigError(
+                f"--model {address} has {needed / 1e9:.1f} GB, {folder.parent} has {free / 1e9:.1f} free; make room or set XDG_CACHE_HOME"
+            )
+        _log.info("fetching %s: %d files, %.1f MB", address, len(objects), needed / 1e6)
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+        part.mkdir()
+        for name, one in objects.items():
+            client.download_file(bucket, one.key, str(part / name))
+        os.rename(part, folder)
+    return folder
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Several processes of a host that want the same model fetch it once."""
+    with folder.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def cache_folder() -> Path:
+    """Of models from S3."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitserve" / "s3"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
