@@ -13,6 +13,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ from .child_process import Command
 from .forked_worker import FORK_SERVER_MODULES, be_worker
 
 PR_SET_CHILD_SUBREAPER = 36
-TRIES = 3
+PAUSES_S = (0.02, 0.1, 0.5, 2.0)
+"""After each failed start: a process that has been killed lives for a moment more."""
 _libc = ctypes.CDLL(None)
 
 
@@ -55,10 +57,11 @@ class WorkerForks:
 
     def _start(self, command: Command, output: int, first: Callable[[], None] | None) -> tuple[int, int]:
         """Process ids of the worker and of its fork server. A server that ends meanwhile is started again."""
-        for _ in range(TRIES):
+        for pause_s in PAUSES_S:
             with contextlib.suppress(EOFError, ConnectionError):
                 return self._fork(command, output, first)
-        raise OSError(f"the fork server ended {TRIES} times while it started {command.name}")
+            time.sleep(pause_s)
+        raise OSError(f"the fork server ended {len(PAUSES_S)} times while it started {command.name}")
 
     def _fork(self, command: Command, output: int, first: Callable[[], None] | None) -> tuple[int, int]:
         (receiver, sender), (born, told) = self._context.Pipe(duplex=False), self._context.Pipe(duplex=False)

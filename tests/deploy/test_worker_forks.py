@@ -111,6 +111,7 @@ async def test_a_fork_server_that_always_dies_fails_the_start_and_not_the_superv
 
     said = Said()
     monkeypatch.setattr(forks, "_fork", died)
+    monkeypatch.setattr("splitserve.deploy.worker_forks.PAUSES_S", (0.0, 0.0, 0.0))
     assert await ChildProcess(Command("never", ["version"], ENVIRON, forks.start), said).run() == NOT_STARTED
     assert said.lines == ["it cannot be started: the fork server ended 3 times while it started never"]
 
