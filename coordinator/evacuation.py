@@ -76,6 +76,8 @@ class Evacuation:
         self.num_moved += 1
         self._table.complete_move(flight)
         flight.enter("decode", now)
+        if flight.times is not None:
+            flight.times.moved()
 
     def handed_over(self, flight: Flight, now: float) -> None:
         """Its worker has left and holds nothing: the target has taken it over, and will say so."""

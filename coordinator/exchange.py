@@ -25,10 +25,11 @@ from .request import Dispatcher, Ended, GenerationRequest, PriorityClass
 from .request_record import RequestRecord
 from .tenants.limiter import Admission
 from .tenants.usage_record import UsageRecord
-from .time_ledger import Stages, TimeLedger, server_timing
+from .time_ledger import NAMES, Stages, TimeLedger, server_timing
 from .timeouts import OnTimeout
 
 logger = logging.getLogger(__name__)
+_USAGE_KEYS = [f"{name}_s" for name in NAMES]
 
 
 class ExchangeOptions(NamedTuple):
@@ -141,7 +142,7 @@ class HttpExchange:
             prefill_s=stages.prefill,
             handoff_s=stages.handoff,
             decode_s=stages.decode,
-            stream_s=stages.stream,
+            stream_s=stages.coordinator + stages.stream,
         )
 
     def num_used_tokens(self) -> int:
@@ -322,14 +323,8 @@ class HttpExchange:
     def _account(self, stages: Stages, num_cached: int) -> dict[str, float]:
         """Seconds by stage; ``timed_out`` where a deadline has cut a choice."""
         assert self._last is not None
-        parse, queue, prefill, handoff, decode, stream = stages
         return {
-            "parse_s": round(parse, 6),
-            "queue_s": round(queue, 6),
-            "prefill_s": round(prefill, 6),
-            "handoff_s": round(handoff, 6),
-            "decode_s": round(decode, 6),
-            "stream_s": round(stream, 6),
+            **{key: round(seconds, 6) for key, seconds in zip(_USAGE_KEYS, stages, strict=True)},
             "cached_tokens": num_cached,
             "dispatches": self._last.num_dispatches,
             **({"timed_out": True} if any(choice.timed_out for choice in self.choices) else {}),

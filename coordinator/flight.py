@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from ..transport.block_hash import chain, root_hash
 from ..transport.messages import FinishReason, Message, ModelIdentity, RequestSpec, TokenLogprobs, u32
+from .attempt_times import AttemptTimes
 from .recovery import Recovery
 from .request import Ended, GenerationRequest
 from .routing import Need
@@ -91,6 +92,7 @@ class Flight:
     named: tuple[str, int, list[bytes]] | None = None  # fingerprint, number of tokens, and the hashes for them
     prompt: bytes = b""  # its tokens as uint32, once they were needed
     ledger: TimeLedger = field(init=False)
+    times: AttemptTimes | None = None  # of this attempt
 
     def __post_init__(self) -> None:
         self.ledger = TimeLedger("parse", self.request.arrival)

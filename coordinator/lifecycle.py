@@ -280,8 +280,9 @@ class Lifecycle:
     # --- as time goes by -------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """At least ten times a second: dead workers, deadlines, lost dispatches, the queue."""
+        """At least ten times a second, once what has arrived was received: dead workers, deadlines, lost dispatches, the queue."""
         self._forgive_own_stall(now)
+        self._state.heard_all_at = now
         self._members.look(now)
         self._serve_or_give_up(now)
         self._state.suspicion.credit_all()

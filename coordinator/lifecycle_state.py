@@ -25,6 +25,7 @@ class LifecycleState:
     table: FlightTable = field(default_factory=FlightTable)
     actions: list[Action] = field(default_factory=list)
     gap_ended: float = 0.0  # when workers of both roles were last here again
+    heard_all_at: float = float("-inf")  # everything that had been said to this coordinator by then has been heard
     forecast: Forecast = field(default_factory=Forecast)
     pools: Pools = field(init=False)
     line: WaitingLine = field(init=False)

@@ -37,6 +37,7 @@ STAGES = {
     "prefill": "Computing the prompt.",
     "handoff": "From the first token to the join on the decode worker.",
     "decode": "On the decode worker.",
+    "coordinator": "From when a worker made the last token until the coordinator took it up: messages on their way and its lateness.",
     "stream": "From the last token to the response's last byte.",
 }
 

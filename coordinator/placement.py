@@ -8,6 +8,7 @@ from __future__ import annotations
 from math import inf
 
 from ..transport.messages import Prefill
+from .attempt_times import AttemptTimes
 from .flight import Flight, Send
 from .lifecycle_state import LifecycleState
 from .open_workers import MOST_COMPARED, OpenWorkers
@@ -165,6 +166,7 @@ class Placement:
             flight.recovery.absent_s = max(0.0, self._state.gap_ended - flight.recovery.noticed)
             flight.recovery.num_attempts += 1
         flight.enter("prefill", now)
+        flight.times = AttemptTimes(flight.ledger)
         self._state.actions.append(Send(prefill.id, Prefill(spec=flight.spec(self._state.incarnation, now), decode=decode.peer)))
 
 

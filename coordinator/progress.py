@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..transport.actions import TellTokens
 from ..transport.messages import FinishReason, FirstToken, Joined, RequestFailed, StepTokens, TokenLogprobs, from_u32
+from .attempt_times import Heard
 from .attempts import Attempts
 from .flight import Flight, Push, PushPromptLogprobs
 from .lifecycle_limits import own_deadline
@@ -30,7 +31,7 @@ class Progress:
             if flight is None or flight.decode is not worker:
                 unknown.append(dispatch)
             elif index != len(flight.tokens) or row in finished or flight.owes_prompt_logprobs or flight.recovery is not None:
-                self._unusual_row(flight, index, token, logprobs.get(row), finished.get(row), now)
+                self._unusual_row(flight, index, token, logprobs.get(row), finished.get(row), now, message.decode_s.get(row))
                 ended = True
             else:
                 flight.tokens.append(token)
@@ -55,7 +56,7 @@ class Progress:
                 flight.tokens += run.token_ids[len(flight.tokens) - run.first :]
                 flight.token_at = now
                 if run.finished is not None:
-                    self._attempts.finish(flight, run.finished, now)
+                    self._finish(flight, run.finished, run.decode_s, now)
                     ended = True
         return ended
 
@@ -90,7 +91,8 @@ class Progress:
         _hear_cached(flight, message)
         if flight.stage == "prefill":
             flight.enter("handoff", now)
-            flight.ledger.previous_began_later(message.queue_s)  # it waited on the worker
+        if flight.times is not None:
+            flight.times.first_token(self._heard(message.queue_s + message.prefill_s, now), message.prefill_s)
         if flight.recovery is not None:
             flight.recovery.queue_s, flight.recovery.prefill_s = message.queue_s, message.prefill_s
         self._state.table.unpromise_tokens(flight)
@@ -99,16 +101,16 @@ class Progress:
             self._state.actions.append(PushPromptLogprobs(flight.request, message.prompt_logprobs))
             self._push_early(flight, now)
         if message.token is None:
-            self._attempts.finish(flight, "length", now)
+            self._finish(flight, "length", 0.0, now)
         elif message.index == flight.num_received:
-            self._push(flight, message.token, message.logprobs, message.finished, now)
+            self._push(flight, message.token, message.logprobs, message.finished, now, 0.0)
 
     def _joined(self, flight: Flight, message: Joined, now: float) -> None:
         _hear_cached(flight, message)
         if flight.stage != "decode":
             flight.enter("decode", now)
-            # Heard in one breath with the first token, the handoff seems to have taken no time: the decode worker knows better.
-            flight.ledger.previous_was("handoff", message.transfer_s)
+            if flight.times is not None:
+                flight.times.joined(self._heard(message.transfer_s, now))
         self._state.table.unpromise_tokens(flight)
         self._state.table.unpromise_blocks(flight)
         self._check_join(flight, message, now)
@@ -121,14 +123,30 @@ class Progress:
             self._attempts.retry(flight, "the decode worker joined at the wrong token", now)
 
     def _unusual_row(
-        self, flight: Flight, index: int, token: int, logprobs: TokenLogprobs | None, reason: FinishReason | None, now: float
+        self,
+        flight: Flight,
+        index: int,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        reason: FinishReason | None,
+        now: float,
+        decode_s: float | None,
     ) -> None:
         if index == flight.num_received:
-            self._push(flight, token, logprobs, reason, now)
+            self._push(flight, token, logprobs, reason, now, decode_s)
         elif index > flight.num_received:
             self._attempts.retry(flight, f"token {flight.num_received} was lost on the way", now)
 
-    def _push(self, flight: Flight, token: int, logprobs: TokenLogprobs | None, finished: FinishReason | None, now: float) -> None:
+    def _push(
+        self,
+        flight: Flight,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        finished: FinishReason | None,
+        now: float,
+        stage_s: float | None = None,
+    ) -> None:
+        """``stage_s``: how long the stage that it ends took, where it ends one and the worker says so."""
         if flight.owes_prompt_logprobs:
             flight.early.append((token, logprobs))
             flight.early_finish = finished
@@ -140,7 +158,15 @@ class Progress:
         flight.token_at = now
         self._state.actions.append(Push(flight.request, token, logprobs))
         if finished is not None:
-            self._attempts.finish(flight, finished, now)
+            self._finish(flight, finished, stage_s, now)
+
+    def _finish(self, flight: Flight, reason: FinishReason, stage_s: float | None, now: float) -> None:
+        if flight.times is not None and stage_s is not None:
+            flight.times.ended(self._heard(stage_s, now))
+        self._attempts.finish(flight, reason, now)
+
+    def _heard(self, seconds: float, now: float) -> Heard:
+        return Heard(now, self._state.heard_all_at, seconds)
 
     def _push_early(self, flight: Flight, now: float) -> None:
         early, flight.early = flight.early, []

@@ -1,7 +1,7 @@
 """Where a request's time goes, from its arrival to its last byte. Pure; times in seconds of a monotonic clock.
 
-    parse | queue | prefill | handoff | decode | stream
-          ^       ^         ^         ^        ^
+    parse | queue | prefill | handoff | decode | coordinator | stream
+          ^       ^         ^         ^        ^             ^
           only these boundaries are kept
 
 A ledger holds the boundaries between stages, never durations. Whatever is booked, corrected or tried again, the stages therefore sum to the
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-Stage = Literal["parse", "queue", "prefill", "handoff", "decode", "stream"]
+Stage = Literal["parse", "queue", "prefill", "handoff", "decode", "coordinator", "stream"]
 
 
 class Stages(NamedTuple):
@@ -24,6 +24,9 @@ class Stages(NamedTuple):
     prefill: float = 0.0
     handoff: float = 0.0  # exposed: from the first token to the join on the decode worker
     decode: float = 0.0
+    coordinator: float = (
+        0.0  # from a worker's last token until the coordinator takes it up: the message's way, and the coordinator's lateness
+    )
     stream: float = 0.0  # from the last token until its client has the end of the response
 
     @property
@@ -32,7 +35,8 @@ class Stages(NamedTuple):
 
 
 NAMES = Stages._fields
-_PLACES: dict[Stage, int] = {"parse": 0, "queue": 1, "prefill": 2, "handoff": 3, "decode": 4, "stream": 5}
+_SERVER_TIMING = ", ".join(f"{name};dur=%.3f" for name in (*NAMES, "total")).encode()
+_PLACES: dict[Stage, int] = {"parse": 0, "queue": 1, "prefill": 2, "handoff": 3, "decode": 4, "coordinator": 5, "stream": 6}
 
 
 class Span(NamedTuple):
@@ -64,19 +68,18 @@ class TimeLedger:
         """The newest stage has ended."""
         self.end = max(now, self._marks[-1][1])
 
-    def previous_began_later(self, seconds: float) -> None:
-        """The stage before the newest one began so much later: until then it was the one before it."""
-        (stage, began), (_, ended) = self._marks[-2:]
-        self._marks[-2] = (stage, min(began + max(0.0, seconds), ended))
+    @property
+    def num_marks(self) -> int:
+        """How many boundaries are kept; a later ``rewind`` names one of them."""
+        return len(self._marks)
 
-    def previous_was(self, stage: Stage, seconds: float) -> None:
-        """The newest stage follows upon at least so much of ``stage``, which is taken from what came before that."""
-        _, began = self._marks[-1]
-        if len(self._marks) < 2 or self._marks[-2][0] != stage:
-            self._marks.insert(-1, (stage, began))
-        if len(self._marks) > 2:
-            (_, earliest), (_, known) = self._marks[-3:-1]
-            self._marks[-2] = (stage, max(earliest, min(known, began - seconds)))
+    @property
+    def newest_began(self) -> float:
+        return self._marks[-1][1]
+
+    def rewind(self, num_marks: int) -> None:
+        """Forgets the stages after the first ``num_marks``, of which there is at least one."""
+        del self._marks[num_marks:]
 
     def spans(self) -> Iterator[Span]:
         """In order, without gaps; those that took no time are left out."""
@@ -86,7 +89,7 @@ class TimeLedger:
                 yield Span(stage, began, ended)
 
     def stages(self) -> Stages:
-        seconds, place, began = [0.0] * 6, 0, self._marks[0][1]
+        seconds, place, began = [0.0] * len(NAMES), 0, self._marks[0][1]
         for stage, entered in self._marks:
             seconds[place] += entered - began
             place, began = _PLACES[stage], entered
@@ -96,7 +99,4 @@ class TimeLedger:
 
 def server_timing(stages: Stages, total: float) -> bytes:
     """For the ``Server-Timing`` header: milliseconds by stage, and from arrival to now; https://www.w3.org/TR/server-timing/"""
-    return (b"parse;dur=%.3f, queue;dur=%.3f, prefill;dur=%.3f, handoff;dur=%.3f, decode;dur=%.3f, stream;dur=%.3f, total;dur=%.3f") % (
-        *[1e3 * seconds for seconds in stages],
-        1e3 * total,
-    )
+    return _SERVER_TIMING % (*[1e3 * seconds for seconds in stages], 1e3 * total)

@@ -160,7 +160,7 @@ class DecodeCore:
         self._heartbeat.count(num_steps, num_tokens, num_tokens)
         self._owes_tokens = True
         if ended := self.scheduler.pass_by(num_steps):
-            self._actions += token_runs(((s, s.last_index + 1 - s.num_untold, s.num_untold) for s in ended), "length")
+            self._actions += token_runs(((s, s.last_index + 1 - s.num_untold, s.num_untold) for s in ended), "length", now)
             self.receiver.grant_waiting(now)
 
     def tell_tokens(self) -> None:
@@ -183,7 +183,7 @@ class DecodeCore:
         self._step_failures.good_step()
         result, num_seqs = self.scheduler.complete(step, output), len(step.sequences)
         self._heartbeat.count(1, num_seqs, num_seqs - len(result.dropped))
-        self._actions += [ToCoordinator(message) for message in step_tokens(result)]
+        self._actions += [ToCoordinator(message) for message in step_tokens(result, now)]
         for sequence, reason in result.failed.items():
             self._say_failed(sequence.key, "refused", f"response_format: {reason}")
         if result.finished or result.dropped:
@@ -290,7 +290,7 @@ class DecodeCore:
         )
         last_hash = join.last_hash or root_hash(self._fingerprint, spec.salt)
         self._actions.append(ToCoordinator(join.message(len(state.output_token_ids) - 1)))
-        self.scheduler.join(join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s)
+        self.scheduler.join(join.key, spec.request_id, state, join.blocks, last_hash, now + spec.deadline_s, now)
         self._next_deadline = min(self._next_deadline, now + spec.deadline_s)
         if state.params.grammar:
             self._actions.append(CompileGrammar(join.key, state.params.grammar, tuple(state.output_token_ids)))

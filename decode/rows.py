@@ -30,6 +30,7 @@ class DecodeSequence:
     stops: frozenset[int]
     last_index: int
     deadline: float
+    joined_at: float = 0.0
     row: int = -1  # in the next step
     in_flight: int = 0  # steps under way that it is in: they read and write its blocks
     doomed: bool = False  # it is over here; its blocks are free when nothing in flight has them

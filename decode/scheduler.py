@@ -99,14 +99,16 @@ class DecodeScheduler:
         yield from (held(sequence.blocks) for sequence in self._by_key.values())
         yield from (held(sequence.blocks) for sequence in self._doomed)
 
-    def join(self, key: Key, request_id: str, state: SamplingState, blocks: list[int], last_hash: bytes, deadline: float) -> None:
+    def join(
+        self, key: Key, request_id: str, state: SamplingState, blocks: list[int], last_hash: bytes, deadline: float, now: float = 0.0
+    ) -> None:
         """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before it."""
         if self.foretold is not None:
             self.foretold.cut()
         assert self.num_running < self.max_num_seqs, "a grant promises a row"
         last = last_output_index(state, self._max_model_len)
         stops = stop_set(state, self._eos)
-        sequence = DecodeSequence(key, request_id, state, blocks, last_hash, stops, last, deadline)
+        sequence = DecodeSequence(key, request_id, state, blocks, last_hash, stops, last, deadline, now)
         self._by_key[key] = self._by_request[request_id] = sequence
         self._joining.append(sequence)
 

@@ -20,44 +20,56 @@ from .scheduler import DecodeResult
 Entry = TypeVar("Entry")
 
 
-def step_tokens(result: DecodeResult) -> list[StepTokens]:
-    """Of a step that has run. Logprobs stay with their sequence too: if it moves, its newest token's go along."""
+def step_tokens(result: DecodeResult, now: float) -> list[StepTokens]:
+    """Of a step that has run by ``now``. Logprobs stay with their sequence too: if it moves, its newest token's go along."""
     step, output, finished = result.step, result.output, result.finished
     sequences, columns = step.sequences, [step.dispatches, step.indices, output.token_ids.astype(np.uint32)]
     logprobs = {row: logprobs_message(lp) for row, lp in output.logprobs.items()}
+    seconds = {row: max(0.0, now - sequences[row].joined_at) for row in finished}
     if result.dropped:
         dropped = set(result.dropped)
         rows = [row for row in range(len(sequences)) if row not in dropped]
         sequences, columns = [sequences[row] for row in rows], [column[rows] for column in columns]
-        finished, logprobs = _only(rows, finished), _only(rows, logprobs)
+        finished, logprobs, seconds = _only(rows, finished), _only(rows, logprobs), _only(rows, seconds)
     for row, told in logprobs.items():
         sequences[row].last_logprobs = told
     owners = {sequence.key[0] for sequence in sequences}
     if len(owners) == 1:
-        return [_step_tokens(owners.pop(), columns, finished, logprobs)]
+        return [_step_tokens(owners.pop(), columns, finished, logprobs, seconds)]
     messages = []
     for owner in owners:
         rows = [row for row, sequence in enumerate(sequences) if sequence.key[0] == owner]
-        messages.append(_step_tokens(owner, [column[rows] for column in columns], _only(rows, finished), _only(rows, logprobs)))
+        theirs = [column[rows] for column in columns]
+        messages.append(_step_tokens(owner, theirs, _only(rows, finished), _only(rows, logprobs), _only(rows, seconds)))
     return messages
 
 
-def token_runs(untold: Iterable[tuple[DecodeSequence, int, int]], finished: FinishReason | None) -> list[TellTokens]:
-    """Of foretold steps: (sequence, output index of the first, number); ``finished``: the last of each ended it."""
+def token_runs(untold: Iterable[tuple[DecodeSequence, int, int]], finished: FinishReason | None, now: float = 0.0) -> list[TellTokens]:
+    """Of foretold steps: (sequence, output index of the first, number); ``finished``: the last of each ended it ``now``."""
     by_owner: dict[int, list[TokenRun]] = {}
     for sequence, index, count in untold:
-        run = TokenRun(sequence.key[1], index, [TOKEN_ID] * count, finished)
+        run = TokenRun(sequence.key[1], index, [TOKEN_ID] * count, finished, max(0.0, now - sequence.joined_at))
         by_owner.setdefault(sequence.key[0], []).append(run)
     return [TellTokens(owner, runs) for owner, runs in by_owner.items()]
 
 
 def _step_tokens(
-    coordinator: int, columns: Sequence[np.ndarray[Any, Any]], finished: Mapping[int, FinishReason], logprobs: Mapping[int, TokenLogprobs]
+    coordinator: int,
+    columns: Sequence[np.ndarray[Any, Any]],
+    finished: Mapping[int, FinishReason],
+    logprobs: Mapping[int, TokenLogprobs],
+    decode_s: Mapping[int, float],
 ) -> StepTokens:
     """Columns: dispatches, indices, tokens, uint32 each."""
     dispatches, indices, tokens = (column.tobytes() for column in columns)
     return StepTokens(
-        coordinator=coordinator, dispatches=dispatches, indices=indices, tokens=tokens, finished=dict(finished), logprobs=dict(logprobs)
+        coordinator=coordinator,
+        dispatches=dispatches,
+        indices=indices,
+        tokens=tokens,
+        finished=dict(finished),
+        logprobs=dict(logprobs),
+        decode_s=dict(decode_s),
     )
 
 

@@ -172,12 +172,21 @@ async def first_model(client: httpx.AsyncClient) -> str:
         raise ChatError(f"{client.base_url} answers, but lists no models: is it an OpenAI-compatible server?") from error
 
 
+SHOWN_STAGES = {
+    "queue_s": "queue",
+    "prefill_s": "prefill",
+    "handoff_s": "KV handoff",
+    "decode_s": "decode",
+    "coordinator_s": "coordinator",
+}
+
+
 def account(usage: dict[str, Any], finish_reason: str = "") -> str:
     """Where the time of one answer went: one line from the usage that ends a stream."""
     num_tokens = usage.get("completion_tokens", 0)
     parts = []
     stages = usage.get("splitserve") or {}
-    for name, label in (("queue_s", "queue"), ("prefill_s", "prefill"), ("handoff_s", "KV handoff"), ("decode_s", "decode")):
+    for name, label in SHOWN_STAGES.items():
         if name in stages:
             parts.append(f"{label} {duration(stages[name])}")
     if stages.get("decode_s") and num_tokens > 1:

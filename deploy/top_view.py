@@ -13,9 +13,17 @@ from rich.text import Text
 
 from .chat import duration
 
-STAGES = {"parse": "bright_black", "queue": "yellow", "prefill": "blue", "handoff": "magenta", "decode": "green", "stream": "cyan"}
+STAGES = {
+    "parse": "bright_black",
+    "queue": "yellow",
+    "prefill": "blue",
+    "handoff": "magenta",
+    "decode": "green",
+    "coordinator": "red",
+    "stream": "cyan",
+}
 USED, LEASED, CACHED = "█", ("magenta", "▓"), ("bright_black", "▒")
-WITHOUT_COLOUR = {"parse": "a", "queue": "q", "prefill": "p", "handoff": "h", "decode": "d", "stream": "s"}
+WITHOUT_COLOUR = {"parse": "a", "queue": "q", "prefill": "p", "handoff": "h", "decode": "d", "coordinator": "c", "stream": "s"}
 """What a stage's cells are drawn with where a terminal, a file or NO_COLOR shows none."""
 LEVELS = {"good": "green", "idle": "dim", "unknown": "dim", "warn": "yellow", "bad": "red"}
 RECENT_POINTS = 15

@@ -13,12 +13,13 @@ class ToCoordinator(NamedTuple):
 
 
 class TokenRun(NamedTuple):
-    """Tokens of one dispatch from output index ``first`` on; ``finished``: the last of them ended it."""
+    """Tokens of one dispatch from output index ``first`` on; ``finished``: the last of them ended it, ``decode_s`` after its join."""
 
     dispatch: int
     first: int
     token_ids: list[int]
     finished: FinishReason | None
+    decode_s: float
 
 
 class TellTokens(NamedTuple):
@@ -83,10 +84,11 @@ class SendHandoff(NamedTuple):
     logprobs: TokenLogprobs | None
     source_blocks: list[int]
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    first_at: float = 0.0  # when the first token was there
     again: bool = False  # after blocks that were wrong have been put again
 
-    def message(self, checksums: bytes) -> Handoff:
-        """``checksums``: of the source blocks, as a column of uint64."""
+    def message(self, checksums: bytes, now: float) -> Handoff:
+        """As it is said ``now``. ``checksums``: of the source blocks, as a column of uint64."""
         return Handoff(
             spec=self.spec,
             lease=self.lease,
@@ -94,6 +96,7 @@ class SendHandoff(NamedTuple):
             logprobs=self.logprobs,
             checksums=checksums,
             num_cached_tokens=self.num_cached_tokens,
+            since_s=max(0.0, now - self.first_at),
             again=self.again,
         )
 

@@ -116,13 +116,13 @@ class Joined(Message, frozen=True, kw_only=True):
     index: Count
     token: TokenId
     logprobs: TokenLogprobs | None = None
-    transfer_s: Duration = 0.0  # from the Handoff message's arrival to the verified join
+    transfer_s: Duration = 0.0  # from the first token to the verified join, but for the Handoff message's way
     num_cached_blocks: Count = 0  # blocks that did not travel
     num_cached_tokens: Count = 0  # of the prompt, found in the prefill worker's prefix cache
 
 
-class StepTokens(Message, frozen=True, kw_only=True):
-    """All tokens of one decode step, as columns; ``finished`` and ``logprobs`` name rows."""
+class StepTokens(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """All tokens of one decode step, as columns; ``finished``, ``logprobs`` and ``decode_s`` name rows."""
 
     coordinator: Incarnation
     dispatches: RowColumn
@@ -130,6 +130,7 @@ class StepTokens(Message, frozen=True, kw_only=True):
     tokens: RowColumn
     finished: Annotated[dict[int, FinishReason], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
     logprobs: Annotated[dict[int, TokenLogprobs], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
+    decode_s: Annotated[dict[int, Duration], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)  # since the join, of finished rows
 
     def check(self) -> None:
         """See ``Message``."""

@@ -80,6 +80,7 @@ class Handoff(Message, frozen=True, kw_only=True):
     logprobs: TokenLogprobs | None = None
     checksums: ChecksumColumn
     num_cached_tokens: Count = 0  # of the prompt, found in the prefill worker's prefix cache: Joined repeats it
+    since_s: Duration = 0.0  # the first token
     again: bool = False  # said after blocks that were wrong have been put again: an echo of what was said before is no word of those
 
 

@@ -322,7 +322,7 @@ class HandoffReceiver:
                 handoff.logprobs,
                 incoming.num_cached - behind,
                 handoff.num_cached_tokens,
-                now - incoming.handoff_at,
+                handoff.since_s + now - incoming.handoff_at,
                 hashes[-1] if hashes else None,
             )
         )

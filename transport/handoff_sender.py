@@ -152,7 +152,7 @@ class HandoffSender:
         out = self._outgoing.get(key)
         if out is not None:
             out.blocks, out.num_ready, out.layers_ready = blocks, len(blocks), 0
-            out.first, out.num_cached_tokens = (token, logprobs), num_cached_tokens
+            out.first, out.first_at, out.num_cached_tokens = (token, logprobs), now, num_cached_tokens
             self._push(out)
             self._conclude(out, now)
 
@@ -248,7 +248,9 @@ class HandoffSender:
         elif out.sent and out.first is not None:
             token, logprobs = out.first
             sources = out.blocks[out.grant.num_cached_blocks : out.num_blocks]
-            handoff = SendHandoff(out.peer, out.spec, out.grant.lease, token, logprobs, sources, out.num_cached_tokens, out.sent_again)
+            handoff = SendHandoff(
+                out.peer, out.spec, out.grant.lease, token, logprobs, sources, out.num_cached_tokens, out.first_at, out.sent_again
+            )
             self._actions.append(handoff)
 
     def _on_met(self, peer: PeerId, met: Met, now: float) -> None:

@@ -31,6 +31,7 @@ class Outgoing:
     layers_ready: int = 0
     layers_put: int = 0  # of blocks [num_put, filling), these layers have left
     first: tuple[int, TokenLogprobs | None] | None = None  # the first token: the prompt is complete
+    first_at: float = 0.0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     sent: bool = False
     sent_again: bool = False

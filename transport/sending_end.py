@@ -261,7 +261,7 @@ class SendingEnd:
     def _send_handoff(self, action: SendHandoff) -> None:
         if action.peer in self._channels:
             sums = u64(self._sums(action.peer).of(action.source_blocks))
-            handoff = action.message(sums)
+            handoff = action.message(sums, time.monotonic())
             self._send(action.peer, handoff)
 
     def _with_mover(self, peer: PeerId, use: Callable[[], object]) -> None:

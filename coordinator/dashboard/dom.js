@@ -1,6 +1,6 @@
 // Building elements, and numbers as people read them. Text is only ever set as text: nothing that comes from outside is parsed as HTML.
 
-export const STAGES = ["parse", "queue", "prefill", "handoff", "decode", "stream"];
+export const STAGES = ["parse", "queue", "prefill", "handoff", "decode", "coordinator", "stream"];
 
 /** An element: attributes, `style` as an object, `class`, listeners as on…; children are elements or text. */
 export function el(tag, attributes = {}, ...children) {

@@ -9,7 +9,8 @@ from ...coordinator.time_ledger import Stages
 
 COLUMNS = (
     "number", "arrival_s", "num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "outcome", "ttft_s", "tpot_s", "e2e_s",
-    "queue_s", "prefill_s", "handoff_s", "decode_s", "prefill_worker", "decode_worker", "num_dispatches",
+    "queue_s", "prefill_s", "handoff_s", "decode_s", "coordinator_s", "prefill_worker", "decode_worker",
+    "num_dispatches",
 )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ class RequestRecord:
     def row(self) -> tuple[object, ...]:
         """As ``COLUMNS`` names it."""
         stages = self.stages or Stages()
-        times = (stages.queue, stages.prefill, stages.handoff, stages.decode)
+        times = (stages.queue, stages.prefill, stages.handoff, stages.decode, stages.coordinator)
         known = (self.ttft_s, self.tpot_s) if self.finished else (None, None)
         return (
             self.number,

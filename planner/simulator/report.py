@@ -16,7 +16,7 @@ EXPLAINED = {
     "tpot": "time per token after the first: (last - first) / (tokens - 1)",
     "tpot_all": "the same over all tokens: (end - first) / tokens",
     "gap": "between two decode steps, for each sequence in both",
-    "queue": "waiting for a worker and on it; with prefill, (exposed) handoff and decode it sums to e2e",
+    "queue": "waiting for a worker and on it; with prefill, (exposed) handoff, decode and coordinator it sums to e2e",
 }
 
 

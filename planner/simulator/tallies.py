@@ -86,7 +86,7 @@ class Tallies:
     """All that is known of the requests that have ended. ``tpot_all``: E2E after the first token over *all* tokens, as splitwise-sim
     counts it; ``gap``: between two decode steps of a worker, counted once for each sequence in both (the handoff's is not among them)."""
 
-    NAMES = ("ttft", "tpot", "tpot_all", "gap", "e2e", "queue", "prefill", "handoff", "decode")
+    NAMES = ("ttft", "tpot", "tpot_all", "gap", "e2e", "queue", "prefill", "handoff", "decode", "coordinator")
 
     def __init__(self, slo: Slo) -> None:
         self.slo = slo
@@ -119,7 +119,7 @@ class Tallies:
         of["tpot_all"].add((record.e2e_s - record.ttft_s) / record.num_received)
         of["e2e"].add(record.e2e_s)
         if record.stages is not None:
-            for name in ("queue", "prefill", "handoff", "decode"):
+            for name in ("queue", "prefill", "handoff", "decode", "coordinator"):
                 of[name].add(getattr(record.stages, name))
 
     def percentiles(self, percents: tuple[float, ...] = (50, 90, 99)) -> Mapping[str, dict[str, float]]:

@@ -241,7 +241,7 @@ class WorkerShell(ABC):
             self._say_after_puts(action.peer, Placed(lease=action.lease, first=action.first, checksums=sums))
         elif kind is act.SendHandoff:
             sums = bytes(8 * len(action.source_blocks))
-            handoff = action.message(sums)
+            handoff = action.message(sums, max(self.queue.now, self._puts_done.get(action.peer, 0.0)))
             self._say_after_puts(action.peer, handoff)
         elif kind is act.Connect:
             self._connect((action.peer.worker_id, action.peer.incarnation))

@@ -18,9 +18,9 @@ def test_a_request_from_submission_to_its_end() -> None:
     assert from_u32(prefill.spec.token_ids) == [1, 2, 3]
     assert prefill.decode.worker_id == "d"
     bench.now = 1.0
-    assert tokens(bench.first(1, queue_s=0.25)) == [5]
+    assert tokens(bench.first(1, queue_s=0.25, prefill_s=0.75)) == [5]
     bench.now = 1.5
-    assert tokens(bench.joined(1)) == []  # the first token, repeated
+    assert tokens(bench.joined(1, transfer_s=0.5)) == []  # the first token, repeated
     bench.now = 2.0
     assert tokens(bench.step(1, 1, 6)) == [6]
     bench.now = 3.5

@@ -25,7 +25,7 @@ def record(number: int, begin: float, step: float = 1.0, **more: object) -> Requ
     ledger = TimeLedger("parse", begin)
     for i, stage in enumerate(get_args(Stage)[1:], 1):
         ledger.enter(stage, begin + i * step)
-    ledger.close(begin + 6 * step)
+    ledger.close(begin + len(get_args(Stage)) * step)
     fields: dict[str, object] = {
         "id": f"r{number}",
         "endpoint": "/v1/completions",
@@ -63,9 +63,9 @@ def test_each_point_says_what_happened_since_the_one_before() -> None:
     assert (first["ttft"], first["requests"], first["output"], first["waiting"], first["kv_decode"]) == (None, 0, 0, 3, 0.3)
     assert (second["requests"], second["errors"], second["output"], second["prompt"]) == (2.0, 0.5, 20.0, 0.0)
     assert second["ttft"] == [6.0, 8.7, 8.94]
-    assert second["tpot"][0] == pytest.approx((5 - 3) * 2.0 / 4)  # handoff and decode, over the tokens after the first
-    assert second["e2e"][0] == 12.0
-    assert second["stages"] == [6.0] * 6  # seconds by stage, of the three that were answered
+    assert second["tpot"][0] == pytest.approx((6 - 3) * 2.0 / 4)  # handoff, decode and coordinator, over the tokens after the first
+    assert second["e2e"][0] == 14.0
+    assert second["stages"] == [6.0] * 7  # seconds by stage, of the three that were answered
     assert (second["t"], second["kv_decode"], second["kv_prefill"]) == (5004.0, 0.6, 0.05)
 
 
@@ -81,7 +81,7 @@ def test_the_window_is_the_last_minute_and_the_findings_go_by_it() -> None:
     assert (state["window"]["seconds"], state["window"]["requests"]) == (60.0, 30)
     assert state["window"]["stages"] == dict.fromkeys(get_args(Stage), 1.5)
     assert (state["window"]["kept"], state["window"]["goodput"]) == (0.5, 0.25)  # of 3 s and 6 s to the first token
-    assert [finding["kind"] for finding in state["findings"]] == ["handoff", "coordinator", "client"]  # every stage takes a sixth
+    assert [finding["kind"] for finding in state["findings"]] == ["coordinator", "handoff"]  # a seventh each; the coordinator two
     own = view.state(120.0, system, objectives=Objectives(ttft_s=10.0))
     assert own["window"]["kept"] == 1.0
     assert view.state(120.0, system, objectives=Objectives())["window"]["kept"] is None

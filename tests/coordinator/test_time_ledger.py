@@ -14,28 +14,55 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 from support.lifecycle_bench import Bench, ends
 
-from splitserve.coordinator.time_ledger import Stage, TimeLedger
-from splitserve.transport.messages import RequestFailed
+from splitserve.coordinator.attempt_times import AttemptTimes, Heard
+from splitserve.coordinator.time_ledger import Stage, Stages, TimeLedger
+from splitserve.transport.messages import RequestFailed, StepTokens, u32
 
 SECONDS = st.floats(-1.0, 100.0, allow_nan=False)
 STAGE = st.sampled_from(get_args(Stage))
-BOOKINGS = st.lists(st.tuples(st.sampled_from(["enter", "later", "was"]), STAGE, SECONDS), max_size=30)
+ANYTHING = st.floats(allow_nan=True, allow_infinity=True)
+BOOKINGS = st.lists(st.tuples(STAGE, SECONDS), max_size=30)
+WORDS = st.lists(
+    st.tuples(st.sampled_from(["first", "joined", "moved", "ended"]), st.floats(0, 10), st.floats(0, 10), ANYTHING, ANYTHING), max_size=8
+)
 BODY = {"prompt": "Hi", "temperature": 0, "max_tokens": 4}
 
 
 @given(BOOKINGS, st.floats(0, 1e6))
-def test_stages_sum_to_the_whole_whatever_is_booked(bookings: list[tuple[str, Stage, float]], start: float) -> None:
+def test_stages_sum_to_the_whole_whatever_is_booked(bookings: list[tuple[Stage, float]], start: float) -> None:
     now, ledger = start, TimeLedger("parse", start)
     ledger.enter("queue", now)
-    for kind, stage, seconds in bookings:
-        if kind == "enter":
-            now += seconds  # clocks that step back a little are allowed for
-            ledger.enter(stage, now)
-        elif kind == "later":
-            ledger.previous_began_later(seconds)
-        else:
-            ledger.previous_was(stage, seconds)
+    for stage, seconds in bookings:
+        now += seconds  # clocks that step back a little are allowed for
+        ledger.enter(stage, now)
     ledger.close(now)
+    _is_whole(ledger, start)
+
+
+@given(WORDS)
+def test_stages_sum_to_the_whole_whatever_workers_say(words: list[tuple[str, float, float, float, float]]) -> None:
+    now, ledger = 3.0, TimeLedger("parse", 1.0)
+    ledger.enter("queue", 2.0)
+    ledger.enter("prefill", now)
+    times = AttemptTimes(ledger)
+    for kind, later_s, ago_s, seconds, more in words:
+        now += later_s
+        heard = Heard(now, now - ago_s, seconds)
+        if kind == "first":
+            times.first_token(heard, more)
+        elif kind == "joined":
+            times.joined(heard)
+        elif kind == "moved":
+            ledger.enter("decode", now)
+            times.moved()
+        else:
+            times.ended(heard)
+        assert ledger.newest_began <= now, "no stage begins in the future"
+    ledger.close(now)
+    _is_whole(ledger, 1.0)
+
+
+def _is_whole(ledger: TimeLedger, start: float) -> None:
     stages = ledger.stages()
     assert stages.total == pytest.approx(ledger.end - start, rel=1e-9, abs=1e-6)
     assert all(getattr(stages, name) >= 0 for name in get_args(Stage))
@@ -43,34 +70,69 @@ def test_stages_sum_to_the_whole_whatever_is_booked(bookings: list[tuple[str, St
     assert all(a.end == b.begin for a, b in pairwise(spans))
 
 
-def test_workers_correct_what_the_coordinator_saw() -> None:
+def dispatched() -> tuple[TimeLedger, AttemptTimes]:
     ledger = TimeLedger("parse", 10.0)
-    for stage, at in (("queue", 10.5), ("prefill", 11.0), ("handoff", 13.0)):
-        ledger.enter(stage, at)  # type: ignore[arg-type]
-    ledger.previous_began_later(0.25)  # the worker says: waited a quarter of a second before its first chunk
-    ledger.enter("decode", 13.0)  # heard in one breath with the first token
-    ledger.previous_was("handoff", 0.5)
-    ledger.close(15.0)
+    ledger.enter("queue", 10.5)
+    ledger.enter("prefill", 11.0)
+    return ledger, AttemptTimes(ledger)
+
+
+@pytest.mark.parametrize("joined_first", [False, True])
+@pytest.mark.parametrize("blocked_until", [11.0, 20.0])
+def test_a_coordinator_that_hears_late_makes_no_stage_of_the_workers_longer(joined_first: bool, blocked_until: float) -> None:
+    """All in one breath, or each as it happens: 0.25 s of waiting, 1 s of prefill, 0.5 s of handoff, 2 s of decode."""
+    ledger, times = dispatched()
+    words = [
+        lambda: times.first_token(Heard(max(12.25, blocked_until), 11.0, 1.25), 1.0),
+        lambda: times.joined(Heard(max(12.75, blocked_until), 11.0, 0.5)),
+    ]
+    for say in reversed(words) if joined_first else words:
+        say()
+    end = max(14.75, blocked_until)
+    times.ended(Heard(end, 11.0, 2.0))
+    ledger.close(end)
     assert list(ledger.spans()) == [
         ("parse", 10.0, 10.5),
         ("queue", 10.5, 11.25),
-        ("prefill", 11.25, 12.5),
-        ("handoff", 12.5, 13.0),
-        ("decode", 13.0, 15.0),
+        ("prefill", 11.25, 12.25),
+        ("handoff", 12.25, 12.75),
+        ("decode", 12.75, 14.75),
+        *([("coordinator", 14.75, end)] if end > 14.75 else []),
     ]
+
+
+def test_a_worker_that_stands_still_makes_nobody_else_late() -> None:
+    """It froze before it read the prompt; the coordinator had heard all there was until 13.9 s."""
+    ledger, times = dispatched()
+    times.first_token(Heard(14.0, 13.9, 0.5), 0.5)
+    ledger.close(14.0)
+    assert ledger.stages() == pytest.approx(Stages(parse=0.5, queue=2.9, prefill=0.5, handoff=0.1))
+
+
+def test_a_blocked_event_loop_is_charged_to_the_coordinator() -> None:
+    """The lifecycle with real milestones, all heard when the loop goes on."""
+    bench = Bench()
+    bench.core.tick(0.0)
+    bench.submit()
+    bench.now = 3.0  # the loop was blocked since 0
+    bench.first(1, queue_s=0.125, prefill_s=0.25)
+    bench.joined(1, transfer_s=0.125)
+    rows = {"dispatches": u32([1]), "indices": u32([1]), "tokens": u32([7])}
+    (ended,) = ends(bench.say("d", StepTokens(coordinator=7, finished={0: "stop"}, decode_s={0: 0.5}, **rows)))
+    assert ended.stages == Stages(queue=0.125, prefill=0.25, handoff=0.125, decode=0.5, coordinator=2.0)
 
 
 def test_a_request_that_is_tried_again_has_all_of_its_attempts_in_the_ledger() -> None:
     bench = Bench()
     bench.submit()
     bench.now = 1.0
-    bench.first(1)
+    bench.first(1, prefill_s=1.0)
     bench.now = 2.0
-    bench.joined(1)
+    bench.joined(1, transfer_s=1.0)
     bench.now = 3.0
     bench.say("d", RequestFailed(coordinator=7, dispatch=1, kind="internal", message="broke"))
     bench.now = 5.0
-    bench.first(2, index=1)
+    bench.first(2, index=1, prefill_s=2.0)
     bench.joined(2, index=1)
     bench.now = 6.0
     (ended,) = ends(bench.step(2, 2, 7, "stop"))

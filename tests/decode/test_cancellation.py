@@ -115,7 +115,7 @@ class System:
                     self._say(other, me, Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks)))
                 case act.SendHandoff():
                     sums = u64(action.source_blocks)
-                    self._say(other, me, action.message(sums))
+                    self._say(other, me, action.message(sums, 0.0))
                 case act.Put() if not self.one_sided:
                     for position, _, _ in action.items:
                         self.after(2, lambda a=action, i=position: self.d.core.receiver.arrived(a.lease, i))

@@ -95,7 +95,7 @@ class Worker:
             self._send(other, action.message, lossy)
         elif isinstance(action, act.SendHandoff):
             sums = u64(action.source_blocks)
-            handoff = action.message(sums)
+            handoff = action.message(sums, 0.0)
             self._send(other, handoff, lossy)
         elif isinstance(action, act.Put):
             for position, _, _ in action.items:

@@ -46,9 +46,9 @@ PATIENT_TOP = "from splitserve.deploy import cli, top; top.PATIENCE_S = 60; cli.
 def live_view() -> LiveView:
     view = LiveView(0.0, 1e9)
     ledger = TimeLedger("parse", 1.0)
-    for at, stage in enumerate(("queue", "prefill", "handoff", "decode", "stream"), 2):
+    for at, stage in enumerate(("queue", "prefill", "handoff", "decode", "coordinator", "stream"), 2):
         ledger.enter(stage, float(at))  # type: ignore[arg-type]
-    ledger.close(7.0)
+    ledger.close(8.0)
     view.note(RequestRecord("cmpl-abc1", "/v1/completions", "200", ledger, ledger.stages(), 4.0, 1234, 1000, 56, 1, "p", "d", "acme"))
     view.sample(8.0, SystemSnapshot(workers=WORKERS))
     return view
@@ -102,7 +102,7 @@ def test_the_picture(width: int) -> None:
     assert "1 min 4 s ago: worker-3 to prefill: prompts wait" in text
     assert re.search(r"time to first token +3.00 s", text)
     assert re.search(r"acme +1 +1,234 +1,000 +56", text)
-    assert re.search(r"abc1 +200 +█+ +6.00 s +1,234 +56", text)
+    assert re.search(r"abc1 +200 +█+ +7.00 s +1,234 +56", text)
     assert max(len(line) for line in text.splitlines()) <= width
 
 
@@ -111,8 +111,8 @@ def test_without_colours_each_part_is_told_by_its_letter() -> None:
     console.print(render(picture(), 160, 40, coloured=False))
     console.file.close()
     text = console.export_text()
-    assert "a parse  q queue  p prefill  h handoff  d decode  s stream" in text
-    assert re.search(r"abc1 +200 +a+q+p+h+d+s+ +6.00 s", text)
+    assert "a parse  q queue  p prefill  h handoff  d decode  c coordinator  s stream" in text
+    assert re.search(r"abc1 +200 +a+q+p+h+d+c+s+ +7.00 s", text)
     assert re.search(r"decode-\[b\]0 +decode +█+▓*▒+─+ ", text), "used, promised and cached blocks are told apart too"
 
 

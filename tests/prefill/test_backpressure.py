@@ -83,7 +83,7 @@ class Rig:
                 placed = Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks))
                 self.decode.receive(("p", 1), placed, 0.0)
             case act.SendHandoff():
-                self.decode.receive(("p", 1), action.message(u64(action.source_blocks)), 0.0)
+                self.decode.receive(("p", 1), action.message(u64(action.source_blocks), 0.0), 0.0)
 
     def _from_decode(self, action: Any) -> None:
         match action:

@@ -74,7 +74,7 @@ class Process:
             for position, _, _ in action.items:
                 self.decode.arrived(action.lease, position)
         elif isinstance(action, act.SendHandoff):
-            self.decode.receive(PREFILL, action.message(u64(action.source_blocks)), 0.0)
+            self.decode.receive(PREFILL, action.message(u64(action.source_blocks), 0.0), 0.0)
 
     def _carry_out_there(self, received: object) -> None:
         if isinstance(received, act.ToPeer):

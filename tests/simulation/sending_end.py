@@ -175,7 +175,7 @@ class SendingEnd:
     def _send_handoff(self, action: act.SendHandoff) -> None:
         if action.peer in self.channels:
             sums = u64(self._checksums.of(action.source_blocks))
-            handoff = action.message(sums)
+            handoff = action.message(sums, self.process.now)
             self._send(action.peer, handoff)
 
     def _with_mover(self, peer: PeerId, use: Callable[[], None]) -> None:

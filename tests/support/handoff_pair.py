@@ -88,7 +88,7 @@ class Pair:
                 self.to_receiver.append(action.message)
             elif isinstance(action, act.SendHandoff):
                 sums = u64(action.source_blocks)
-                self.to_receiver.append(action.message(sums))
+                self.to_receiver.append(action.message(sums, self.now))
             elif isinstance(action, act.SendPlaced):
                 self.to_receiver.append(Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks)))
             elif isinstance(action, act.Put):

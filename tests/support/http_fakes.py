@@ -180,10 +180,10 @@ class FakeDispatcher:
 
 
 def ledger(request: GenerationRequest) -> TimeLedger:
-    """Its time until now in equal parts, one for each stage up to decode."""
+    """Its time until now in equal parts, one for each stage up to the coordinator's."""
     ledger, now = TimeLedger("parse", request.arrival), monotonic()
-    step = (now - request.arrival) / 5
-    for number, stage in enumerate(get_args(Stage)[1:5], 1):
+    step = (now - request.arrival) / 6
+    for number, stage in enumerate(get_args(Stage)[1:6], 1):
         ledger.enter(stage, request.arrival + number * step)
     ledger.close(now)
     return ledger
