@@ -36,6 +36,28 @@ class Responder(Protocol):
         """The connection is about to be cut off. Called from within a write."""
 
 
+class Answering(Protocol):
+    """A call, as far as its answer goes."""
+
+    account: Account
+
+    @property
+    def client(self) -> str:
+        """The client's address; see ``Call``."""
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """A whole response."""
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Status and headers of a stream; once, before the first write."""
+
+    def write(self, data: bytes) -> None:
+        """Part of a stream's body; not empty."""
+
+    def finish(self, data: bytes) -> None:
+        """The last part of a stream's body; not empty."""
+
+
 class CallHandler(Protocol):
     """Who takes calls in."""
 

@@ -14,7 +14,7 @@ from time import monotonic, time
 from typing import Any, NamedTuple
 
 from ..transport.otel import RequestTrace
-from .call import JSON, Call, Headers
+from .call import JSON, Answering, Headers
 from .choice import Choice, ChoiceOptions
 from .errors import ApiError, DeadlineExceeded, InternalError, from_ended
 from .formats import DONE, Usage, error_event
@@ -53,7 +53,7 @@ class HttpExchange:
     """Everything between the parsed request and the last byte. All of it runs on the event loop's thread."""
 
     def __init__(
-        self, call: Call, dispatcher: Dispatcher, metrics: Metrics, options: ExchangeOptions, choice_options: ChoiceOptions
+        self, call: Answering, dispatcher: Dispatcher, metrics: Metrics, options: ExchangeOptions, choice_options: ChoiceOptions
     ) -> None:
         self.choices: list[Choice] = []
         self.write = call.write
@@ -78,6 +78,15 @@ class HttpExchange:
         self._status = ""  # as it is counted
         self._last: Ended | None = None  # of the choice that ended last
         self._ledger = TimeLedger("parse", options.arrival)
+
+    @property
+    def id(self) -> str:
+        return self._options.id
+
+    @property
+    def status(self) -> str:
+        """As it is counted; empty while it runs."""
+        return self._status
 
     def add_choice(self, prompt: Prompt) -> Choice:
         """The next choice; all are added before any is submitted, those of one prompt together."""

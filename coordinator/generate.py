@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from ..transport.otel import RequestTrace, Tracing
 from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest
-from .call import JSON, Call, Endpoint
+from .call import JSON, Answering, Call, Endpoint
 from .chat_reading import grammar_for, has_grammar, read_as_chat
 from .choice import ChoiceOptions
 from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, NotFound, from_validation, no_workers
@@ -27,6 +27,8 @@ from .exchange import ExchangeOptions, HttpExchange
 from .formats import ChatFormat, CompletionFormat, Format
 from .grammar_check import GrammarCheck
 from .http.access import Access
+from .http.body_log import NAME as BODY_LOG
+from .http.body_log import BodyLog
 from .http.forwarded import TrustedProxies
 from .limits import HttpLimits
 from .metrics import Metrics
@@ -74,6 +76,8 @@ class GenerationApi:
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None
         """Set while no new request is taken."""
+        self.bodies: BodyLog | None = None
+        """Where requests and answers are written; None: nowhere."""
         self.times_tokens = False
         """Whether the time of each token is noted, for the trace file."""
         self.tracing: Tracing | None = None
@@ -104,12 +108,17 @@ class GenerationApi:
         id = id or self._new_id(STEMS[call.endpoint])
         self._metrics.request_ended(call.endpoint, str(error.status))
         self._metrics.refused(error)
+        if self.bodies is not None:
+            self._metrics.failures.call(BODY_LOG, self.bodies.refused, call, id, error.status, error.body())
         call.respond(error.status, [JSON, (b"x-request-id", id.encode()), *error.headers()], error.body())
 
     def closed(self, call: Call) -> None:
         self._metrics.num_open -= 1
         call.responder = None
         exchange = self.open.pop(call, None)
+        if self.bodies is not None:
+            named = (exchange.id, exchange.status) if exchange is not None else ()
+            self._metrics.failures.call(BODY_LOG, self.bodies.closed, call, *named)
         if exchange is not None:
             exchange.let_go()
         elif call.gone:
@@ -248,7 +257,8 @@ class GenerationApi:
         )
         choice_options = self._choice_options(request, self._format(call.endpoint, id, request, priority_class))
         choice_options = read_as_chat(choice_options, request, self._model)
-        exchange = HttpExchange(call, self._dispatcher, self._metrics, options, choice_options)
+        answering: Answering = call if self.bodies is None else self.bodies.record(call)
+        exchange = HttpExchange(answering, self._dispatcher, self._metrics, options, choice_options)
         session = call.headers.get(b"x-session-id", b"").decode("latin-1")[:512] or request.prompt_cache_key or request.user or ""
         requests = [
             GenerationRequest(

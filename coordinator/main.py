@@ -21,16 +21,19 @@ from ..transport.incarnation import incarnations
 from ..transport.keys import KeyFile
 from ..transport.messages import Sampling
 from ..transport.otel import Tracing
+from ..transport.private_files import OpenToOthers
 from .admin_server import admin_server
 from .batch.runner import BatchOptions
 from .dispatcher import SocketDispatcher, prove
 from .http.access import Access
+from .http.body_log import BodyLog
 from .http.forwarded import TrustedProxies
 from .http.front_door import FrontDoor
 from .http.operators import Operators, admin_key, make_admin_key
 from .http.tls import TlsFiles
 from .lifecycle import Lifecycle, LifecycleLimits
 from .limits import HttpLimits
+from .listeners import ListenerFailures
 from .listening_server import url_of
 from .processes import CannotStart, Place, Serve, run_all
 from .request import GenerationRequest, Sink
@@ -125,6 +128,8 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     if trace_log is not None:
         dispatcher.listeners.add("trace file", trace_log.note)
         app.generation.times_tokens = settings.trace_token_times
+    if (bodies := bodies_of(settings, place, app.metrics.failures)) is not None:
+        app.generation.bodies = bodies
     tracing = tracing_of(settings)
     if tracing is not None:
         app.generation.tracing = tracing
@@ -169,6 +174,8 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     dispatcher.stop()
     if trace_log is not None:
         trace_log.close()
+    if bodies is not None:
+        await asyncio.to_thread(bodies.close)
     await limiter.stop()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
@@ -238,6 +245,19 @@ def meter_of(settings: CoordinatorSettings) -> Meter | None:
     return Meter(url, beside.parent, f"{beside.name}-journal-", soon=asyncio.get_running_loop().call_soon, keep_s=keep_s)
 
 
+def bodies_of(settings: CoordinatorSettings, place: Place, failures: ListenerFailures) -> BodyLog | None:
+    """As configured. Raises OSError."""
+    if (path := settings.log_bodies) is None:
+        return None
+    own = path.with_name(f"{path.name}-{place.number}") if place.others else path
+    try:
+        return BodyLog(own, int(settings.log_bodies_mib * 2**20), failures)
+    except OpenToOthers:
+        raise
+    except OSError as error:
+        raise CannotStart(f"--log-bodies: cannot write {own} ({error.strerror or error}); name a file in a folder that is there") from error
+
+
 def written_by(settings: CoordinatorSettings) -> dict[str, Path]:
     """The folders that this process writes to, by option."""
     usage = settings.metered_to or ""
@@ -245,6 +265,7 @@ def written_by(settings: CoordinatorSettings) -> dict[str, Path]:
         "--tenants-file": settings.tenants_file,
         "--usage-url": Path(usage.removeprefix(SQLITE)) if usage.startswith(SQLITE) else None,
         "--batch-file": settings.batch_file,
+        "--log-bodies": settings.log_bodies,
     }
     folders = {option: path.absolute().parent for option, path in files.items() if path is not None}
     return folders if settings.trace_folder is None else {**folders, "--trace-folder": settings.trace_folder.absolute()}

@@ -313,6 +313,12 @@ class CoordinatorSettings(BaseModel):
         default=False, description="With --trace-folder: write when each token came, in seconds after its request's arrival."
     )
     log_requests: bool = Field(default=False, description="Log a line for each request that is over, with where its time went.")
+    log_bodies: Path | None = Field(
+        default=None,
+        description="Write every request for tokens and its answer into this file, as JSON lines: personal data. Mode 0600, no API keys; "
+        "rotated to FILE.1. Of several coordinator processes each writes a file of its own, FILE-N.",
+    )
+    log_bodies_mib: float = Field(default=100, gt=0, le=1 << 20, description="Most MiB that --log-bodies keeps, rotated file included.")
     log_format: LogFormat = Field(default="text", description="text, or json: one object a line, with request ids where there are any.")
 
     @property
