@@ -18,7 +18,9 @@ from rich.console import Console
 
 from ..coordinator.run_folder import find_door
 from .checks import model_problem, port_problem
+from .config import ConfigError
 from .extras import missing_for
+from .model_source import with_folder
 from .settings import DEMO_MODEL, DoctorSettings
 
 GIB = 1 << 30
@@ -163,29 +165,33 @@ def check_limits(_: DoctorSettings) -> Iterator[Finding]:
 
 
 def check_model(settings: DoctorSettings) -> Iterator[Finding]:
-    folder = settings.model or DEMO_MODEL
+    try:
+        folder = with_folder(settings).model or DEMO_MODEL
+    except ConfigError as error:
+        yield Finding("problem", str(error))
+        return
     if problem := model_problem(folder):
         yield Finding("problem", f"model: {problem}")
         return
     if missing_for("worker"):
         yield Finding("ok", f"model {folder.name}: all files are there; a host with workers looks into them")
         return
-    from ..engine.config import ModelConfig
     from ..engine.errors import EngineError
+    from ..engine.sizing import expected_worker
 
     try:
-        config = ModelConfig.from_folder(folder)
+        worker = expected_worker(folder)
     except EngineError as error:
         yield Finding("problem", f"model: {error}")
         return
-    import psutil
-
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    free = psutil.virtual_memory().available
-    text = f"model {folder.name}: {config.architecture}, {size / 1e6:,.0f} MB of weights, context {config.max_model_len:,} tokens"
-    if 2 * size > free and not _gpu_names():
-        advice = f"two workers on this machine need about {2 * size / GIB:.1f} GiB, {free / GIB:.1f} are free"
-        yield Finding("problem", text, advice)
+    size, config, dtype = worker.size, worker.config, str(worker.dtype).removeprefix("torch.")
+    text = (
+        f"model {folder.name}: {config.architecture}, {worker.weights / 1e6:,.0f} MB of weights in {dtype}; of two workers here each has a "
+        f"KV cache of {worker.kv_cache / GIB:.2f} GiB, {size.num_blocks:,} blocks, and takes sequences of {size.max_model_len:,} tokens"
+    )
+    if size.max_model_len < config.max_model_len:
+        advice = f"the model's own {config.max_model_len:,} tokens need more memory, or a larger --cpu-memory-utilization"
+        yield Finding("note", text, advice)
     else:
         yield Finding("ok", text)
 

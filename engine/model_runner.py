@@ -261,24 +261,27 @@ class ModelRunner:
                 sharers=sharers,
             )
             if self.device.type == "cuda":
-                room = min(room, self._gpu_room(engine))
+                torch.cuda.empty_cache()  # what loading has left over
+                used = torch.cuda.memory_reserved(self.device)
+                room = min(room, gpu_room_of(engine, self.config, self.device, self.dtype, used))
             size = kv_cache_size(wish, room)
             self._claims.claim(weights, size.num_blocks * wish.block_bytes)
         return size
 
-    def _gpu_room(self, engine: EngineConfig) -> int:
-        torch.cuda.empty_cache()  # what loading has left over
-        free, total = torch.cuda.mem_get_info(self.device)
-        step = step_bytes(
-            hidden_size=self.config.hidden_size,
-            intermediate_size=self.config.intermediate_size,
-            vocab_size=self.config.vocab_size,
-            num_tokens=max(engine.max_prefill_tokens, *WARM_UP_TOKENS),
-            num_seqs=max(engine.max_decode_seqs, 1),
-            itemsize=self.dtype.itemsize,
-        )
-        used = torch.cuda.memory_reserved(self.device)
-        return gpu_room(total=total, free=free, used=used, step=step, utilization=engine.gpu_memory_utilization)
+
+def gpu_room_of(engine: EngineConfig, config: ModelConfig, device: torch.device, dtype: torch.dtype, used: int, loaded: bool = True) -> int:
+    """Bytes for a KV cache on this GPU, where the worker has taken ``used`` bytes so far; not ``loaded``: where it will have."""
+    free, total = torch.cuda.mem_get_info(device)
+    step = step_bytes(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        num_tokens=max(engine.max_prefill_tokens, *WARM_UP_TOKENS),
+        num_seqs=max(engine.max_decode_seqs, 1),
+        itemsize=dtype.itemsize,
+    )
+    free = free if loaded else free - used
+    return gpu_room(total=total, free=free, used=used, step=step, utilization=engine.gpu_memory_utilization)
 
 
 def wish_of(engine: EngineConfig, layout: KVCacheLayout, model_len: int) -> KVCacheWish:

@@ -15,6 +15,9 @@ from splitserve.coordinator.run_folder import Door, RunFolder, announce
 from splitserve.deploy.checks import model_problem
 from splitserve.deploy.doctor import main
 from splitserve.deploy.settings import DEMO_MODEL, DoctorSettings
+from splitserve.engine import device, host_memory, model_runner, sizing
+from splitserve.engine.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.sizing import expected_worker
 
 
 def doctor(**settings: object) -> tuple[int, str]:
@@ -86,3 +89,34 @@ def test_an_unsupported_model_is_named(tmp_path: Path) -> None:
     status, said = doctor(model=tmp_path)
     assert status == 1
     assert "MambaForCausalLM" in said
+
+
+def test_the_sizing_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host_memory, "default_folder", lambda: tmp_path / "claims")  # other workers of this host do not count
+
+    def with_free(num_bytes: int) -> tuple[int, str]:
+        for module in (device, model_runner, sizing):
+            monkeypatch.setattr(module, "free_host_bytes", lambda: num_bytes)
+        return doctor()
+
+    status, said = with_free(100 << 20)
+    assert status == 0
+    assert "takes sequences of 2,048 tokens" in said
+    with_free((100 << 20) - expected_worker(DEMO_MODEL).weights)  # they are loaded by the time that a worker looks
+    runner = ModelRunner(EngineConfig(DEMO_MODEL, memory_shared_by=2))
+    assert f"GiB, {runner.kv_cache.num_blocks:,} blocks" in said
+    status, said = with_free(28 << 20)
+    assert status == 0
+    assert "-> the model's own 2,048 tokens need more memory" in said
+    status, said = with_free(10 << 20)
+    assert status == 1
+    assert "of weights do not fit" in said
+
+
+def test_a_truncated_weight_file_is_found(tmp_path: Path) -> None:
+    for file in DEMO_MODEL.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[:100_000])
+    (tmp_path / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
+    status, said = doctor(model=tmp_path)
+    assert status == 1
+    assert f"{tmp_path / 'model.safetensors'} is not a readable safetensors file (it holds 94,936 bytes of tensors" in said

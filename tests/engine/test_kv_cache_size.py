@@ -195,6 +195,7 @@ def test_checkpoints_of_these_shapes_load_without_an_option(
 ) -> None:
     make_checkpoint(tmp_path, family, dtype=torch.bfloat16, hidden_size=32, intermediate_size=32, num_attention_heads=8, **shape)
     monkeypatch.setattr(model_runner, "free_host_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(host_memory, "default_folder", lambda: tmp_path / "claims")
     runner = ModelRunner(EngineConfig(tmp_path, device="cpu", dtype="bfloat16"))
     cache = runner.kv_cache
     assert 0.9 * GIB < cache.num_bytes <= GIB
