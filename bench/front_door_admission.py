@@ -49,6 +49,9 @@ class Noting:
     def ready(self) -> bool:
         return True
 
+    def failing(self) -> str:
+        return ""
+
     def gap(self) -> str:
         return ""
 

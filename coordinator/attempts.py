@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from ..transport.messages import FinishReason
+from .failing_stage import FailingStage
 from .flight import End, Flight
 from .lifecycle_limits import passed_deadline
 from .lifecycle_state import LifecycleState
@@ -13,6 +14,8 @@ from .request import Ended, ErrorKind
 
 RETRY_S, LONGEST_RETRY_S = 0.25, 4.0
 """Before the second retry of a request that fails, then four times as long before each one after it; never longer."""
+ENOUGH_TIME_S = 10.0
+"""A request with less time that has no token at its deadline says nothing of the system."""
 MORE_FOR_THE_NETWORK = 3
 """A request whose handoff fails may fail so many times more: nothing is wrong with it, and a network in trouble for seconds outlasts the
 first waits, which add up to 1.25 s (these three more: to 13 s)."""
@@ -24,6 +27,7 @@ class Attempts:
     def __init__(self, state: LifecycleState) -> None:
         self._state = state
         self.proven = False  # a request has gone prefill, handoff, decode
+        self.failing = FailingStage()
         self.num_redispatched = 0
         self.last_retries: deque[str] = deque(maxlen=20)
         """Which requests had to be dispatched again, and why: for people."""
@@ -38,6 +42,7 @@ class Attempts:
         self._state.suspicion.credit(flight)
         flight.num_failures += counts
         if flight.num_failures >= self._state.limits.max_attempts + (MORE_FOR_THE_NETWORK if of_network else 0):
+            self.failing.failed(flight.stage, reason)
             self.fail(flight, "failed", f"gave up after {flight.num_failures} failed attempts; the last: {reason}", now)
             return
         if counts and flight.num_failures > 1:
@@ -52,6 +57,8 @@ class Attempts:
     def expire(self, flight: Flight, reason: str, now: float) -> None:
         """It has passed a deadline."""
         self.num_deadlines[flight.stage] += 1
+        if not flight.tokens and flight.request.deadline - flight.request.arrival >= ENOUGH_TIME_S:
+            self.failing.failed(flight.stage, reason)
         self.fail(flight, "deadline", reason, now)
 
     def expire_if_late(self, flight: Flight, now: float) -> bool:
@@ -62,6 +69,7 @@ class Attempts:
 
     def finish(self, flight: Flight, reason: FinishReason, now: float) -> None:
         self.proven = self.proven or flight.stage == "decode"
+        self.failing.passed(flight.stage)
         self._detach_move(flight)
         self._state.table.unassign(flight)
         self.end(flight, Ended(finish_reason=reason), now)

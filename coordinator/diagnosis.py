@@ -77,7 +77,7 @@ def _missing(w: Window) -> Iterator[Finding]:
         yield Finding(
             "not_ready",
             "warn",
-            "Not ready: no request has gone from prefill to decode yet.",
+            "Not ready: no request has gone from prefill to decode, or the last ones all failed in one stage; /ready says which.",
             "That is tried by itself as soon as workers of both roles fit together.",
         )
     for role, pool in w.pools.items():

@@ -88,7 +88,10 @@ class SocketDispatcher:
         self._carry_out(self._core.cancel(request_id, time.monotonic()))
 
     def ready(self) -> bool:
-        return self._core.proven and not self._core.pools.gap
+        return self._core.proven and not self._core.pools.gap and not self._core.failing
+
+    def failing(self) -> str:
+        return self._core.failing
 
     def gap(self) -> str:
         return self._core.refusal(time.monotonic())
@@ -275,10 +278,16 @@ class ProbeSink(ClosedSink):
 
 
 async def prove(dispatcher: SocketDispatcher, make: Callable[[int, Sink], GenerationRequest], every_s: float = 0.25) -> None:
-    """Sends small requests down the whole path until one has passed it: only then is the system ready. Runs until it is."""
-    number = 0
-    while not dispatcher.ready():
-        if not dispatcher.gap():
+    """While the system is not ready, sends small requests down the whole path until one has passed it. Runs until it is cancelled."""
+    number, was_ready = 0, False
+    while True:
+        if (ready := dispatcher.ready()) != was_ready:
+            was_ready = ready
+            if ready:
+                _log.info("ready: a request has gone prefill, handoff and decode")
+            else:
+                _log.warning("not ready: %s", dispatcher.gap() or dispatcher.failing())
+        if not ready and not dispatcher.gap():
             number += 1
             sink = ProbeSink()
             request = make(number, sink)
@@ -288,7 +297,6 @@ async def prove(dispatcher: SocketDispatcher, make: Callable[[int, Sink], Genera
                     await sink.done.wait()
             dispatcher.cancel(request.request_id)
         await asyncio.sleep(every_s)
-    _log.info("ready: a request has gone prefill, handoff and decode")
 
 
 def _describe(worker: Worker, now: float) -> dict[str, object]:

@@ -74,6 +74,11 @@ class Lifecycle:
         return self._attempts.proven
 
     @property
+    def failing(self) -> str:
+        """In which stage the last requests all failed, and why; empty where they did not."""
+        return str(self._attempts.failing)
+
+    @property
     def num_queued(self) -> int:
         return len(self._state.line)
 

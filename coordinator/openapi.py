@@ -73,7 +73,10 @@ def document(*, batches: bool = False) -> dict[str, Any]:
 
 
 def _gets() -> dict[str, Any]:
-    ready = "200 once a request has passed prefill, handoff and decode, and workers of both roles are here; else 503."
+    ready = (
+        "200 once a request has passed prefill, handoff and decode, workers of both roles are here, "
+        "and the last requests did not all fail in one stage; else 503."
+    )
     return {
         "/v1/models": {"get": _operation("The model that is served.", _json("Models"), "401")},
         "/v1/models/{model}": {**_in_path("model"), "get": _operation("The same, by its name.", _json("Model"), "401", "404")},

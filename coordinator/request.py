@@ -94,7 +94,10 @@ class Dispatcher(Protocol):
         """The client has gone or a stop string was met: free it everywhere. The sink hears ``end`` with neither reason nor error."""
 
     def ready(self) -> bool:
-        """True once a request has gone prefill, handoff, decode since the start."""
+        """True once a request has gone prefill, handoff, decode since the start, and not while all fail in one stage (``failing``)."""
+
+    def failing(self) -> str:
+        """In which stage the last requests all failed, and why; empty where they did not."""
 
     def gap(self) -> str:
         """Why new requests are refused now ("no decode worker is connected"), to be told to people; empty where they are taken."""

@@ -49,7 +49,7 @@ class Health:
 
     def why_not_ready(self) -> str:
         """ "" where requests can be served."""
-        return "" if self._dispatcher.ready() else self._dispatcher.gap() or NO_PROOF
+        return "" if self._dispatcher.ready() else self._dispatcher.gap() or self._dispatcher.failing() or NO_PROOF
 
     def _serving(self) -> str:
         return "the server is shutting down" if self.stopping else self.why_not_ready()

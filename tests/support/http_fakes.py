@@ -150,6 +150,9 @@ class FakeDispatcher:
     def ready(self) -> bool:
         return self.is_ready
 
+    def failing(self) -> str:
+        return ""
+
     def gap(self) -> str:
         return "" if self.workers else "no worker is connected"
 
