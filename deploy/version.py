@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from .. import __version__
-from ..transport.codec import WIRE_VERSION
+from ..transport.message_fields import WIRE_VERSION
 
 COMMIT_FILE = Path(__file__).parent / "commit.txt"
 """Written by setup.py into a wheel."""

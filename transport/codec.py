@@ -20,6 +20,7 @@ import msgspec
 from . import messages
 from .errors import BadMessage
 from .message_checks import Checks
+from .message_fields import WIRE_VERSION
 from .messages import Message
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -35,9 +36,6 @@ class Bounds:
 
 LONG_LIST = 1024
 _TOKENS = Bounds(max_bytes=5 * MIB)
-
-WIRE_VERSION = 1
-"""Raised by every change of the messages but a new optional field: processes of unequal versions do not work together."""
 
 WIRE: dict[int, tuple[type[Message], Bounds]] = {
     1: (messages.Hello, Bounds()),
@@ -129,7 +127,28 @@ def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Mess
         checks.check(message)
         return message
     except (msgspec.MsgspecError, msgpack.UnpackException, ValueError) as error:  # ValueError: also text that is no UTF-8
-        raise BadMessage(f"{kind.__name__}: {str(error)[:400] or type(error).__name__}") from None
+        reason = _version_difference(kind, payload) or f"{kind.__name__}: {str(error)[:400] or type(error).__name__}"
+        raise BadMessage(reason) from None
+
+
+class _Versioned(msgspec.Struct):
+    """What is read of a message whose other fields may mean anything."""
+
+    wire_version: int = WIRE_VERSION
+
+
+def _version_difference(kind: type[Message], payload: bytes | memoryview) -> str:
+    """A sentence for people, where a message by which processes meet is of another wire version; else ""."""
+    if "wire_version" not in kind.__struct_fields__:
+        return ""
+    try:
+        theirs = msgspec.msgpack.decode(payload, type=_Versioned).wire_version
+    except (msgspec.MsgspecError, ValueError):
+        return ""
+    if theirs == WIRE_VERSION:
+        return ""
+    advice = "install the same version of splitserve on both (`splitserve version` says which wire version it has)"
+    return f"{kind.__name__} of wire version {theirs}, and here it is {WIRE_VERSION}: {advice}"
 
 
 def _look_for_all(payload: bytes | memoryview) -> None:

@@ -10,6 +10,7 @@ import zmq
 
 from .channels import DealerChannel
 from .keys import ClusterKey
+from .message_fields import WIRE_VERSION
 from .messages import FROM_COORDINATOR, Alive, Fenced, Hello, Message, Welcome
 
 HELLO_EVERY_S = 1.0
@@ -139,9 +140,11 @@ class CoordinatorLink:
         if now - self._waiting_since >= self._complain_after_s:
             self._complain_after_s *= 2
             _log.warning(
-                "no answer from the coordinator at %s for %.0f s: does it run, is the port open, has it the same key file?",
+                "no answer from the coordinator at %s for %.0f s: does it run, is the port open, has it the same key file, and wire "
+                "version %d (`splitserve version`)?",
                 self._address,
                 now - self._waiting_since,
+                WIRE_VERSION,
             )
 
     def close(self, linger_s: float = 0.0) -> None:

@@ -9,6 +9,7 @@ from msgspec import Meta, field
 from .message_fields import (
     MAX_REQUEST_TOKENS,
     MAX_ROWS,
+    WIRE_VERSION,
     Address,
     Count,
     Dispatch,
@@ -21,6 +22,7 @@ from .message_fields import (
     RowColumn,
     Text,
     TokenId,
+    WireVersion,
 )
 from .message_parts import FinishReason, ModelIdentity, Peer, RequestSpec, Role, TokenLogprobs
 
@@ -33,6 +35,7 @@ Readings = Annotated[dict[Text, float], Meta(max_length=64)]
 class Hello(Message, frozen=True, kw_only=True):
     """A worker introduces itself: on connecting, and again whenever the coordinator fences it."""
 
+    wire_version: WireVersion = WIRE_VERSION
     worker_id: Name
     incarnation: Incarnation
     role: Role

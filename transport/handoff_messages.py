@@ -9,6 +9,7 @@ from msgspec import Meta
 from .message_fields import (
     MAX_REQUEST_TOKENS,
     SECRET_BYTES,
+    WIRE_VERSION,
     Address,
     BlockColumn,
     ChecksumColumn,
@@ -25,6 +26,7 @@ from .message_fields import (
     ProcessNumber,
     Text,
     TokenId,
+    WireVersion,
 )
 from .message_parts import ModelIdentity, RequestSpec, TokenLogprobs
 
@@ -34,6 +36,7 @@ from .message_parts import ModelIdentity, RequestSpec, TokenLogprobs
 class Meet(Message, frozen=True, kw_only=True):
     """First contact of a prefill worker: who it is, and which movers it has, best first."""
 
+    wire_version: WireVersion = WIRE_VERSION
     worker_id: Name
     incarnation: Incarnation
     host: Name

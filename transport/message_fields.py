@@ -13,6 +13,8 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, Struct
 
+WIRE_VERSION = 1
+"""Raised by every change of the messages but a new optional field: processes of unequal versions do not work together."""
 MAX_REQUEST_TOKENS = 1 << 20
 MAX_BLOCKS = 1 << 24
 MAX_ROWS = 1 << 16
@@ -29,6 +31,8 @@ def _column(item_bytes: int, most_items: int) -> Meta:
 
 
 ITEM_BYTES = "item_bytes"
+WireVersion = Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
+"""First in the messages by which two processes meet; one of another version is refused with a sentence (``codec.decode``)."""
 Grammar = Annotated[bytes, Meta(max_length=MAX_GRAMMAR_BYTES)]
 """As llguidance writes one; empty: any output."""
 Name = Annotated[str, Meta(min_length=1, max_length=256)]

@@ -19,7 +19,7 @@ from support.bare_venv import make_venv
 
 from splitserve import __version__
 from splitserve.deploy.up import free_port
-from splitserve.transport.codec import WIRE_VERSION
+from splitserve.transport.message_fields import WIRE_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "__init__.py", "py.typed", "src")

@@ -271,3 +271,15 @@ def _seconds_per_trip() -> float:
     for _ in range(50):
         decode(encode(STEP), m.FROM_WORKER)
     return (time.thread_time() - start) / 50
+
+
+@pytest.mark.parametrize("kind", [m.Hello, m.Meet])
+def test_another_wire_version_is_refused_with_a_sentence_whatever_else_the_message_holds(kind: type[m.Message]) -> None:
+    example = next(one for one in EXAMPLES if type(one) is kind)
+    fields = _fields(example)
+    assert next(iter(fields)) == "wire_version", "it is read first"
+    for other in ({**fields, "wire_version": 2}, {"wire_version": 2, "fields_of_tomorrow": [1, {}]}):
+        with pytest.raises(BadMessage, match=rf"^{kind.__name__} of wire version 2, and here it is 1: install the same version"):
+            decode(_tag(kind) + msgspec.msgpack.encode(other), EVERY_TYPE)
+    with pytest.raises(BadMessage, match="unknown field"):
+        decode(_tag(kind) + msgspec.msgpack.encode({**fields, "fields_of_tomorrow": 1}), EVERY_TYPE)
