@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.types import Receive
 
 from .errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
+from .http.overload import Overload
 
 
 class ClientGone(Exception):
@@ -35,17 +37,34 @@ def check_is_json(headers: Mapping[bytes, bytes]) -> None:
 
 
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int) -> bytes:
-    """A JSON body. Raises what ``check_headers`` and ``check_is_json`` raise, and BodyTooLarge as soon as more has come."""
+    """A small one, of JSON. Raises what ``check_headers`` and ``check_is_json`` raise, and BodyTooLarge as soon as more has come."""
+    async with held_body(headers, receive, max_bytes, None) as body:
+        return bytes(body)
+
+
+@asynccontextmanager
+async def held_body(
+    headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int, overload: Overload | None
+) -> AsyncIterator[bytearray]:
+    """One that ``overload`` counts for as long as it is needed. Raises as ``read_body`` does."""
     check_headers(headers, max_bytes)
     check_is_json(headers)
-    parts, more = bytearray(), True
-    while more:
-        message = await _next(receive)
-        parts += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(parts) > max_bytes:
-            raise BodyTooLarge(max_bytes)
-    return bytes(parts)
+    parts, held, more = bytearray(), 0, True
+    try:
+        while more:
+            message = await _next(receive)
+            part = message.get("body", b"")
+            if overload is not None:
+                overload.hold("body_bytes", len(part))
+                held += len(part)
+            parts += part
+            more = message.get("more_body", False)
+            if len(parts) > max_bytes:
+                raise BodyTooLarge(max_bytes)
+        yield parts
+    finally:
+        if overload is not None:
+            overload.give_back("body_bytes", held)
 
 
 async def _next(receive: Receive) -> MutableMapping[str, Any]:

@@ -17,7 +17,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from .body import check_headers, check_is_json
 from .errors import ApiError, BodyTooLarge
 from .http.access import Access
+from .http.body_reader import BodyReader
 from .http.forwarded import TrustedProxies
+from .http.overload import Overload
 from .limits import HttpLimits
 from .tenants.limits import ANONYMOUS, Account
 
@@ -64,6 +66,11 @@ class CallHandler(Protocol):
     limits: HttpLimits
     access: Access
     proxies: TrustedProxies
+    overload: Overload
+
+    @property
+    def reader(self) -> BodyReader:
+        """What reads large bodies."""
 
     def opened(self, call: Call) -> None:
         """A call is the next to be answered on its connection; its body may still be on its way."""
@@ -116,6 +123,7 @@ class Call:
         "_cors",
         "_flow",
         "_handler",
+        "_held",
         "_last",
         "_parts",
         "_transport",
@@ -165,6 +173,7 @@ class Call:
         self._begun = False
         self._whole = False  # all of the body is here
         self._parts = bytearray()
+        self._held = 0  # bytes of it that count as held
         self._buffer = bytearray()
         self._last = False  # the response ends with what is in the buffer
         self._completed = False  # nothing more may be written
@@ -172,9 +181,16 @@ class Call:
     # --- the request -----------------------------------------------------------------------------
 
     @property
-    def body(self) -> bytes:
+    def body(self) -> bytearray:
         """The request's body, once it is complete."""
-        return bytes(self._parts)
+        return self._parts
+
+    def drop_body(self) -> None:
+        """It has been read, or nobody will: its memory is free again."""
+        self._parts = bytearray()
+        if self._held:
+            self._handler.overload.give_back("body_bytes", self._held)
+            self._held = 0
 
     @property
     def client(self) -> str:
@@ -203,6 +219,8 @@ class Call:
         """More of the body."""
         if len(self._parts) <= self._handler.limits.max_body_bytes:
             self._parts += data
+            self._held += len(data)
+            self._handler.overload.hold("body_bytes", len(data))
             self._advance()
 
     def end_of_body(self) -> None:
@@ -270,6 +288,7 @@ class Call:
 
     def lost(self) -> None:
         """The connection has ended."""
+        self.drop_body()
         if not self._begun or self.response_complete or self.gone:
             return
         self.gone = True
@@ -286,6 +305,7 @@ class Call:
 
     def _finished(self) -> None:
         self.response_complete = True
+        self.drop_body()
         if not self.keep_alive:
             self._transport.close()
         self._handler.closed(self)

@@ -67,6 +67,9 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._knows_tools = "tools" in source
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.source, self._special_tokens)
+
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         """From ``chat_template.jinja`` or ``tokenizer_config.json``; None if the model has none."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import orjson
 from pydantic import ValidationError
@@ -51,6 +51,9 @@ class ApiError(Exception):
         self.code = code or self.code
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), self.args, self.__dict__)
+
     def body(self) -> bytes:
         """The JSON body."""
         return orjson.dumps({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
@@ -60,6 +63,13 @@ class ApiError(Exception):
         if self.retry_after_s is None:
             return []
         return [(b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode())]
+
+
+def _unpickled(kind: type[ApiError], args: tuple[Any, ...], state: dict[str, Any]) -> ApiError:
+    """Past ``__init__``, whose parameters differ."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class InvalidRequest(ApiError):
@@ -72,8 +82,8 @@ class ContextTooLong(InvalidRequest):
 
     code = "context_length_exceeded"
 
-    def __init__(self, max_model_len: int, num_prompt_tokens: int, max_tokens: int | None, *, param: str) -> None:
-        asked = f"your prompt has {num_prompt_tokens} tokens"
+    def __init__(self, max_model_len: int, num_prompt_tokens: int, max_tokens: int | None, *, param: str, at_least: bool = False) -> None:
+        asked = f"your prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens"
         if max_tokens is not None:
             total = num_prompt_tokens + max_tokens
             asked = f"you requested {total} tokens ({num_prompt_tokens} in the prompt, {max_tokens} for the completion)"

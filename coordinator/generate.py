@@ -1,7 +1,7 @@
 """The two endpoints that generate: from a complete call to its submission.
 
-Nothing here waits: a short prompt is tokenized with the next turn of the loop, a long one on a thread that calls back. All that follows is
-pushed by the dispatcher through the exchange.
+A short prompt is tokenized with the next turn of the loop, a long one on a thread, a large body is parsed and tokenized in a process of its
+own; before these two the limits of its key are asked. All that follows is pushed by the dispatcher through the exchange.
 """
 
 from __future__ import annotations
@@ -10,35 +10,36 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
-
-from pydantic import ValidationError
+from typing import Any, TypeVar
 
 from ..transport.otel import RequestTrace, Tracing
-from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest
+from .body import ClientGone
 from .call import JSON, Answering, Call, Endpoint
-from .chat_reading import grammar_for, has_grammar, read_as_chat
+from .chat_reading import has_grammar, read_as_chat
 from .choice import ChoiceOptions
-from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, NotFound, from_validation, no_workers
+from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, no_workers
 from .exchange import ExchangeOptions, HttpExchange
 from .formats import ChatFormat, CompletionFormat, Format
-from .grammar_check import GrammarCheck
 from .http.access import Access
 from .http.body_log import NAME as BODY_LOG
 from .http.body_log import BodyLog
+from .http.body_reader import LARGE_BODY_BYTES, BodyReader
 from .http.forwarded import TrustedProxies
+from .http.overload import Overload
+from .http.prompt_reading import Inputs, PromptReader, parse
+from .http.reader_process import Read
 from .limits import HttpLimits
 from .metrics import Metrics
-from .prompts import Prompt, is_long, prompts_of
+from .prompts import is_long, prompts_of
 from .request import Dispatcher, GenerationRequest, PriorityClass
 from .sampling_params import GenerateRequest, for_choice, is_ranked, num_logprobs, sampling_of
 from .served_model import ServedModel
 from .service_tier import TOLD, class_in_force
 from .tenants.buckets import Shortage
-from .tenants.limiter import Admission, estimated_tokens
+from .tenants.limiter import Admission, Answer, estimated_tokens
 from .tenants.limits import Account
 from .tenants.rate_limit_headers import headers_of, refusal_of
 from .tenants.tenancy import Tenancy
@@ -51,27 +52,30 @@ STEMS: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completio
 SWEEP_EVERY_S = 1.0
 OVERDUE_S = 5.0
 """What ends a request at its deadline has this long before its response is ended without it."""
+MAX_PER_TURN = 32
+"""Requests that are looked at before streams are served again: some milliseconds."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class _Inputs(NamedTuple):
-    """What takes time to make of a request."""
-
-    prompts: list[Prompt]
-    grammar: bytes = b""
-
-
 class GenerationApi:
-    """Parses, validates, tokenizes, submits: a ``CallHandler``."""
+    """Takes requests in, has them read, submits them: a ``CallHandler``."""
 
     def __init__(
-        self, dispatcher: Dispatcher, model: ServedModel, limits: HttpLimits, metrics: Metrics, tenancy: Tenancy | None = None
+        self,
+        dispatcher: Dispatcher,
+        model: ServedModel,
+        limits: HttpLimits,
+        metrics: Metrics,
+        tenancy: Tenancy | None = None,
+        overload: Overload | None = None,
     ) -> None:
         self.limits = limits
         self.access = Access()
         """Whose requests are taken, by their names of this host and their origins."""
         self.proxies = TrustedProxies()
+        self.overload = overload or Overload()
+        self.reader = BodyReader(model, self.overload)
         self._tenancy = tenancy or Tenancy()
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None
@@ -85,7 +89,8 @@ class GenerationApi:
         self._model = model
         self._metrics = metrics
         self._unknown = UnknownFields()
-        self._grammars = GrammarCheck(model.tokenizer, model.vocab_size)
+        self._prompts = PromptReader(model)
+        self._preparing: set[asyncio.Task[None]] = set()
         self._id_stem = secrets.token_hex(10)  # of this process; requests are numbered
         self._num_requests = 0
         self._arrived: list[tuple[Call, float]] = []  # complete, and not looked at yet; since when: monotonic seconds
@@ -127,8 +132,8 @@ class GenerationApi:
     def _handle_arrived(self) -> None:
         """One stage for all of them before the next: what a stage's code needs is then in the processor's caches, for all but the first.
         Where many come at once that saves a third of the time."""
-        arrived, self._arrived = self._arrived, []
-        parsed = [(call, request, at) for call, at in arrived if (request := self._stage(call, self._parse, call)) is not None]
+        arrived = self._next_arrived()
+        parsed = [(call, request, at) for call, at in arrived if (request := self._stage(call, self._parse, call, at)) is not None]
         prepared = [
             (call, request, inputs, at)
             for call, request, at in parsed
@@ -142,6 +147,18 @@ class GenerationApi:
         for call, requests, exchange in made:
             self._stage(call, self._admit, call, requests, exchange)
 
+    def _next_arrived(self) -> list[tuple[Call, float]]:
+        """As many as one turn of the loop may take: streams are served between two."""
+        count = num_bytes = 0
+        for call, _ in self._arrived[:MAX_PER_TURN]:
+            if count and num_bytes + len(call.body) > LARGE_BODY_BYTES:
+                break
+            count, num_bytes = count + 1, num_bytes + len(call.body)
+        arrived, self._arrived = self._arrived[:count], self._arrived[count:]
+        if self._arrived:
+            asyncio.get_running_loop().call_soon(self._handle_arrived)
+        return arrived
+
     def _stage(self, call: Call, work: Callable[..., T], *inputs: Any) -> T | None:
         """What ``work`` makes of the inputs; None where the client has gone, or the call was refused."""
         if call.gone:
@@ -152,24 +169,74 @@ class GenerationApi:
             self._failed(call, error)
             return None
 
-    def _prepare_here(self, call: Call, request: GenerateRequest, arrival: float) -> _Inputs | None:
+    def _parse(self, call: Call, arrival: float) -> GenerateRequest | None:
+        """None where another process does it, and the request goes on from there."""
+        if call.method != "POST":
+            raise MethodNotAllowed(f"{call.endpoint} takes POST, not {call.method}.", "POST")
+        if self.refusal is not None:
+            raise self.refusal
+        if len(call.body) > LARGE_BODY_BYTES:
+            self._spawn(call, self._prepare_aside(call, None, arrival))
+            return None
+        request = parse(call.endpoint, call.body)
+        self._unknown.note(request.unknown_fields())
+        self._check(request)
+        return request
+
+    def _check(self, request: GenerateRequest) -> None:
+        self._model.check_name(request.model)
+        if gap := self._dispatcher.gap():
+            raise no_workers(gap)
+
+    def _prepare_here(self, call: Call, request: GenerateRequest, arrival: float) -> Inputs | None:
         """None where that takes long: a thread does it, and the request goes on from there."""
         if not is_long(request) and not has_grammar(request):
-            return _Inputs(prompts_of(request, self._model))
-        preparing = self._model.tokenizer.aside(lambda: self._prepare(request))
-        preparing.add_done_callback(lambda inputs: self._stage(call, self._prepared, call, request, inputs, arrival))
+            return Inputs(prompts_of(request, self._model))
+        self._spawn(call, self._prepare_aside(call, request, arrival))
         return None
 
-    def _prepare(self, request: GenerateRequest) -> _Inputs:
-        """Called on a thread."""
-        prompts = prompts_of(request, self._model)
-        grammar, param = grammar_for(request, self._model, prompts[0])
-        if grammar:
-            self._grammars.check(grammar, param)
-        return _Inputs(prompts, grammar)
+    async def _prepare_aside(self, call: Call, request: GenerateRequest | None, arrival: float) -> None:
+        """A request whose preparation is costly: its key's limits are asked before. ``request``: None where it has not been parsed."""
+        limiter = self._tenancy.limiter
+        admission = await self._asked(lambda answer: limiter.admit(call.account, 1, answer))
+        try:
+            if request is not None:
+                known = request
+                inputs = await self._model.tokenizer.aside(lambda: self._prompts.prepare(known))
+            else:
+                read: Read = await self.reader.read("generate", call.body, call.endpoint)
+                request, inputs = read.request, read.inputs()
+                self._unknown.note(read.unknown)
+                self._check(request)
+            if call.gone:
+                raise ClientGone
+            requests, exchange = self._exchange(call, request, inputs, arrival)
+        except BaseException:
+            limiter.settle(admission, 0)
+            raise
+        limiter.correct(admission, _estimate(requests, exchange), lambda answer: self._answered(call, exchange, requests, answer))
 
-    def _prepared(self, call: Call, request: GenerateRequest, inputs: asyncio.Future[_Inputs], arrival: float) -> None:
-        self._admit(call, *self._exchange(call, request, inputs.result(), arrival))
+    async def _asked(self, ask: Callable[[Answer], None]) -> Admission:
+        """What a limiter answers. Raises RateLimited."""
+        answer: asyncio.Future[Admission | Shortage] = asyncio.get_running_loop().create_future()
+        ask(answer.set_result)
+        if isinstance(found := await answer, Shortage):
+            raise refusal_of(found)
+        return found
+
+    def _spawn(self, call: Call, work: Coroutine[None, None, None]) -> None:
+        async def stage() -> None:
+            try:
+                await work
+            except ClientGone:
+                pass  # ``closed`` has booked it
+            except Exception as error:
+                if not call.gone:
+                    self._failed(call, error)
+
+        task = asyncio.get_running_loop().create_task(stage())
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
 
     def _failed(self, call: Call, error: Exception) -> None:
         id = self._new_id(STEMS[call.endpoint])
@@ -179,7 +246,7 @@ class GenerationApi:
         self.refuse(call, error, id)
 
     def _admit(self, call: Call, requests: list[GenerationRequest], exchange: HttpExchange) -> None:
-        tokens = estimated_tokens(exchange.num_prompt_tokens, max([r.sampling.max_tokens for r in requests]), len(requests))
+        tokens = _estimate(requests, exchange)
         self._tenancy.limiter.admit(call.account, tokens, lambda answer: self._answered(call, exchange, requests, answer))
 
     def _answered(self, call: Call, exchange: HttpExchange, requests: list[GenerationRequest], answer: Admission | Shortage) -> None:
@@ -214,24 +281,8 @@ class GenerationApi:
             if meter is not None:
                 failures.call("usage", lambda: meter.ended(exchange.usage_record()))
 
-    def _parse(self, call: Call) -> GenerateRequest:
-        if call.method != "POST":
-            raise MethodNotAllowed(f"{call.endpoint} takes POST, not {call.method}.", "POST")
-        if self.refusal is not None:
-            raise self.refusal
-        kind = ChatCompletionRequest if call.endpoint == "/v1/chat/completions" else CompletionRequest
-        try:
-            request: GenerateRequest = kind.model_validate_json(call.body)
-        except ValidationError as error:
-            raise from_validation(error) from error
-        self._unknown.note(request.unknown_fields())
-        check_model(request.model, self._model)
-        if gap := self._dispatcher.gap():
-            raise no_workers(gap)
-        return request
-
     def _exchange(
-        self, call: Call, request: GenerateRequest, inputs: _Inputs, arrival: float
+        self, call: Call, request: GenerateRequest, inputs: Inputs, arrival: float
     ) -> tuple[list[GenerationRequest], HttpExchange]:
         """The exchange and its sequences, one for each choice."""
         n, prompts = request.num_candidates, inputs.prompts
@@ -258,6 +309,7 @@ class GenerationApi:
         choice_options = self._choice_options(request, self._format(call.endpoint, id, request, priority_class))
         choice_options = read_as_chat(choice_options, request, self._model)
         answering: Answering = call if self.bodies is None else self.bodies.record(call)
+        call.drop_body()
         exchange = HttpExchange(answering, self._dispatcher, self._metrics, options, choice_options)
         session = call.headers.get(b"x-session-id", b"").decode("latin-1")[:512] or request.prompt_cache_key or request.user or ""
         requests = [
@@ -318,7 +370,6 @@ class GenerationApi:
         return kind(id, int(time.time()), self._model.name, self._model.tokenizer, request.include_usage, tier, padded=request.obfuscated)
 
 
-def check_model(name: str | None, model: ServedModel) -> None:
-    """Raises NotFound. A request that names no model means the one there is."""
-    if name is not None and name != model.name:
-        raise NotFound(f"The model {name!r} does not exist; this server has {model.name!r}.", param="model", code="model_not_found")
+def _estimate(requests: Sequence[GenerationRequest], exchange: HttpExchange) -> int:
+    """Tokens that they are taken to use."""
+    return estimated_tokens(exchange.num_prompt_tokens, max([r.sampling.max_tokens for r in requests]), len(requests))

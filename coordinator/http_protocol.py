@@ -16,22 +16,26 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .call import JSON, Call, CallHandler, Endpoint, Headers
-from .errors import ApiError, HeadersTooLarge, InvalidRequest, RequestTimeout
+from .errors import ApiError, HeadersTooLarge, InvalidRequest, RequestTimeout, Unavailable
 from .http.access import is_preflight
+from .http.body_reader import LARGE_BODY_BYTES
+from .http.overload import Overload
+from .limits import MIN_BYTES_PER_S
 
 MAX_HEADER_BYTES = 64 << 10
-MIN_BYTES_PER_S = 16 << 10  # of a body, beyond the time that every request has
 WEBSOCKET_PATH = b"/v1/stream"
 MAX_PIPELINED = 16  # requests that a client may send ahead on one connection
 MAX_CHUNK_OVERHEAD = 64 << 10
 """Bytes of chunk sizes and chunk extensions that a body may have, beside 8 for each byte of it."""
 SINGLE = frozenset([b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"origin"])
 """Headers that mean two different things to two readers where they come twice."""
+HEALTH = (b"/health", b"/ready", b"/ping", b"/metrics")
+"""Answered also where there are too many connections."""
 ENDPOINTS: Final[dict[bytes, Endpoint]] = {b"/v1/completions": "/v1/completions", b"/v1/chat/completions": "/v1/chat/completions"}
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. The application must have a ``generation``, which takes the calls; None: there are none."""
+    """One connection. The application must have a ``generation``, which takes the calls (None: there are none), and an ``overload``."""
 
     _answering: Call | None = None
     _since: float | None = None  # a request has begun to come in, or the first is awaited: seconds of the loop's clock
@@ -42,6 +46,12 @@ class HttpProtocol(HttpToolsProtocol):
     _num_wire_bytes = 0  # of a body with its chunks' framing, as far as it came in reads of its own
     _upgrades = False  # the parser stops behind this head
     _fault = ""  # what is wrong with the message, where we say so and not the parser
+    _is_crowded = False  # there are too many connections: this one is answered health checks alone
+
+    @property
+    def overload(self) -> Overload:
+        found: Overload = cast(Any, self.config.app).overload
+        return found
 
     @property
     def default_headers(self) -> Headers:
@@ -50,6 +60,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._since = self.loop.time()
+        self._is_crowded = not self.overload.opened(self)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -101,6 +112,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.parser.feed_data(b"".join([*lines, b"\r\n"]))
 
     def on_message_begin(self) -> None:
+        if self._is_free:
+            self.overload.sending(self)
         self.url, self.headers, self.expect_100_continue, self._num_header_bytes = b"", [], False, 0
         self._since, self._has_head, self._num_body_bytes = self.loop.time(), False, 0
         self._num_messages += 1
@@ -116,6 +129,8 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_crowded and self.url.partition(b"?")[0] not in HEALTH:
+            raise ValueError("too many connections")
         if self.parser.should_upgrade():
             self._upgrades = True  # the parser stops with the end of this head
             return
@@ -180,16 +195,40 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_body(body)
         elif not cycle.response_complete:
             cycle.feed(body)
+            if self.pipeline and self._num_body_bytes > LARGE_BODY_BYTES:
+                self.flow.pause_reading()  # until its turn comes
 
     def on_message_complete(self) -> None:
         if self._upgrades:
             return  # it is parsed again
         self._since = None
+        if self._is_free:
+            self.overload.idle(self)
+        else:
+            self.overload.at_work(self)
         cycle: object = self.cycle
         if not isinstance(cycle, Call):
             super().on_message_complete()
         elif not cycle.response_complete:
             cycle.end_of_body()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_crowded:
+            self.transport.close()
+        elif self._since is None and not self.pipeline:
+            self.overload.idle(self)
+
+    def handle_websocket_upgrade(self) -> None:
+        self.overload.closed(self)  # the other protocol counts it
+        super().handle_websocket_upgrade()
+
+    def shed(self, error: ApiError | None) -> None:
+        """See ``Connection`` in overload.py."""
+        if error is None:
+            self.transport.abort()
+        else:
+            self._break_off(error)
 
     def hurry(self, now: float, timeout_s: float) -> None:
         """Called now and then: a client that takes longer than this to send a request is refused."""
@@ -203,8 +242,12 @@ class HttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn where it cannot understand what came."""
-        too_large = self._num_header_bytes > MAX_HEADER_BYTES
-        self._break_off(HeadersTooLarge(MAX_HEADER_BYTES) if too_large else InvalidRequest(msg))
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            self._break_off(HeadersTooLarge(MAX_HEADER_BYTES))
+        elif self._is_crowded:
+            self._break_off(Unavailable("The server has as many connections as it may have; try again soon.", retry_after_s=1))
+        else:
+            self._break_off(InvalidRequest(msg))
 
     @property
     def _is_free(self) -> bool:
@@ -226,7 +269,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _answer(self, error: ApiError) -> None:
         body = error.body()
-        headers = [*self.default_headers, JSON, (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        headers = [*self.default_headers, JSON, *error.headers(), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
         lines = [b"%b: %b\r\n" % header for header in headers]
         self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
 
@@ -244,6 +287,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.overload.closed(self)
         if self._answering is not None:
             self._answering.lost()
             self._answering = None

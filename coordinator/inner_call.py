@@ -31,7 +31,7 @@ class InnerCall(Call):
         self.gone = self.response_complete = False
         self.responder = None
         self._handler, self._listener = handler, listener
-        self._parts = bytearray(body)
+        self._parts, self._held = bytearray(body), len(body)
         self._completed = False
 
     @property
@@ -41,6 +41,7 @@ class InnerCall(Call):
 
     def begin(self) -> None:
         """Hands it to the handler; once."""
+        self._handler.overload.hold("body_bytes", self._held)
         self._handler.opened(self)
         self._handler.handle(self)
 
@@ -70,10 +71,12 @@ class InnerCall(Call):
         """Nobody waits for the answer any more."""
         if not self.response_complete and not self.gone:
             self.gone = self._completed = True
+            self.drop_body()
             if self.responder is not None:
                 self.responder.client_gone()
             self._handler.closed(self)
 
     def _close(self) -> None:
         self.response_complete = True
+        self.drop_body()
         self._handler.closed(self)

@@ -26,10 +26,12 @@ from .admin_server import admin_server
 from .batch.runner import BatchOptions
 from .dispatcher import SocketDispatcher, prove
 from .http.access import Access
+from .http.allocator import give_memory_back
 from .http.body_log import BodyLog
 from .http.forwarded import TrustedProxies
 from .http.front_door import FrontDoor
 from .http.operators import Operators, admin_key, make_admin_key
+from .http.overload import Overload, OverloadLimits
 from .http.tls import TlsFiles
 from .lifecycle import Lifecycle, LifecycleLimits
 from .limits import HttpLimits
@@ -86,6 +88,7 @@ def run_one(settings: CoordinatorSettings, place: Place) -> None:
 async def serve(settings: CoordinatorSettings, place: Place) -> None:
     """Serves until a signal, or until the parent of several processes is gone. Raises CannotStart, EngineError,
     TenantsError, TransportError or OSError where it cannot start."""
+    give_memory_back()
     keys = None if settings.insecure or settings.key_file is None else KeyFile(settings.key_file)
     model = model_of(settings)
     lifecycle = Lifecycle(incarnations()(), settings.routing, limits_of(settings, place))
@@ -115,12 +118,14 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
         batches,
         settings.price_per_hour,
         front,
+        Overload(OverloadLimits(settings.max_connections, int(settings.max_held_mib * 2**20))),
     )
     app.dashboard.view.objectives = settings.objectives
     app.health.folders = written_by(settings)
     dispatcher.listeners.failures = app.metrics.failures
     if meter is not None:
         meter.failures = app.metrics.failures
+    app.generation.reader.warm_up()
     steering = steering_of(settings, lifecycle, dispatcher)
     if settings.log_requests:
         app.metrics.listeners.add("request log", log_request)

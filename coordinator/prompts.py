@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .bodies.chat import ChatCompletionRequest, Message
 from .bodies.completion import CompletionRequest
-from .errors import InvalidRequest
+from .bodies.fields import MAX_TOKENS
+from .errors import ContextTooLong, InvalidRequest
 from .served_model import ServedModel
+from .tokenizer import PIECE_CHARS
 
 INLINE_CHARS = 400
 """Longer prompts are prepared on a thread: the event loop has streams to serve. Measured: 400 characters take about 0.1 ms, a round
 trip through the thread about as long."""
 
+BATCH_CHARS = 1 << 18
 CHARS_PER_MESSAGE = 16
 CHARS_PER_TOOL = 300
 IDS_PER_CHAR = 10
@@ -40,18 +43,19 @@ def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
 
 def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> list[Prompt]:
     """One for a chat, one or several for a completion. Raises InvalidRequest."""
+    keep = None if request.truncate_prompt_tokens is None else _num_kept(request, model)
     if isinstance(request, ChatCompletionRequest):
         tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
-        prompts = [chat_prompt(request.messages, model, extra=request.template_variables, tools=tools)]
+        prompts = [chat_prompt(request.messages, model, extra=request.template_variables, tools=tools, keep=keep)]
         param = "messages"
     else:
-        prompts = _completion_prompts(request.prompt, model, with_text=bool(request.echo))
+        prompts = _completion_prompts(request.prompt, model, with_text=bool(request.echo), keep=keep)
         param = "prompt"
     for prompt in prompts:
         if not prompt.token_ids:
             raise InvalidRequest(f"{param}: must not be empty", param=param)
-    if request.truncate_prompt_tokens is not None:
-        keep, with_text = _num_kept(request, model), isinstance(request, CompletionRequest) and bool(request.echo)
+    if keep is not None:
+        with_text = isinstance(request, CompletionRequest) and bool(request.echo)
         return [_last_tokens(prompt, keep, model, with_text=with_text) for prompt in prompts]
     return prompts
 
@@ -77,20 +81,62 @@ def chat_prompt(
     add_generation_prompt: bool = True,
     extra: dict[str, Any] | None = None,
     tools: Sequence[dict[str, Any]] = (),
+    most: int | None = None,
+    keep: int | None = None,
 ) -> Prompt:
     """Messages through the chat template, which writes BOS itself where the model wants one. Raises InvalidRequest."""
     template = model.chat_template
     if template is None:
         raise InvalidRequest(f"The model {model.name!r} has no chat template; use /v1/completions.", param="messages")
     text = template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
-    (token_ids,) = model.tokenizer.encode([text], add_special_tokens=False)
+    (token_ids,) = encode([text], model, add_special_tokens=False, most=most, keep=keep, param="messages")
     return Prompt(token_ids, text)
 
 
-def _completion_prompts(prompts: list[str] | list[list[int]], model: ServedModel, *, with_text: bool) -> list[Prompt]:
+def encode(
+    texts: Sequence[str],
+    model: ServedModel,
+    *,
+    add_special_tokens: bool,
+    most: int | None = None,
+    keep: int | None = None,
+    param: str = "prompt",
+) -> list[list[int]]:
+    """Token ids of each text. ``keep``: only its last tokens are needed. Raises ContextTooLong where a text has more than ``most`` tokens
+    (default: the model's context), without tokenizing it whole."""
+    tokenizer, most = model.tokenizer, model.max_model_len if most is None else most
+    if keep is not None:
+        texts = [tokenizer.ending(text, keep) if len(text) > 2 * PIECE_CHARS else text for text in texts]
+    else:
+        for text in texts:
+            if (count := tokenizer.at_least(text, most)) is not None:
+                raise ContextTooLong(most, count, None, param=param, at_least=True)
+    found: list[list[int]] = []
+    room = MAX_TOKENS
+    for some in _batches(texts):
+        found += tokenizer.encode(some, add_special_tokens=add_special_tokens)
+        room -= sum(map(len, found[-len(some) :]))
+        if room < 0:
+            raise InvalidRequest(f"{param}: has more than {MAX_TOKENS} tokens in all; send several requests", param=param)
+    return found
+
+
+def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Texts that are tokenized together: that takes some 200 bytes of memory for each token."""
+    begin = num_chars = 0
+    for i, text in enumerate(texts):
+        num_chars += len(text)
+        if num_chars > BATCH_CHARS:
+            yield texts[begin : i + 1]
+            begin, num_chars = i + 1, 0
+    if begin < len(texts):
+        yield texts[begin:]
+
+
+def _completion_prompts(prompts: list[str] | list[list[int]], model: ServedModel, *, with_text: bool, keep: int | None) -> list[Prompt]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        encoded = model.tokenizer.encode(texts, add_special_tokens=True)
+        encoded = encode(texts, model, add_special_tokens=True, keep=keep)
         return [Prompt(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]
     ids = [prompt for prompt in prompts if isinstance(prompt, list)]
     for token_ids in ids:

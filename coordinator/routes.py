@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -17,22 +16,22 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from .. import __version__
-from .bodies import fields
+from .bodies.fields import Body
 from .bodies.tokens import DetokenizeRequest, TokenizeRequest
-from .body import ClientGone, read_body
-from .errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, NotFound, StorageFull, Unavailable, from_validation
+from .body import ClientGone, held_body
+from .errors import ApiError, InternalError, MethodNotAllowed, NotFound, StorageFull, Unavailable
 from .full_disk import is_full
-from .generate import check_model
+from .generate import GenerationApi
+from .http.body_reader import LARGE_BODY_BYTES
 from .http.health import Health
-from .limits import HttpLimits
 from .metrics import CONTENT_TYPE, Metrics
 from .openapi import document
-from .prompts import chat_prompt
 from .request import Dispatcher
 from .served_model import ServedModel
+from .token_pages import detokenized, page_request, tokenized
 from .unknown_fields import UnknownFields
 
-Body = TypeVar("Body", bound=fields.Body)
+Asked = TypeVar("Asked", bound=Body)
 
 
 class OrdinaryRoutes:
@@ -42,14 +41,14 @@ class OrdinaryRoutes:
         self,
         dispatcher: Dispatcher,
         model: ServedModel,
-        limits: HttpLimits,
+        generation: GenerationApi,
         metrics: Metrics,
         health: Health,
         more: Sequence[BaseRoute] = (),
     ) -> None:
         self._dispatcher = dispatcher
         self._model = model
-        self._limits = limits
+        self._generation = generation
         self._metrics = metrics
         self._health_checks = health
         self._more = more
@@ -80,32 +79,25 @@ class OrdinaryRoutes:
         return _json({"object": "list", "data": [self._model_card()]})
 
     async def _one_model(self, request: Request) -> Response:
-        check_model(request.path_params["name"], self._model)
+        self._model.check_name(request.path_params["name"])
         return _json(self._model_card())
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._body(request, TokenizeRequest)
-        check_model(body.model, self._model)
-        tokenizer = self._model.tokenizer
-        if (messages := body.messages) is not None:
-            add = body.add_generation_prompt is not False
-            prompt = await tokenizer.aside(lambda: chat_prompt(messages, self._model, add_generation_prompt=add))
-            ids = prompt.token_ids
-        else:
-            text, special = body.prompt or "", body.add_special_tokens is not False
-            (ids,) = await tokenizer.aside(lambda: tokenizer.encode([text], add_special_tokens=special))
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._model.max_model_len, "tokens": ids, "token_strs": None}
-        if body.return_token_strs:
-            answer["token_strs"] = [tokenizer.fast.id_to_token(token_id) for token_id in ids]
-        return _json(answer)
+        return await self._page(request, "tokenize", TokenizeRequest, tokenized)
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await self._body(request, DetokenizeRequest)
-        check_model(body.model, self._model)
-        if body.tokens and max(body.tokens) >= self._model.vocab_size:
-            message = f"tokens: token id {max(body.tokens)} is outside the vocabulary of {self._model.vocab_size} tokens"
-            raise InvalidRequest(message, param="tokens")
-        return _json({"prompt": await self._model.tokenizer.aside(lambda: self._model.tokenizer.decode(body.tokens))})
+        return await self._page(request, "detokenize", DetokenizeRequest, detokenized)
+
+    async def _page(self, request: Request, work: str, kind: type[Asked], answer: Callable[[Asked, ServedModel], bytes]) -> Response:
+        limits, headers = self._generation.limits, dict(request.scope["headers"])
+        async with held_body(headers, request.receive, limits.max_body_bytes, self._generation.overload) as body:
+            if len(body) > LARGE_BODY_BYTES:
+                text: bytes = await self._generation.reader.read(work, body)
+            else:
+                asked = page_request(kind, body)
+                self._unknown.note(asked.unknown_fields())
+                text = await self._model.tokenizer.aside(lambda: answer(asked, self._model))
+        return Response(text, media_type="application/json")
 
     async def _health(self, request: Request) -> Response:
         return _json(await self._health_checks.report(monotonic()))
@@ -140,15 +132,6 @@ class OrdinaryRoutes:
             "owned_by": "splitserve",
             "max_model_len": model.max_model_len,
         }
-
-    async def _body(self, request: Request, kind: type[Body]) -> Body:
-        body = await read_body(dict(request.scope["headers"]), request.receive, self._limits.max_body_bytes)
-        try:
-            found = kind.model_validate_json(body)
-        except ValidationError as error:
-            raise from_validation(error) from error
-        self._unknown.note(found.unknown_fields())
-        return found
 
 
 def error_handlers() -> Any:

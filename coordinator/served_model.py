@@ -10,6 +10,7 @@ from typing import Any
 
 from .chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
 from .chat_template import ChatTemplate
+from .errors import NotFound
 from .tokenizer import Tokenizer, read_json
 
 
@@ -80,3 +81,8 @@ class ServedModel:
             vocab_size=vocab_size,
             defaults=SamplingDefaults.of(read_json(folder / "generation_config.json")),
         )
+
+    def check_name(self, name: str | None) -> None:
+        """Raises NotFound. A request that names no model means the one there is."""
+        if name is not None and name != self.name:
+            raise NotFound(f"The model {name!r} does not exist; this server has {self.name!r}.", param="model", code="model_not_found")

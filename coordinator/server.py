@@ -24,6 +24,7 @@ from .http.access_gate import AccessGate
 from .http.front_door import FrontDoor
 from .http.health import Health
 from .http.operators import Operators
+from .http.overload import Overload
 from .http_protocol import HttpProtocol
 from .limits import HttpLimits
 from .listeners import Listeners
@@ -58,6 +59,7 @@ class HttpApp:
         batches: BatchOptions | None = None,
         price_per_hour: float | None = None,
         front: FrontDoor | None = None,
+        overload: Overload | None = None,
     ) -> None:
         """``operators``: who they are; None: nobody can be one. ``more_admin``: the admin API has a port of its own, and these routes
         beside its usual ones."""
@@ -71,20 +73,22 @@ class HttpApp:
         self.health = Health(dispatcher, self.metrics.failures)
         sampled.add("health", self.health.sample)
         self.sampler = Sampler(system, sampled)
-        self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy)
+        self.overload = overload or Overload()
+        self.metrics.registry.register(self.overload)
+        self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy, self.overload)
         self.generation.access, self.generation.proxies = self.front.access, self.front.proxies
         self.batches = None if batches is None else BatchRunner(batches, self.generation)
         if self.batches is not None:
             self.batches.failures = self.metrics.failures
         clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]
         if self.batches is not None:
-            clients += BatchRoutes(self.batches).routes()
+            clients += BatchRoutes(self.batches, self.overload).routes()
         operators = operators or Operators(secrets.token_hex(32))
         admin_routes = [*AdminRoutes(dispatcher).routes(), *(more_admin or ())]
 
         def pages(more: Sequence[Route]) -> Starlette:
             own = [*operators.routes(), *self.dashboard.routes(), *clients, *more]
-            return OrdinaryRoutes(dispatcher, model, limits, self.metrics, self.health, own).application()
+            return OrdinaryRoutes(dispatcher, model, self.generation, self.metrics, self.health, own).application()
 
         gate = Gate(pages(admin_routes if more_admin is None else ()), operators, (tenancy or Tenancy()).directory)
         self._pages = AccessGate(gate, self.front.access, self.front.proxies)
@@ -116,11 +120,13 @@ def create_app(
     batches: BatchOptions | None = None,
     price_per_hour: float | None = None,
     front: FrontDoor | None = None,
+    overload: Overload | None = None,
 ) -> HttpApp:
     """The application. ``system`` is asked at each scrape of /metrics; ``operators``, ``more_admin``: see
     ``HttpApp``; ``tenancy``: keys and limits; default: none; ``batches``: where they are kept; default: none are;
-    ``front``: hosts, origins, TLS, proxies; default: for loopback."""
-    return HttpApp(dispatcher, model, limits or HttpLimits(), system, operators, tenancy, more_admin, batches, price_per_hour, front)
+    ``front``: hosts, origins, TLS, proxies; default: for loopback; ``overload``: what all clients together may hold."""
+    limits = limits or HttpLimits()
+    return HttpApp(dispatcher, model, limits, system, operators, tenancy, more_admin, batches, price_per_hour, front, overload)
 
 
 class HttpServer:
@@ -174,6 +180,7 @@ class HttpServer:
             await self.app.batches.stop()
         await self.app.drain(grace_s)
         await self._server.stop()
+        self.app.generation.reader.close()
 
     async def _hurry(self) -> None:
         """Looks for clients that begin a request and do not end it."""
@@ -181,5 +188,5 @@ class HttpServer:
         while True:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             for connection in tuple(self._server.server_state.connections):
-                if isinstance(connection, HttpProtocol):
+                if isinstance(connection, HttpProtocol | WebSocketProtocol):
                     connection.hurry(loop.time(), timeout_s)

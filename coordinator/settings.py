@@ -288,6 +288,20 @@ class CoordinatorSettings(BaseModel):
         default=30, gt=0, le=36_500, description="Days after which files, and batches that are over, are deleted from --batch-file."
     )
     max_body_mib: float = Field(default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413.")
+    max_held_mib: float = Field(
+        default=64,
+        gt=0,
+        le=65_536,
+        description="Bytes in MiB of all clients' request bodies that may be held at a time, and of their WebSocket messages as many "
+        "again; beyond it the slowest unfinished ones are given up with 503. Half of it: large requests that wait to be read; then 429.",
+    )
+    max_connections: int = Field(
+        default=20_000,
+        ge=16,
+        le=1_000_000,
+        description="Most client connections, as far as the process may open so many files; beyond it idle ones are closed, and where "
+        "there are none new ones are refused with 503, but for health checks.",
+    )
     price_per_hour: float | None = Field(
         default=None,
         ge=0,
@@ -386,6 +400,8 @@ class CoordinatorSettings(BaseModel):
     def _consistent(self) -> Self:
         if (self.key_file is None) == (not self.insecure):
             raise ValueError("give either --key-file (make one with `splitserve keygen FILE`) or --insecure, which uses no key")
+        if self.max_held_mib < 2 * self.max_body_mib:
+            raise ValueError(f"--max-held-mib must be at least twice --max-body-mib: {2 * self.max_body_mib:g} or more")
         if self.dead_after_s < 3 * self.heartbeat_s:
             raise ValueError(f"--dead-after-s must be at least three heartbeats: {3 * self.heartbeat_s:g} or more")
         if self.steer != "off" and not (self.steer_slo and self.steer_profile):
@@ -397,7 +413,9 @@ class CoordinatorSettings(BaseModel):
                 raise ValueError(f"--allowed-hosts: {host!r} is no host's name; give it without scheme, port and path: llm.example.org")
         for origin in listed(self.allowed_origins):
             if not ORIGIN_PATTERN.fullmatch(origin):
-                raise ValueError(f"--allowed-origins: {origin!r} is no origin; SCHEME://HOST or SCHEME://HOST:PORT is: https://app.example.org")
+                raise ValueError(
+                    f"--allowed-origins: {origin!r} is no origin; SCHEME://HOST or SCHEME://HOST:PORT is: https://app.example.org"
+                )
         for network in listed(self.trusted_proxies):
             if not _is_network(network):
                 raise ValueError(f"--trusted-proxies: {network!r} is neither an address nor a network such as 10.0.0.0/8")

@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,12 @@ from tokenizers import Tokenizer as FastTokenizer
 from .detokenizer import Detokenizer, TokenTable, make_detokenizer
 
 T = TypeVar("T")
+PIECE_CHARS = 1 << 16
+"""Longer texts can be counted piece by piece: the library takes some 200 bytes of memory for each token of a text."""
+SURE_BYTES_PER_TOKEN = 6
+"""A text of fewer bytes for each token that is allowed is tokenized whole: most such texts fit."""
+COMPOSITION = 3
+"""NFC makes a text at most so many times shorter, in bytes: three conjoining Hangul letters of three bytes each become one of three."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -33,6 +40,9 @@ class Tokenizer:
         self.table = TokenTable.of(fast, vocab_size)
         threads = min(4, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.fast, self.config, len(self.table.pieces))
 
     @classmethod
     def load(cls, folder: Path, *, vocab_size: int = 0) -> Tokenizer:
@@ -74,6 +84,51 @@ class Tokenizer:
         """Token ids of each text. ``add_special_tokens`` as in Hugging Face: what the tokenizer's post-processor adds, usually BOS."""
         return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
+    def at_least(self, text: str, most: int) -> int | None:
+        """A number of tokens above ``most`` that ``text`` has at least; None where it may have ``most`` or fewer. In bounded memory, and
+        where every token stands for a bounded number of bytes, without tokenizing."""
+        num_bytes = len(text) if text.isascii() else len(text.encode(errors="replace"))
+        if num_bytes <= SURE_BYTES_PER_TOKEN * most or num_bytes <= PIECE_CHARS:
+            return None
+        if (longest := self.longest_token) is not None and num_bytes > most * longest:
+            return -(-num_bytes // longest)
+        count, enough = 0, most + most // 4 + 1024  # a cut between pieces may add a token or two
+        for at in range(0, len(text), PIECE_CHARS):
+            count += self._count(text[at : at + PIECE_CHARS])
+            if count > enough:
+                return most + 1
+        return None
+
+    def ending(self, text: str, keep: int) -> str:
+        """The end of a long text that has more than its last ``keep`` tokens."""
+        at, count, enough = len(text), 0, keep + 1024  # those next to the cut may be others than in the whole text
+        while at > 0 and count < enough:
+            at = max(0, at - PIECE_CHARS)
+            count += self._count(text[at : at + PIECE_CHARS])
+        return text[at:]
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """The most bytes of a text that become one token; None where that has no bound: text may be dropped, or become an unknown token."""
+        added = self.fast.get_added_tokens_decoder().values()
+        if type(self.fast.model).__name__ != "BPE" or len({piece for piece in self.table.pieces if len(piece) == 1}) < 256:
+            return None
+        if any(token.lstrip or token.rstrip for token in added):  # takes in all white space beside it
+            return None
+        shrinks = 1
+        for step in _steps(self.fast.normalizer, "normalizers"):
+            if step["type"] == "NFC":
+                shrinks = COMPOSITION
+            elif step["type"] != "Prepend" and step != {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+                return None
+        for step in _steps(self.fast.pre_tokenizer, "pretokenizers"):
+            if step["type"] not in ("ByteLevel", "Split", "Digits", "Metaspace") or step.get("behavior") == "Removed":
+                return None
+        return shrinks * max(len(piece) for piece in self.table.pieces)
+
+    def _count(self, text: str) -> int:
+        return len(self.fast.encode_batch_fast([text], add_special_tokens=False)[0])
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""
         text: str = self.fast.decode(list(ids), skip_special_tokens=False)
@@ -86,6 +141,19 @@ class Tokenizer:
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _unpickled(fast: FastTokenizer, config: dict[str, Any], vocab_size: int) -> Tokenizer:
+    return Tokenizer(fast, config, vocab_size=vocab_size)
+
+
+def _steps(part: Any, parts: str) -> list[dict[str, Any]]:
+    """What a normalizer or pre-tokenizer does, one after the other."""
+    if part is None:
+        return []
+    described: dict[str, Any] = orjson.loads(part.__getstate__())
+    steps: list[dict[str, Any]] = described[parts] if described["type"] == "Sequence" else [described]
+    return steps
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from .call import CallHandler, Endpoint, Headers
 from .errors import ApiError, InvalidRequest
 from .formats import DONE
+from .http.websocket_message import parsed_message, with_stream
 from .inner_call import InnerCall
 from .tenants.limits import ANONYMOUS, Account
 
@@ -29,7 +30,6 @@ PATH = "/v1/stream"
 SUBPROTOCOL = "splitserve"
 MAX_RUNNING = 64
 """Of one connection."""
-MAX_ID_CHARS = 256
 TOO_SLOW = 1008
 ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": "/v1/chat/completions", "/v1/completions": "/v1/completions"}
 
@@ -106,30 +106,33 @@ class _Connection:
         while (received := await self._socket.receive())["type"] != "websocket.disconnect":
             id = ""
             try:
-                message = _parsed(received.get("text"))
+                text, body = received.get("text"), None
+                if isinstance(text, bytes):  # a large one
+                    message, body = await self._generation.reader.read("envelope", text)
+                else:
+                    message = parsed_message(text)
                 id = message["id"]
-                self._take(id, message)
+                self._take(id, message, body)
             except ApiError as error:
                 self.say({"id": id, "error": orjson.loads(error.body())["error"], "status": error.status})
 
-    def _take(self, id: str, message: dict[str, Any]) -> None:
-        """Raises InvalidRequest."""
+    def _take(self, id: str, message: dict[str, Any], body: bytes | None) -> None:
+        """``body``: the request's, where it is not in the message. Raises InvalidRequest."""
         if message.get("cancel") is True:
             if (call := self._calls.get(id)) is not None:
                 call.abandon()
                 self.over(id)
             return
-        endpoint, body = ENDPOINTS.get(message.get("endpoint", "/v1/chat/completions")), message.get("body")
+        endpoint = ENDPOINTS.get(message.get("endpoint", "/v1/chat/completions"))
         if endpoint is None:
             raise InvalidRequest(f"endpoint: must be one of {', '.join(ENDPOINTS)}", param="endpoint")
-        if not isinstance(body, dict):
-            raise InvalidRequest("body: must be an object", param="body")
         if id in self._calls:
             raise InvalidRequest(f"id: a request {id!r} is running", param="id")
         if len(self._calls) >= MAX_RUNNING:
             raise InvalidRequest(f"At most {MAX_RUNNING} requests may run on one connection.")
         listener = _Listener(self, id)
-        call = InnerCall(self._generation, endpoint, orjson.dumps({"stream": True, **body}), self._account, listener, {})
+        body = with_stream(message.get("body")) if body is None else body
+        call = InnerCall(self._generation, endpoint, body, self._account, listener, {})
         self._calls[id] = call
         call.begin()
 
@@ -153,18 +156,3 @@ class _Listener:
                 self._connection.say({"id": self._id, "event": orjson.Fragment(event[6:])})
         if last:
             self._connection.over(self._id)
-
-
-def _parsed(text: str | None) -> dict[str, Any]:
-    """Raises InvalidRequest. None: it was no text."""
-    if text is None:
-        raise InvalidRequest("A message must be text, not binary: one JSON object.", code="invalid_json")
-    try:
-        message = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"A message must be valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(message, dict) or not isinstance(message.get("id"), str) or not 1 <= len(message["id"]) <= MAX_ID_CHARS:
-        raise InvalidRequest(f"id: a message must be an object with an id, a string of 1 to {MAX_ID_CHARS} characters", param="id")
-    if not isinstance(message.get("endpoint", ""), str):
-        raise InvalidRequest("endpoint: must be a string", param="endpoint")
-    return message

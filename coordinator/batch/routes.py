@@ -14,8 +14,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..bodies.fields import Body
-from ..body import read_body
+from ..body import held_body
 from ..errors import BodyTooLarge, InvalidRequest, NotFound, from_validation
+from ..http.overload import Overload
 from ..tenants.limits import ANONYMOUS, Account
 from ..unknown_fields import UnknownFields
 from .lines import Used
@@ -42,8 +43,8 @@ class BatchRequest(Body):
 class BatchRoutes:
     """Everybody sees their own tenant's."""
 
-    def __init__(self, runner: BatchRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: BatchRunner, overload: Overload) -> None:
+        self._runner, self._overload = runner, overload
         self._unknown = UnknownFields()
 
     def routes(self) -> list[Route]:
@@ -100,11 +101,11 @@ class BatchRoutes:
         return _json({"id": file.id, "object": "file", "deleted": True})
 
     async def _create(self, request: Request) -> Response:
-        body = await read_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES)
-        try:
-            asked = BatchRequest.model_validate_json(body)
-        except ValidationError as error:
-            raise from_validation(error) from error
+        async with held_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES, self._overload) as body:
+            try:
+                asked = BatchRequest.model_validate_json(body)
+            except ValidationError as error:
+                raise from_validation(error) from error
         self._unknown.note(asked.unknown_fields())
         account, now = _account(request), time.time()
         if await self._runner.call(lambda store: store.file(account.tenant, asked.input_file_id)) is None:

@@ -9,6 +9,7 @@ from ..call import CallHandler
 from ..errors import ApiError
 from .access import Access, Headers, is_preflight
 from .forwarded import TrustedProxies
+from .overload import Overload
 
 
 class AccessGate:
@@ -19,6 +20,7 @@ class AccessGate:
 
     def __init__(self, inner: ASGIApp, access: Access, proxies: TrustedProxies) -> None:
         self._inner, self._access, self._proxies = inner, access, proxies
+        self.overload = Overload()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):

@@ -40,7 +40,7 @@ class RecordedCall:
 
     def __init__(self, call: Call, failures: ListenerFailures) -> None:
         self.account = call.account
-        self.request = call.body[: MAX_BYTES + 1]
+        self.request = bytes(call.body[: MAX_BYTES + 1])
         self.whole = b""
         self.stream = JoinedStream()
         self._call, self._failures = call, failures
@@ -143,7 +143,7 @@ class BodyLog:
 
     def refused(self, call: Call, request_id: str, status: int, body: bytes) -> None:
         """It got this error at once."""
-        self._put(call, request_id, str(status), call.body[: MAX_BYTES + 1], _json_or_text(body), False)
+        self._put(call, request_id, str(status), bytes(call.body[: MAX_BYTES + 1]), _json_or_text(body), False)
 
     def close(self) -> None:
         """Writes what waits."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
@@ -65,6 +65,22 @@ def admit(holders: Sequence[Holder], tokens: int, now: float) -> Shortage | Room
             state[REQUESTS] -= 1
         take(state, limits, tokens)
     return room(holders)
+
+
+def correct(holders: Sequence[Holder], estimated: int, tokens: int, now: float) -> Shortage | Room:
+    """Takes the tokens that a request needs in place of those it was taken for; with too few, gives all of them back."""
+    settle(holders, estimated, 0, now)
+    admitted = [Holder(state, tokens_alone(limits)) for state, limits, _ in holders]
+    if (shortage := shortage_of(admitted, tokens, now)) is not None:
+        return replace(shortage, room=room(holders))
+    for state, limits, _ in holders:
+        take(state, limits, tokens)
+    return room(holders)
+
+
+def tokens_alone(limits: Limits) -> Limits:
+    """Of requests and streams it has its part already."""
+    return limits.model_copy(update={"requests_per_minute": None, "max_streams": None})
 
 
 def shortage_of(holders: Sequence[Holder], tokens: int, now: float) -> Shortage | None:

@@ -29,6 +29,9 @@ class Limiter(Protocol):
     def admit(self, account: Account, tokens: int, answer: Answer) -> None:
         """Asks for room for one request of about so many tokens. ``answer`` is called once: at once, or from the loop."""
 
+    def correct(self, admission: Admission, tokens: int, answer: Answer) -> None:
+        """The request needs so many tokens, as shows now. With a Shortage all is given back but that it was asked."""
+
     def settle(self, admission: Admission, tokens: int) -> None:
         """It has ended, and used so many."""
 
@@ -44,6 +47,9 @@ class NoLimits:
 
     def admit(self, account: Account, tokens: int, answer: Answer) -> None:
         answer(Admission(account, tokens, Room()))
+
+    def correct(self, admission: Admission, tokens: int, answer: Answer) -> None:
+        answer(Admission(admission.account, tokens, admission.room))
 
     def settle(self, admission: Admission, tokens: int) -> None: ...
 

@@ -18,7 +18,7 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from .buckets import FILLED_AT, NUM_FIELDS, Holder, Room, Shortage, month_of, room, shortage_of
+from .buckets import FILLED_AT, NUM_FIELDS, Holder, Room, Shortage, month_of, room, shortage_of, tokens_alone
 from .errors import TenantsFileError
 from .limiter import Admission, Answer
 from .limits import LIMIT_NAMES, Account, Limits
@@ -125,6 +125,12 @@ class RedisLimiter:
         else:
             self._spawn(self._admit(account, holders, tokens, answer))
 
+    def correct(self, admission: Admission, tokens: int, answer: Answer) -> None:
+        if not (holders := self._holders(admission.account)):
+            answer(Admission(admission.account, tokens, admission.room))
+        else:
+            self._spawn(self._correct(admission, holders, tokens, answer))
+
     def settle(self, admission: Admission, tokens: int) -> None:
         if holders := self._holders(admission.account):
             self._spawn(self._settle(holders, tokens - admission.tokens))
@@ -163,6 +169,20 @@ class RedisLimiter:
             return
         answer(Admission(account, tokens, room(after)) if taken else _shortage(after, tokens))
 
+    async def _correct(self, admission: Admission, holders: Sequence[tuple[str, Limits]], tokens: int, answer: Answer) -> None:
+        """Takes the tokens; where that makes a debt gives them back, and the stream."""
+        try:
+            _, after = await self.take(holders, tokens - admission.tokens, 0)
+            if (debt := _token_shortage(after, 0)) is not None:
+                _, after = await self.take(holders, -tokens, -1)
+                answer(_token_shortage(after, tokens) or debt)
+                return
+        except (RedisError, OSError) as error:
+            self._complain(error)
+            answer(Admission(admission.account, tokens, Room()))
+            return
+        answer(Admission(admission.account, tokens, room(after)))
+
     async def _settle(self, holders: Sequence[tuple[str, Limits]], change: int) -> None:
         try:
             await self.take(holders, change, -1)
@@ -200,3 +220,8 @@ def _shortage(holders: Sequence[Holder], tokens: int) -> Shortage:
     found = shortage_of(holders, tokens, max(holder.state[FILLED_AT] for holder in holders))
     assert found is not None, "the script refused what its own numbers allow"
     return found
+
+
+def _token_shortage(holders: Sequence[Holder], tokens: int) -> Shortage | None:
+    limited = [Holder(state, tokens_alone(limits)) for state, limits, _ in holders]
+    return shortage_of(limited, tokens, max(holder.state[FILLED_AT] for holder in holders))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..full_disk import is_full
-from .buckets import NUM_FIELDS, Holder, Room, Shortage, admit, settle
+from .buckets import NUM_FIELDS, Holder, Room, Shortage, admit, correct, settle
 from .errors import TenantsFileError
 from .limiter import Admission, Answer
 from .limits import Account, Rows
@@ -78,6 +78,19 @@ class SharedLimiter:
             if isinstance(result, Room):
                 self._store(rows, holders, 1.0)
         answer(Admission(account, tokens, result) if isinstance(result, Room) else result)
+
+    def correct(self, admission: Admission, tokens: int, answer: Answer) -> None:
+        rows, result = admission.account.rows, admission.room
+        if rows:
+            with self._lock:
+                holders = self._holders(rows)
+                found = correct(holders, admission.tokens, tokens, self._clock())
+                self._store(rows, holders, -1.0 if isinstance(found, Shortage) else 0.0)
+            if isinstance(found, Shortage):
+                answer(found)
+                return
+            result = found
+        answer(Admission(admission.account, tokens, result))
 
     def settle(self, admission: Admission, tokens: int) -> None:
         rows = admission.account.rows

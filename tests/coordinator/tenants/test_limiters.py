@@ -156,6 +156,41 @@ async def test_two_hosts_share_one_bucket(redis_url: str) -> None:
     await three.stop()
 
 
+async def corrected(limiter: Limiter, admission: Admission | Shortage, tokens: int) -> Admission | Shortage:
+    answer: asyncio.Future[Admission | Shortage] = asyncio.get_running_loop().create_future()
+    assert isinstance(admission, Admission)
+    limiter.correct(admission, tokens, answer.set_result)
+    return await asyncio.wait_for(answer, 60)
+
+
+async def test_an_estimate_is_corrected_before_the_request_runs(tmp_path: Path) -> None:
+    limiter = SharedLimiter(tmp_path / "limits", clock=lambda: 1e9)
+    await check_corrections(limiter)
+    await limiter.stop()
+
+
+async def test_redis_corrects_an_estimate_likewise(redis_url: str) -> None:
+    limiter = RedisLimiter(redis_url)
+    await limiter.start()
+    await check_corrections(limiter)
+    await limiter.stop()
+
+
+async def check_corrections(limiter: Limiter) -> None:
+    """It counts as one request and one stream; where there are too few tokens, stream and tokens are given back."""
+    first = await corrected(limiter, await asked(limiter, tokens=1), 900)
+    assert isinstance(first, Admission)
+    assert (first.tokens, first.room.remaining_tokens // 10, first.room.remaining_requests) == (900, 10, 4)
+    refused = await corrected(limiter, await asked(limiter, tokens=1), 500)
+    assert isinstance(refused, Shortage)
+    assert (refused.what, refused.asked) == ("tokens", 500)
+    others = [await asked(limiter, tokens=30) for _ in range(3)]  # four streams are open with the first
+    assert all(isinstance(other, Admission) for other in others)
+    last = await asked(limiter, tokens=0)
+    assert isinstance(last, Shortage)
+    assert last.what in ("requests", "streams")  # one request of five was refused after it was counted
+
+
 async def test_redis_has_the_rules_of_the_pure_core(redis_url: str) -> None:
     """A thousand steps of both, with the same clock: the same answers, the same numbers."""
     rng, now = random.Random(5), 1.7e9

@@ -1,0 +1,188 @@
+"""Bounds on what all clients together may hold of the coordinator: connections, bodies, WebSocket messages, bytes to be tokenized.
+
+A connection is idle (between requests), sending (a request or message has begun and is not whole) or at work. Where a bound is met, idle
+connections give way to new ones, then those that have been sending longest; what is at work is never ended. Only where none is left is
+the new one refused. A few connections above the bound are still taken: they may ask for the server's health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ...transport.host import allow_many_files
+from ..errors import ApiError, Unavailable
+
+Resource = Literal["connections", "body_bytes", "websocket_bytes", "tokenizer_bytes"]
+Action = Literal["idle_closed", "sending_ended", "refused"]
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
+ACTIONS: tuple[Action, ...] = get_args(Action)
+RESERVED = 16
+"""Connections above the bound that are taken to ask for the server's health."""
+OTHER_FILES = 64
+"""Descriptors left to workers' connections, files and pipes."""
+SHED_EVERY_S = 0.01
+CALM = 0.9
+"""Of its bound: a resource that has fallen below is told of anew when it next meets it."""
+WHAT: dict[Resource, str] = {
+    "connections": "connections are open, the most there may be (--max-connections, or this process's limit of open files)",
+    "body_bytes": "bytes of request bodies are held, the most there may be (--max-held-mib)",
+    "websocket_bytes": "bytes of WebSocket messages are held, the most there may be (--max-held-mib)",
+    "tokenizer_bytes": "bytes of large requests are being read, the most there may be (half of --max-held-mib)",
+}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadLimits:
+    """Numbers and bytes."""
+
+    max_connections: int = 20_000
+    """Or as many as the process may open files, if that is fewer."""
+    max_held_bytes: int = 64 << 20
+    """Of bodies; of WebSocket messages once more; half of it of bodies that are being tokenized."""
+
+
+class Connection(Protocol):
+    """A client's, HTTP or WebSocket."""
+
+    def shed(self, error: ApiError | None) -> None:
+        """Ends it, with this answer if one can be given."""
+
+
+class Overload:
+    """One for each process. Methods are the loop's, cheap and never raise."""
+
+    def __init__(self, limits: OverloadLimits | None = None) -> None:
+        limits = limits or OverloadLimits()
+        held = limits.max_held_bytes
+        self.limits: dict[Resource, int] = {
+            "connections": max(RESERVED, min(limits.max_connections, _most_files() - OTHER_FILES - RESERVED)),
+            "body_bytes": held,
+            "websocket_bytes": held,
+            "tokenizer_bytes": held // 2,
+        }
+        self.used: Counter[Resource] = Counter()
+        self.actions: Counter[tuple[Resource, Action]] = Counter()
+        self._idle: dict[Connection, None] = {}  # longest first
+        self._sending: dict[Connection, None] = {}
+        self._told: set[Resource] = set()
+        self._is_shedding = False
+
+    # --- connections -----------------------------------------------------------------------------
+
+    def opened(self, connection: Connection) -> bool:
+        """A new one, idle. False: there is room for it only to ask for the server's health."""
+        self.used["connections"] += 1
+        crowded = self.used["connections"] > self.limits["connections"] and not self._shed_for("connections")
+        if crowded:
+            self._count("connections", "refused")
+        self._idle[connection] = None
+        return not crowded
+
+    def closed(self, connection: Connection) -> None:
+        self._idle.pop(connection, None)
+        self._sending.pop(connection, None)
+        self.used["connections"] -= 1
+        self._calm("connections")
+
+    def idle(self, connection: Connection) -> None:
+        """All that it asked for has been answered."""
+        self._sending.pop(connection, None)
+        self._idle[connection] = None
+
+    def sending(self, connection: Connection) -> None:
+        """A request or message has begun to come in."""
+        self._idle.pop(connection, None)
+        self._sending.setdefault(connection)
+
+    def at_work(self, connection: Connection) -> None:
+        """What it sent is whole."""
+        self._idle.pop(connection, None)
+        self._sending.pop(connection, None)
+
+    # --- bytes -----------------------------------------------------------------------------------
+
+    def hold(self, what: Resource, count: int) -> None:
+        """So many bytes more have come. Above the bound clients that are still sending are ended, from the next turn of the loop on."""
+        self.used[what] += count
+        if self.used[what] > self.limits[what] and not self._is_shedding:
+            self._is_shedding = True
+            asyncio.get_running_loop().call_soon(self._shed_senders, what)
+
+    def take(self, what: Resource, count: int) -> bool:
+        """Whether there is room for so many more, which then are held. One of any size always finds room where nothing is held."""
+        if self.used[what] and self.used[what] + count > self.limits[what]:
+            self._count(what, "refused")
+            return False
+        self.used[what] += count
+        return True
+
+    def give_back(self, what: Resource, count: int) -> None:
+        self.used[what] -= count
+        self._calm(what)
+
+    def collect(self) -> Iterator[Metric]:
+        """For /metrics."""
+        used = GaugeMetricFamily("splitserve_overload_used", "What clients hold of a bounded resource.", labels=["resource"])
+        limit = GaugeMetricFamily("splitserve_overload_limit", "The bound of it.", labels=["resource"])
+        acted = CounterMetricFamily("splitserve_overload_actions", "Clients that gave way or were refused.", labels=["resource", "action"])
+        for name in RESOURCES:
+            used.add_metric([name], self.used[name])
+            limit.add_metric([name], self.limits[name])
+            for action in ACTIONS:
+                acted.add_metric([name, action], self.actions[name, action])
+        yield from (used, limit, acted)
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def _shed_senders(self, what: Resource) -> None:
+        """One now, the next when this one's bytes are back."""
+        self._is_shedding = self.used[what] > self.limits[what] and self._end_sender(what)
+        if self._is_shedding:
+            asyncio.get_running_loop().call_later(SHED_EVERY_S, self._shed_senders, what)
+
+    def _shed_for(self, what: Resource) -> bool:
+        """Ends one connection: the one that is idle longest, or else the one that has been sending longest."""
+        if not self._idle:
+            return self._end_sender(what)
+        connection = next(iter(self._idle))
+        del self._idle[connection]
+        self._count(what, "idle_closed")
+        connection.shed(None)
+        return True
+
+    def _end_sender(self, what: Resource) -> bool:
+        if not self._sending:
+            return False
+        connection = next(iter(self._sending))
+        del self._sending[connection]
+        self._count(what, "sending_ended")
+        connection.shed(Unavailable("The server holds too many unfinished requests; this one was given up.", retry_after_s=1))
+        return True
+
+    def _count(self, what: Resource, action: Action) -> None:
+        self.actions[what, action] += 1
+        if what not in self._told:
+            self._told.add(what)
+            _log.warning("%d %s; clients that are idle or slow give way, others may be refused", self.used[what], WHAT[what])
+
+    def _calm(self, what: Resource) -> None:
+        if self._told and self.used[what] < CALM * self.limits[what]:
+            self._told.discard(what)
+
+
+def _most_files() -> int:
+    """How many more files this process may open."""
+    allow_many_files()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
