@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..deploy.checks import read_key
+from ..deploy.tls_trust import trust
 from .load_report import Report, draw_plot, print_report, summarize, write_json
 from .load_sample import Sample
 from .settings import LoadSettings
@@ -60,7 +61,7 @@ async def generate_load(
     if not requests:
         raise LoadError(f"{settings.trace} has no requests")
     timeout = aiohttp.ClientTimeout(total=settings.timeout_s, connect=30)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, ssl=trust(settings.url, settings.tls_ca) or True)
     key = read_key("--api-key-file", settings.api_key_file)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(settings.url.rstrip("/"), headers=headers, timeout=timeout, connector=connector) as session:

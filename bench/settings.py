@@ -20,6 +20,11 @@ class LoadSettings(BaseModel):
     url: str = Field(default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The server's address.")
     served_model_name: str = Field(default="", max_length=256, description="Model to ask for. Default: the first that the server lists.")
     api_key_file: Path | None = Field(default=None, description="File with the API key, where the server asks for one.")
+    tls_ca: Path | None = Field(
+        default=None,
+        description="Certificates in PEM that an https:// server's is checked against. Default: the system's; a coordinator that you run "
+        "on this host is known by its own.",
+    )
     requests: int = Field(
         default=100, ge=1, le=10_000_000, description="Requests to send and measure; with --trace at most so many, if it is given."
     )

@@ -159,7 +159,13 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     if place.run_folder is not None and settings.admin_key_file is not None:
         url = url_of(settings.listen_host, server.port, settings.scheme)
         admin_url = url if admin_port is None else url_of(settings.admin_host, admin_port.port, settings.scheme)
-        door = Door(url=url, admin_url=admin_url, control_address=dispatcher.address, admin_key_file=settings.admin_key_file.absolute())
+        door = Door(
+            url=url,
+            admin_url=admin_url,
+            control_address=dispatcher.address,
+            admin_key_file=settings.admin_key_file.absolute(),
+            tls_cert=None if settings.tls_cert is None else settings.tls_cert.absolute(),
+        )
         announce(place.run_folder, place.number, door)
     settle_heap()
     _log.info("HTTP on %s://%s:%d, workers connect to %s", settings.scheme, settings.listen_host, server.port, dispatcher.address)
@@ -225,7 +231,7 @@ def front_door_of(settings: CoordinatorSettings) -> FrontDoor:
     except ValueError as error:
         raise CannotStart(f"--tls-cert: {error}") from error
     proxies = TrustedProxies(listed(settings.trusted_proxies))
-    return FrontDoor(access(settings.tenants_file is not None), access(settings.admin_key_file is not None), tls, proxies)
+    return FrontDoor(access(settings.tenants_file is not None), access(True), tls, proxies)
 
 
 def steering_of(settings: CoordinatorSettings, lifecycle: Lifecycle, dispatcher: SocketDispatcher) -> SteeringShell | None:

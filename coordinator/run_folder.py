@@ -40,6 +40,8 @@ class Door(BaseModel):
     """Of its admin port; ``url`` where it has none."""
     control_address: str
     admin_key_file: Path
+    tls_cert: Path | None = None
+    """By which it is known; None: it speaks plain HTTP."""
 
     def headers(self) -> dict[str, str]:
         """That show an operator. Raises OSError."""

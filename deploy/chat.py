@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from .checks import read_key
 from .settings import ChatSettings
+from .tls_trust import trust
 
 HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends; Ctrl-C stops an answer."
 Message = dict[str, str]
@@ -43,9 +45,9 @@ def main(settings: ChatSettings) -> int:
         return 130
 
 
-async def answer_once(settings: ChatSettings, prompt: str) -> int:
-    """Prints the streamed answer to one question. Returns the exit status."""
-    async with _client(settings) as client:
+async def answer_once(settings: ChatSettings, prompt: str, certificate: Path | None = None) -> int:
+    """Prints the streamed answer to one question. ``certificate``: of a server that this process has started. Returns the exit status."""
+    async with _client(settings, certificate) as client:
         conversation = Conversation(client, settings)
         try:
             print(f"> {prompt}\n", flush=True)
@@ -56,9 +58,9 @@ async def answer_once(settings: ChatSettings, prompt: str) -> int:
     return 0
 
 
-async def converse(settings: ChatSettings) -> int:
-    """Reads questions until the end of input. Returns the exit status."""
-    async with _client(settings) as client:
+async def converse(settings: ChatSettings, certificate: Path | None = None) -> int:
+    """Reads questions until the end of input. ``certificate``: as in ``answer_once``. Returns the exit status."""
+    async with _client(settings, certificate) as client:
         conversation = Conversation(client, settings)
         asked = sys.stdin.isatty()
         if asked:
@@ -215,10 +217,11 @@ def _unreachable(client: httpx.AsyncClient, error: httpx.HTTPError) -> str:
     return f"no connection to {client.base_url} ({error or type(error).__name__}); start a server with `splitserve up`, or give --url"
 
 
-def _client(settings: ChatSettings) -> httpx.AsyncClient:
+def _client(settings: ChatSettings, certificate: Path | None) -> httpx.AsyncClient:
     key = read_key("--api-key-file", settings.api_key_file)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(base_url=settings.url, headers=headers, timeout=httpx.Timeout(None, connect=5), trust_env=False)
+    verify, timeout = trust(settings.url, settings.tls_ca, certificate), httpx.Timeout(None, connect=5)
+    return httpx.AsyncClient(base_url=settings.url, headers=headers, timeout=timeout, trust_env=False, verify=verify)
 
 
 async def _lines() -> AsyncIterator[str]:

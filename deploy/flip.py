@@ -10,6 +10,7 @@ import httpx
 
 from .operator_access import operator_access
 from .settings import FlipSettings
+from .tls_trust import trust
 
 PATIENCE_S = 30.0
 POLL_S = 0.05
@@ -19,7 +20,8 @@ def flip(worker: str, settings: FlipSettings) -> int:
     """Returns the exit status."""
     url, headers = operator_access(settings.url, settings.admin_key_file, admin_port=True)
     asked = {"to": settings.to, **({} if settings.timeout_s is None else {"timeout_s": str(settings.timeout_s)})}
-    with httpx.Client(base_url=url, headers=headers, timeout=10, trust_env=False) as client:
+    verify = trust(url, settings.tls_ca)
+    with httpx.Client(base_url=url, headers=headers, timeout=10, trust_env=False, verify=verify) as client:
         try:
             answer = client.post(f"/admin/flip/{worker}", params=asked)
             if answer.status_code != 202:

@@ -25,6 +25,7 @@ from .gpus import shared
 from .process_log import json_line
 from .settings import ChatSettings
 from .supervisor import Supervisor
+from .tls_trust import trust
 from .up import Plan
 from .worker_forks import WorkerForks
 
@@ -52,11 +53,11 @@ async def _run(plan: Plan) -> int:
     forks = WorkerForks(say) if plan.up.fork_workers else None
     supervisor = Supervisor(
         commands(plan, forks.start if forks else None),
-        is_ready=lambda: is_ready(plan.url),
+        is_ready=lambda: is_ready(plan.url, plan.coordinator.tls_cert),
         log=log,
         grace_s=plan.up.grace_s,
         ready_timeout_s=plan.up.ready_timeout_s,
-        known_workers=lambda: known_workers(plan.url, {"authorization": f"Bearer {plan.admin_key}"}),
+        known_workers=lambda: known_workers(plan.url, {"authorization": f"Bearer {plan.admin_key}"}, plan.coordinator.tls_cert),
         leave_within_s=max(worker.drain_timeout_s for worker in plan.workers) + plan.up.grace_s,
         hung_after_s=plan.up.hung_after_s,
     )
@@ -94,11 +95,11 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
         return 0
 
     async def answer() -> int:
-        return await answer_once(settings, plan.up.prompt or "")
+        return await answer_once(settings, plan.up.prompt or "", plan.coordinator.tls_cert)
 
     async def chat() -> int:
         say(f"ready at {plan.url} (OpenAI-compatible); logs in {plan.run_dir / 'log'}")
-        return await converse(settings)
+        return await converse(settings, plan.coordinator.tls_cert)
 
     return chat if plan.up.chat else answer if plan.up.prompt is not None else serve
 
@@ -127,24 +128,24 @@ def _command(run_dir: Path, role: str, name: str, settings: BaseModel, threads: 
     return Command(name, [sys.executable, "-m", "splitserve.deploy.cli", *arguments], env, start_anew)
 
 
-def _asking() -> httpx.AsyncClient:
-    """For one question by plain HTTP, asked ten times a second: to read certificates takes 40 ms of a core."""
-    return httpx.AsyncClient(timeout=5, trust_env=False, verify=False)
+def _asking(url: str, certificate: Path | None) -> httpx.AsyncClient:
+    """For one question, asked ten times a second."""
+    return httpx.AsyncClient(timeout=5, trust_env=False, verify=trust(url, None, certificate))
 
 
-async def is_ready(url: str) -> bool:
+async def is_ready(url: str, certificate: Path | None = None) -> bool:
     """Has a request gone through prefill, handoff and decode?"""
     try:
-        async with _asking() as client:
+        async with _asking(url, certificate) as client:
             return (await client.get(f"{url}/ready")).status_code == 200
     except httpx.HTTPError:
         return False
 
 
-async def known_workers(url: str, headers: dict[str, str]) -> dict[str, int] | None:
+async def known_workers(url: str, headers: dict[str, str], certificate: Path | None = None) -> dict[str, int] | None:
     """Process ids of the workers that the coordinator counts as alive; None where it does not answer."""
     try:
-        async with _asking() as client:
+        async with _asking(url, certificate) as client:
             state = (await client.get(f"{url}/debug/state", headers=headers)).json()
             return {worker["process"] or worker["worker_id"]: worker["pid"] for worker in state["workers"]}
     except (httpx.HTTPError, ValueError, KeyError):

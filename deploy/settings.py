@@ -60,6 +60,11 @@ class ChatSettings(BaseModel):
     url: str = Field(default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The server's address.")
     served_model_name: str = Field(default="", max_length=256, description="Model to ask for. Default: the first that the server lists.")
     api_key_file: Path | None = Field(default=None, description="File with the API key, where the server asks for one.")
+    tls_ca: Path | None = Field(
+        default=None,
+        description="Certificates in PEM that an https:// server's is checked against. Default: the system's; a coordinator that you run "
+        "on this host is known by its own.",
+    )
     system: str = Field(default="", description="System message at the start of the conversation.")
     max_tokens: int | None = Field(
         default=None, ge=1, le=1 << 20, description="Longest answer in tokens. Default: what the context leaves."
@@ -76,6 +81,11 @@ class TopSettings(BaseModel):
     admin_key_file: Path | None = Field(
         default=None,
         description="File with the coordinator's admin key. Default: found by itself for a coordinator that you run on this host.",
+    )
+    tls_ca: Path | None = Field(
+        default=None,
+        description="Certificates in PEM that an https:// server's is checked against. Default: the system's; a coordinator that you run "
+        "on this host is known by its own.",
     )
     every_s: float = Field(default=1.0, ge=0.1, le=60, description="Seconds between two pictures.")
 
@@ -94,6 +104,11 @@ class FlipSettings(BaseModel):
     admin_key_file: Path | None = Field(
         default=None,
         description="File with the coordinator's admin key. Default: found by itself for a coordinator that you run on this host.",
+    )
+    tls_ca: Path | None = Field(
+        default=None,
+        description="Certificates in PEM that an https:// server's is checked against. Default: the system's; a coordinator that you run "
+        "on this host is known by its own.",
     )
     timeout_s: float | None = Field(
         default=None,

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from .operator_access import operator_access
 from .settings import TopSettings
+from .tls_trust import trust
 from .top_view import Picture, render, trouble
 
 MAX_POINTS = 450
@@ -76,7 +77,8 @@ def main(settings: TopSettings) -> int:
     """Shows the picture until q or Ctrl-C; once where standard output is no terminal. Returns the exit status."""
     url, headers = operator_access(settings.url, settings.admin_key_file)
     console = Console()
-    with httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False) as client:
+    verify = trust(url, settings.tls_ca)
+    with httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False, verify=verify) as client:
         feed = Feed(client)
         if not console.is_terminal:
             return _once(feed, Console(width=max(MIN_WIDTH, console.width)))

@@ -15,6 +15,6 @@ class FrontDoor:
 
     access: Access = field(default_factory=Access)
     admin_access: Access = field(default_factory=Access)
-    """Of the admin port."""
+    """Of the admin port, where a key is always asked for."""
     tls: TlsFiles | None = None
     proxies: TrustedProxies = field(default_factory=TrustedProxies)
