@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Programs from Debian that some tests drive: a real Redis, Prometheus, browser and Node. Sourced by setup.sh.
+# Programs from Debian that some tests drive: a real Redis, Prometheus, browser, Node and nginx. Sourced by setup.sh.
 #
 # Installed where that can be done quietly: as root, with apt-get, within TEST_PACKAGES_SECONDS (default 180; 0: not at all), and tried once for
 # each virtual environment. Whatever is missing afterwards is named with the tests that will be skipped; nothing here fails a run.
@@ -9,6 +9,7 @@ TEST_PROGRAMS=(
     "promtool prometheus metrics and alert rules as Prometheus reads them"
     "chromium chromium the dashboard in a browser"
     "node nodejs OpenAI's client for Node"
+    "nginx nginx-light the server behind a proxy"
 )
 SERVICE_POLICY=/usr/sbin/policy-rc.d
 
