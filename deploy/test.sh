@@ -5,7 +5,7 @@
 #     deploy/test.sh tests/engine -k sampler
 #
 # Python packages go into .venv at the root of the clone. Run as root where there is apt-get, it also installs Debian packages that tests drive,
-# once for each .venv: redis-server, prometheus, chromium, nodejs. No service of theirs is started: /usr/sbin/policy-rc.d forbids it meanwhile.
+# once for each .venv: redis-server, prometheus, chromium, nodejs, nginx-light. No service of theirs is started: /usr/sbin/policy-rc.d forbids it meanwhile.
 # TEST_PACKAGES_SECONDS=0 installs none of them; the tests that need them are skipped, and named.
 set -euo pipefail
 # shellcheck source=deploy/setup.sh
