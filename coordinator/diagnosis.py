@@ -107,8 +107,8 @@ def _failing(w: Window) -> Iterator[Finding]:
             "refused",
             "bad",
             f"{_requests(w.num_refused)} of {tried:,} were refused with 429 in the last minute.",
-            "A full queue wants more workers or `--max-queue`, a key at its limits `splitserve keys`: "
-            "`splitserve_refusals_total` in /metrics says which.",
+            "Reasons are counted in `splitserve_refusals_total`: `overloaded` asks for workers or a larger `--max-queue`, "
+            "the others for higher limits of a key.",
         )
 
 
@@ -139,7 +139,7 @@ def _queue(w: Window) -> Iterator[Finding]:
         yield Finding("bursts", "warn", what, f"{_one_more(w, 'prefill', prefill.busy)}.", _basis(prefill.busy), share)
     else:
         busy = UNKNOWN_BUSY if prefill.busy is None else prefill.busy
-        known = "" if prefill.busy is None else f" (busy {_percent(busy)} of the time)"
+        known = "" if prefill.busy is None else f", whose workers are busy {_percent(busy)} of the time"
         arrived = w.num_ended + w.growth
         offered = busy * prefill.num_workers * arrived / max(1, w.num_ended)
         if offered >= prefill.num_workers + 1:

@@ -26,7 +26,7 @@ JOIN_S = 10.0
 """Events of one kind that are counted become one where no more time lies between them."""
 COUNTED: Mapping[str, tuple[Level, str, str]] = {
     "retry": ("warn", "request was dispatched again", "requests were dispatched again"),
-    "recovery": ("good", "of them went on", "of them went on"),
+    "recovery": ("good", "request recovered", "requests recovered"),
     "refused": ("warn", "request refused (429)", "requests refused (429)"),
     "failed": ("bad", "request failed (5xx)", "requests failed (5xx)"),
     "preempted": ("warn", "sequence preempted for lack of KV blocks", "sequences preempted for lack of KV blocks"),

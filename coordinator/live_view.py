@@ -86,7 +86,7 @@ class LiveView:
         self._statuses = statuses
         tally = self._load.close(now, seconds, fresh, refusals, system)
         self._events.note(now, system, tally.grown, refusals)
-        ttft, tpot, _ = tally.times.T
+        ttft, tpot, _, total = tally.times.T
         self._points.append(
             {
                 "n": self._num_points,
@@ -96,7 +96,7 @@ class LiveView:
                 **{name: _rate(grown[key], seconds) for name, key in COUNTED.items()},
                 "ttft": _quantiles(ttft),
                 "tpot": _quantiles(tpot[tpot > 0]),
-                "e2e": _quantiles(tally.totals),
+                "e2e": _quantiles(total),
                 "stages": [round(value, 6) for value in tally.stages.tolist()],
                 "waiting": system.num_waiting,
                 "running": system.num_running,
@@ -170,6 +170,7 @@ def _window(window: Window) -> dict[str, Any]:
         "requests": window.num_measured,
         "stages": {stage: round(seconds, 6) for stage, seconds in window.stages.items()},
         "ttft_s": round(window.ttft_s, 6),
+        **{name: _quantiles(values) for name, values in window.times.items()},
         "kept": None if window.kept is None else round(window.kept, 4),
         "goodput": None if good is None else _rate(good, max(1e-3, window.seconds)),
         "objectives": window.objectives.as_json(),

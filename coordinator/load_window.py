@@ -47,8 +47,7 @@ class Tally(NamedTuple):
     num_measured: int  # of these, requests that were answered whole
     stages: NDArray[np.float64]  # [num_stages] seconds, over the measured ones
     ttft_s: float  # sum over the measured ones
-    times: NDArray[np.float64]  # [<= MAX_MEASURED, 3]: TTFT, TPOT, and the operator's TTFT bound for the request's class
-    totals: NDArray[np.float64]  # [<= MAX_MEASURED]: from arrival to the last byte
+    times: NDArray[np.float64]  # [<= MAX_MEASURED, 4]: TTFT, TPOT, the operator's TTFT bound for the request's class, whole stay
     num_failed: int  # 5xx
     num_refused: int  # 429
     num_waiting: int
@@ -80,6 +79,7 @@ class Window:
     lost: Sequence[str] = ()  # "name (why)" of workers that were lost in this time
     objectives: Objectives = field(default_factory=Objectives)
     kept: float | None = None  # share of the measured and refused or failed requests that kept the objectives
+    times: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # of single requests, by "ttft", "tpot" and "e2e"
     ttft_missed: float = 0.0  # share of the measured ones
     tpot_missed: float = 0.0
 
@@ -118,8 +118,7 @@ class LoadWindow:
             num_measured=len(measured),
             stages=np.array([r.stages for r in measured]).sum(axis=0) if measured else np.zeros(len(NAMES)),
             ttft_s=sum(_ttft(r) for r in measured),
-            times=np.array([(_ttft(r), _tpot(r), self.objectives.ttft_of(r.priority_class)) for r in newest]).reshape(-1, 3),
-            totals=np.array([r.total for r in newest]),
+            times=np.array([(_ttft(r), _tpot(r), self.objectives.ttft_of(r.priority_class), r.total) for r in newest]).reshape(-1, 4),
             num_failed=sum(count for status, count in refusals.items() if status >= "500"),
             num_refused=refusals.get("429", 0),
             num_waiting=system.num_waiting,
@@ -142,7 +141,7 @@ class LoadWindow:
         num_measured = sum(t.num_measured for t in tallies)
         num_failed, num_refused = sum(t.num_failed for t in tallies), sum(t.num_refused for t in tallies)
         seconds = sum((t.stages for t in tallies), np.zeros(len(NAMES))) / max(1, num_measured)
-        times = np.concatenate([t.times for t in tallies]) if tallies else np.zeros((0, 3))
+        times = np.concatenate([t.times for t in tallies]) if tallies else np.zeros((0, 4))
         slow_ttft, slow_tpot = _misses(times, objectives)
         num_tried = num_measured + num_failed + num_refused
         return Window(
@@ -165,6 +164,7 @@ class LoadWindow:
             lost=lost,
             objectives=objectives,
             kept=float(1 - (slow_ttft | slow_tpot).mean()) * num_measured / num_tried if objectives and len(times) else None,
+            times={"ttft": times[:, 0], "tpot": times[times[:, 1] > 0, 1], "e2e": times[:, 3]},
             ttft_missed=float(slow_ttft.mean()) if len(times) else 0.0,
             tpot_missed=float(slow_tpot.mean()) if len(times) else 0.0,
         )

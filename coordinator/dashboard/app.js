@@ -1,41 +1,42 @@
 // Puts the page together: the feed on one side, what shows it on the other, and the keys.
 
-import { $, count, el, percent, seconds } from "./dom.js";
+import { $, count, el, percent, seconds, words } from "./dom.js";
 import { Charts } from "./charts.js";
 import { Feed } from "./feed.js";
 import { Flow } from "./flow.js";
 import { Gantt } from "./gantt.js";
 import { Playground } from "./playground.js";
+import { Trouble } from "./trouble.js";
+import { Verdict } from "./verdict.js";
 
 const THEMES = ["auto", "light", "dark"];
-const RECENT_POINTS = 15; // half a minute
+const RECENT_POINTS = 30; // a minute, as the window's
 
-const charts = new Charts(), flow = new Flow(), gantt = new Gantt();
+const charts = new Charts(), flow = new Flow(), gantt = new Gantt(), trouble = new Trouble();
 new Playground();
-const feed = new Feed(show, trouble);
+const feed = new Feed(show, unheard);
+const verdict = new Verdict((text) => { feed.objectives = text; });
 
 function show(state, history) {
   $("notice").hidden = $("unlock").hidden = true;
+  delete document.body.dataset.locked;
   $("model").textContent = state.model;
   status(state.ready ? "ready" : "waiting", state.ready ? `ready, up ${age(state.uptime_s)}` : "not ready");
-  if (!state.ready) {
-    const words = state.workers.length
-      ? "Not ready: no request has gone from prefill to decode yet. That is tried by itself as soon as workers of both roles fit together."
-      : "No workers are connected. `splitserve up` starts some on this machine; elsewhere: `splitserve prefill` and `splitserve decode`.";
-    notice(words);
-  }
+  verdict.show(state);
   tiles(state, history);
   flow.show(state);
-  charts.show(history.points);
-  gantt.show(history.requests);
+  trouble.show(state);
+  charts.show(history.points, state.stage_names);
+  gantt.show(history.requests, state.stage_names);
   tenants(state.tenants);
   steering(state.steering);
 }
 
-function trouble(kind, words) {
+function unheard(kind, text) {
+  if (kind === "denied") document.body.dataset.locked = "";
   status("lost", kind === "denied" ? "locked" : "no answer");
   $("unlock").hidden = kind !== "denied";
-  notice(words);
+  notice(text);
 }
 
 function status(state, words) {
@@ -43,39 +44,38 @@ function status(state, words) {
   $("status").lastElementChild.textContent = words;
 }
 
-/** What stands between backquotes is a command. */
-function notice(words) {
-  const parts = words.split("`").map((part, i) => (i % 2 ? el("code", {}, part) : part));
-  if ($("notice").textContent !== words.replaceAll("`", "")) $("notice").replaceChildren(el("span", {}, ...parts));
+function notice(text) {
+  if ($("notice").textContent !== text.replaceAll("`", "")) $("notice").replaceChildren(el("span", {}, ...words(text)));
   $("notice").hidden = false;
 }
 
 function tiles(state, history) {
   const recent = history.points.slice(-RECENT_POINTS);
   const mean = (key) => (recent.length ? recent.reduce((sum, p) => sum + p[key], 0) / recent.length : null);
-  const newest = (key) => recent.findLast((p) => p[key])?.[key] ?? [null, null, null];
   const [prompt, cached] = [mean("prompt"), mean("cached")];
-  const latency = (label, key) => [label, seconds(newest(key)[0]), `median; p95 ${seconds(newest(key)[1])}`];
-  const failed = Object.entries(state.statuses).filter(([name]) => name >= "500" && name < "600").reduce((sum, [, n]) => sum + n, 0);
+  const latency = (label, key) => [label, seconds(state.window[key]?.[0]), `median; p95 ${seconds(state.window[key]?.[1])}`];
+  const { kept, goodput } = state.window, { cost } = state;
+  const price = cost.cost_per_million_tokens;
   const rows = [
-    ["Requests a second", count(mean("requests")), `${count(state.num_requests)} in all, ${count(failed)} failed`],
-    ["Output tokens a second", count(mean("output")), "last half minute"],
-    ["Prompt tokens a second", count(prompt), `${percent(prompt ? cached / prompt : 0)} of them cached`],
+    ["Requests a second", count(mean("requests")), `${count(state.num_requests)} in all`],
+    ["Output tokens a second", count(mean("output")), `${count(prompt)} prompt, ${percent(prompt ? cached / prompt : 0)} cached`],
     latency("Time to first token", "ttft"),
     latency("Time per output token", "tpot"),
     latency("End to end", "e2e"),
-    ["Waiting", count(state.waiting), "for a worker with room"],
-    ["Running", count(state.running), `${count(state.stages.prefill ?? 0)} prefill, ${count((state.stages.handoff ?? 0) + (state.stages.decode ?? 0))} decode`],
+    ["Goodput", percent(kept), kept === null ? state.window.objectives ? "no request to judge" : "no objectives are set" : `${goodput} good requests/s`],
+    ["In flight", count(state.waiting + state.running), `${count(state.waiting)} wait, ${count(state.stages.prefill ?? 0)} prefill, ${count((state.stages.handoff ?? 0) + (state.stages.decode ?? 0))} decode`],
+    ["Cost", price === undefined ? "–" : money(price), cost.total === undefined ? "set --price-per-hour" : `per M tokens; ${money(cost.total)} so far`],
   ];
   $("tiles").replaceChildren(...rows.map(([label, number, words]) =>
     el("div", { class: "tile" }, el("span", {}, label), el("b", {}, number), el("span", { title: words }, words))));
 }
 
+const money = (amount) => (amount >= 100 ? count(amount) : amount >= 0.01 || !amount ? amount.toFixed(2) : amount.toPrecision(1));
+
+/** Without API keys there is nothing to show. */
 function tenants(rows) {
-  if (!rows.length) {
-    $("tenants-body").replaceChildren(el("p", { class: "empty" }, "No request has come with an API key. Keys say who uses what: ", el("code", {}, "splitserve keys --help"), "."));
-    return;
-  }
+  $("tenants").hidden = $("tenants-link").hidden = !rows.length;
+  $("tenants").parentElement.classList.toggle("single", !rows.length);
   const tokens = (row) => row.prompt_tokens + row.output_tokens;
   const most = Math.max(1, ...rows.map(tokens));
   const body = rows.sort((a, b) => tokens(b) - tokens(a)).slice(0, 20).map((row) => el("tr", {},
@@ -115,7 +115,7 @@ function theme(name) {
 }
 
 const nextTheme = () => theme(THEMES[(THEMES.indexOf(localStorage.getItem("splitserve-theme") ?? "auto") + 1) % THEMES.length]);
-const KEYS = { t: nextTheme, p: () => $("chat-input").focus(), " ": () => gantt.hold(!gantt.held), "?": () => $("keys").showModal() };
+const KEYS = { t: nextTheme, p: () => $("chat-input").focus(), " ": () => gantt.hold(!gantt.held), c: () => gantt.copyChosen(), "?": () => $("keys").showModal() };
 
 document.addEventListener("keydown", (event) => {
   const writes = event.target.matches("input, textarea");

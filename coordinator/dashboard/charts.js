@@ -1,48 +1,63 @@
-// Six small charts over one time axis (uPlot), with one cursor for all of them.
+// Small charts over one time axis (uPlot), with one cursor for all of them.
 
-import { $, el, count, percent, seconds, choice } from "./dom.js";
+import { $, choice, clock, count, el, percent, seconds } from "./dom.js";
 
 const QUANTILES = ["p50", "p95", "p99"];
-const quantiles = (key) => QUANTILES.map((name, i) => ({ label: name, colour: `--${name}`, of: (p) => p[key]?.[i] ?? null }));
+/** The median is drawn last: where one request is all there was, the point has its colour. */
+const quantiles = (key) => QUANTILES.map((name, i) => ({ label: name, colour: `--${name}`, of: (p) => p[key]?.[i] ?? null })).reverse();
 const CHARTS = [
   { title: "Time to first token", unit: seconds, series: quantiles("ttft") },
   { title: "Time per output token", unit: seconds, series: quantiles("tpot") },
   { title: "End to end", unit: seconds, series: quantiles("e2e") },
   { title: "Tokens a second", unit: count, series: [
-    { label: "output", colour: "--decode", of: (p) => p.output }, { label: "prompt", colour: "--prefill", of: (p) => p.prompt },
-    { label: "of it cached", colour: "--parse", of: (p) => p.cached }] },
+    { label: "of it cached", colour: "--parse", of: (p) => p.cached }, { label: "prompt", colour: "--prefill", of: (p) => p.prompt },
+    { label: "output", colour: "--decode", of: (p) => p.output }] },
   { title: "Requests", unit: count, series: [
-    { label: "waiting", colour: "--queue", of: (p) => p.waiting }, { label: "running", colour: "--decode", of: (p) => p.running },
-    { label: "ended a second", colour: "--parse", of: (p) => p.requests }, { label: "429 and 5xx", colour: "--bad", of: (p) => p.errors }] },
-  { title: "KV blocks in use", unit: percent, top: 1, series: [
-    { label: "prefill", colour: "--prefill", of: (p) => p.kv_prefill }, { label: "decode", colour: "--decode", of: (p) => p.kv_decode }] },
+    { label: "429 and 5xx a second", colour: "--bad", of: (p) => p.errors }, { label: "ended a second", colour: "--parse", of: (p) => p.requests },
+    { label: "running", colour: "--decode", of: (p) => p.running }, { label: "waiting", colour: "--queue", of: (p) => p.waiting }] },
+  { title: "KV blocks in use", unit: percent, top: (high) => Math.min(1, Math.max(0.05, high * 1.25)), series: [
+    { label: "decode", colour: "--decode", of: (p) => p.kv_decode }, { label: "prefill", colour: "--prefill", of: (p) => p.kv_prefill }] },
 ];
+const SMOOTH = 5; // points over which shares of time are taken: ten seconds
+const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600];
+const HALF_LABEL_PX = 28; // of the time axis: the last one has room to the right
 const AXIS_FONT = "11px system-ui, 'DejaVu Sans', sans-serif";
 
 export class Charts {
   constructor() {
     this.points = [];
     this.minutes = 5;
-    this.charts = CHARTS.map((spec) => new Chart(spec));
-    $("charts").replaceChildren(...this.charts.map((chart) => chart.root));
+    this.stages = [];
+    this.small = CHARTS.map((spec) => new Chart(spec));
+    this.charts = this.small;
+    $("charts").replaceChildren(...this.small.map((chart) => chart.root));
     choice($("range"), [[2, "2 min"], [5, "5 min"], [15, "15 min"]], 5, (minutes) => {
       this.minutes = Number(minutes);
-      this.show(this.points);
+      this.show(this.points, this.stages);
     });
-    new ResizeObserver(() => this.charts.forEach((chart) => chart.resize())).observe($("charts"));
+    new ResizeObserver(() => this.charts.forEach((chart) => chart.resize())).observe($("charts").parentElement);
   }
 
   /** After a change of theme: canvases know no CSS. */
   recolour() {
     this.charts.forEach((chart) => chart.clear());
-    this.show(this.points);
+    this.show(this.points, this.stages);
   }
 
-  show(points) {
-    this.points = points;
+  show(points, stages) {
+    if (stages.join() !== this.stages.join()) {
+      const shares = new Chart(sharesOf(stages));
+      $("time-chart").replaceChildren(shares.root);
+      this.charts = [shares, ...this.small];
+    }
+    Object.assign(this, { points, stages });
+    const any = points.some((p) => p.requests || p.waiting || p.running);
+    $("charts").hidden = $("time-chart").hidden = !any;
+    $("charts-empty").hidden = any;
+    if (!any) return;
     const newest = points.at(-1)?.t ?? Date.now() / 1000;
     const from = Math.max(newest - 60 * this.minutes, Math.min(points[0]?.t ?? 0, newest - 30));
-    const shown = points.filter((point) => point.t >= from);
+    const shown = withShares(points).filter((point) => point.t >= from);
     this.charts.forEach((chart) => chart.show(shown, from, newest));
   }
 }
@@ -52,13 +67,18 @@ class Chart {
     this.spec = spec;
     this.values = spec.series.map((series) => el("span", {}));
     this.plot = el("div", { class: "plot", tabindex: "0", role: "img", onkeydown: (event) => this.key(event), onblur: () => this.point(null) });
-    this.root = el("div", { class: "chart" }, el("h3", {}, spec.title), el("p", { class: "values" }, ...this.values), this.plot);
+    this.none = el("p", { class: "empty none" }, "nothing in this time");
+    this.root = el("div", { class: "chart" }, el("h3", {}, spec.title), el("p", { class: "values" }, ...[...this.values].reverse()), el("div", { class: "ground" }, this.plot, this.none));
     this.data = [[], ...spec.series.map(() => [])];
   }
 
   show(points, from, to) {
     this.range = [from, to];
+    this.points = points;
     this.data = [points.map((p) => p.t), ...this.spec.series.map((series) => points.map(series.of))];
+    const empty = this.data.slice(1).every((values) => values.every((value) => value == null));
+    this.none.hidden = !empty;
+    this.plot.classList.toggle("blank", empty);
     if (!this.uplot) this.uplot = this.make();
     this.uplot.setData(this.data);
     this.read(this.uplot.cursor.idx);
@@ -80,28 +100,30 @@ class Chart {
       width: this.plot.clientWidth || 320,
       height: 150,
       legend: { show: false },
-      padding: [8, 4, 0, 0],
+      padding: [8, HALF_LABEL_PX, 0, 0],
       cursor: { sync: { key: "splitserve" }, y: false, points: { size: 5 }, drag: { x: false, y: false } },
       hooks: { setCursor: [(u) => this.read(u.cursor.idx)] },
-      scales: { x: { range: () => this.range }, y: { range: (u, low, high) => [0, spec.top ?? (high > 0 ? high * 1.1 : 1)] } },
+      scales: { x: { range: () => this.range }, y: { range: (u, low, high) => [0, spec.top?.(high ?? 0) ?? (high > 0 ? high * 1.1 : 1)] } },
       axes: [
-        { ...axis, size: 22, space: 70, values: (u, ticks) => ticks.map(clock) },
-        { ...axis, size: 54, space: 32, values: (u, ticks) => ticks.map((tick) => (tick === 0 ? "0" : spec.unit(tick))) },
+        { ...axis, size: 22, space: 70, incrs: STEPS_S, values: (u, ticks, i, space, step) => ticks.map((t) => (step < 60 ? clock(t) : clock(t).slice(0, 5))) },
+        { ...axis, size: 54, space: 32, values: (u, ticks) => ticks.map((tick) => (tick === 0 ? "0" : spec.unit(tick).replace(/\.0+(?= )/, "").replace(/(\.\d*?)0+(?= )/, "$1"))) },
       ],
       series: [{}, ...spec.series.map((series) => ({
-        stroke: colour(series.colour), width: 1.5, points: { show: true, size: 4, fill: colour(series.colour), filter: lonely },
+        stroke: colour(series.colour), width: spec.stacked ? 0 : 1.5, fill: spec.stacked ? colour(series.colour) : undefined, points: spec.stacked ? { show: false } : { show: true, size: 4, fill: colour(series.colour), filter: lonely },
       }))],
     }, this.data, this.plot);
   }
 
-  /** Values at the cursor; without one, the newest. */
+  /** Values at the cursor; without one, the newest that there are. */
   read(index) {
-    const at = index ?? this.data[0].length - 1;
+    const has = (at) => this.data.slice(1).some((values) => values[at] != null);
+    let at = index ?? this.data[0].length - 1;
+    if (index == null) while (at > 0 && !has(at)) at--;
+    const values = this.spec.series.map((series, i) => (series.value ? series.value(this.points[at]) : this.data[i + 1][at]) ?? null);
     this.spec.series.forEach((series, i) => {
-      const value = this.data[i + 1][at];
-      this.values[i].replaceChildren(el("i", { style: { background: `var(${series.colour})` } }), `${series.label} ${this.spec.unit(value)}`);
+      this.values[i].replaceChildren(el("i", { style: { background: `var(${series.colour})` } }), `${series.label} ${this.spec.unit(values[i])}`);
     });
-    const words = this.spec.series.map((series, i) => `${series.label} ${this.spec.unit(this.data[i + 1][at])}`);
+    const words = this.spec.series.map((series, i) => `${series.label} ${this.spec.unit(values[i])}`).reverse();
     const when = this.data[0][at] ? ` at ${clock(this.data[0][at])}` : "";
     this.plot.setAttribute("aria-label", `${this.spec.title}${when}: ${words.join(", ")}`);
   }
@@ -123,6 +145,25 @@ class Chart {
   }
 }
 
+/** A stacked chart: each stage is drawn as the sum up to it, the last one first, so that those below it lie over it. */
+function sharesOf(stages) {
+  const series = stages.map((stage, i) => ({ label: stage, colour: known(stage), of: (p) => p.sums?.[i] ?? null, value: (p) => p && p.sums && p.sums[i] - (p.sums[i - 1] ?? 0) }));
+  return { title: "Share of requests' time by stage", unit: percent, top: () => 1, stacked: true, series: series.reverse() };
+}
+
+/** Adds to each point the sums of shares up to each stage, over the last seconds; none where no request ended in them. */
+function withShares(points) {
+  return points.map((point, i) => {
+    const near = points.slice(Math.max(0, i - SMOOTH + 1), i + 1);
+    const stages = point.stages.map((_, stage) => near.reduce((sum, p) => sum + (p.stages[stage] ?? 0), 0));
+    const total = stages.reduce((sum, s) => sum + s, 0);
+    let upto = 0;
+    return { ...point, sums: total ? stages.map((s) => (upto += s) / total) : null };
+  });
+}
+
+const known = (stage) => (getComputedStyle(document.documentElement).getPropertyValue(`--${stage}`) ? `--${stage}` : "--other");
+
 /** Points that no line meets would not be seen. */
 function lonely(u, seriesIndex) {
   const values = u.data[seriesIndex];
@@ -130,8 +171,6 @@ function lonely(u, seriesIndex) {
   for (let i = 0; i < values.length; i++) if (values[i] != null && values[i - 1] == null && values[i + 1] == null) found.push(i);
   return found;
 }
-
-const clock = (t) => new Date(t * 1000).toLocaleTimeString("en-GB");
 
 /** A colour of the style sheet, as canvases take it. */
 function colour(name) {

@@ -1,7 +1,5 @@
 // Building elements, and numbers as people read them. Text is only ever set as text: nothing that comes from outside is parsed as HTML.
 
-export const STAGES = ["parse", "queue", "prefill", "handoff", "decode", "coordinator", "stream"];
-
 /** An element: attributes, `style` as an object, `class`, listeners as on…; children are elements or text. */
 export function el(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -16,8 +14,30 @@ export function el(tag, attributes = {}, ...children) {
 
 export const $ = (id) => document.getElementById(id);
 
-/** The class that colours a stage. */
-export const stageClass = (stage) => (stage === "parse" ? "parse" : `${stage}-c`);
+/** The classes that colour a stage; one that the style sheet does not know has a colour too. */
+export const stageClass = (stage) => `stage s-${stage}`;
+
+/** Puts text on the clipboard; says on the button whether that worked. Pages over plain HTTP have no clipboard but the old one. */
+export async function copy(text, button) {
+  const before = button.dataset.label ??= button.textContent;
+  const done = await write(text);
+  button.textContent = done ? "Copied" : "Not allowed";
+  setTimeout(() => { button.textContent = before; }, 1500);
+}
+
+async function write(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
+  const field = document.body.appendChild(el("textarea", { class: "offscreen", "aria-hidden": "true" }, text));
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  return done;
+}
+
+/** Text in which what stands between backquotes is a command. */
+export const words = (text) => text.split("`").map((part, i) => (i % 2 ? el("code", {}, part) : part));
+
+export const clock = (t) => new Date(t * 1000).toLocaleTimeString("en-GB");
 
 export function seconds(s) {
   if (s === null || s === undefined) return "–";
@@ -60,13 +80,13 @@ export function choice(root, options, chosen, onChange) {
   choose(chosen);
 }
 
-/** Where one request's time went: a bar and its numbers. `parts`: [stage, seconds] in order. */
-export function stageBar(parts) {
+/** Where time went: a bar and its numbers. `parts`: [stage, seconds] in order; `share`: with each one's part of the whole. */
+export function stageBar(parts, share = false) {
   const total = parts.reduce((sum, [, s]) => sum + s, 0) || 1;
   return [
     el("div", { class: "stagebar", "aria-hidden": "true" },
       ...parts.map(([stage, s]) => el("i", { class: stageClass(stage), style: { width: `${(100 * s) / total}%` } }))),
     el("div", { class: "facts" },
-      ...parts.map(([stage, s]) => el("span", {}, el("i", { class: stageClass(stage) }), `${stage} `, el("b", {}, seconds(s))))),
+      ...parts.map(([stage, s]) => el("span", {}, el("i", { class: stageClass(stage) }), `${stage} `, el("b", {}, share ? `${percent(s / total)} ` : seconds(s)), share ? seconds(s) : null))),
   ];
 }

@@ -10,7 +10,7 @@ const MAX_REQUESTS = 120;
 export class Feed {
   /** `onState(state, history)` after each answer; `onTrouble(kind, sentence)`: kind is "lost" or "denied". */
   constructor(onState, onTrouble) {
-    Object.assign(this, { onState, onTrouble, boot: "", points: [], requests: [], timer: 0, lastHeard: 0 });
+    Object.assign(this, { onState, onTrouble, boot: "", points: [], requests: [], timer: 0, lastHeard: 0, slo: null });
     document.addEventListener("visibilitychange", () => document.hidden || this.ask());
   }
 
@@ -20,6 +20,12 @@ export class Feed {
     const response = await fetch("dashboard/login", options).catch(() => null);
     if (response && !response.ok) this.onTrouble("denied", (await response.json().catch(() => null))?.error?.message ?? `the coordinator answered ${response.status}`);
     else this.ask();
+  }
+
+  /** The viewer's objectives, in the notation of --steer-slo; null: the operator's. */
+  set objectives(text) {
+    this.slo = text;
+    if (this.lastHeard) this.ask();
   }
 
   async ask() {
@@ -35,7 +41,8 @@ export class Feed {
 
   async get() {
     const after = `after_point=${this.points.at(-1)?.n ?? 0}&after_request=${this.requests.at(-1)?.n ?? 0}`;
-    const response = await fetch(`dashboard/feed?${after}`, { signal: AbortSignal.timeout(PATIENCE_MS) });
+    const slo = this.slo === null ? "" : `&slo=${encodeURIComponent(this.slo)}`;
+    const response = await fetch(`dashboard/feed?${after}${slo}`, { signal: AbortSignal.timeout(PATIENCE_MS) });
     if (response.ok) return response.json();
     const body = await response.json().catch(() => null);
     const error = new Error(body?.error?.message ?? `the coordinator answered ${response.status}`);

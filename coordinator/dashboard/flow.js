@@ -1,43 +1,52 @@
 // Who is here, how full they are, and how requests pass between them.
 
-import { $, el, count, percent } from "./dom.js";
+import { $, count, el, percent } from "./dom.js";
+import { Strip } from "./strip.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const MAX_LABELLED = 8; // with more workers, rates would stand on each other
+const MAX_PAIRS = 9; // with more pairs of workers, lines would hide each other: then one stands for all between two lanes
 const DOTS_MS = 800; // as in panels.css
-const DENSE = 6; // so many in one lane are shown as bars alone
+const MAX_CARDS = 8; // more workers of one role are a heat strip
 
 export class Flow {
   constructor() {
     this.root = $("flow-body");
+    this.strips = { prefill: new Strip("prefill", workerCard), decode: new Strip("decode", workerCard) };
     new ResizeObserver(() => this.state && this.draw()).observe(this.root);
   }
 
   show(state) {
     state.workers.sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
     this.state = state;
-    const prefills = state.workers.filter((worker) => worker.role === "prefill");
-    const decodes = state.workers.filter((worker) => worker.role === "decode");
+    const focused = Object.values(this.strips).find((strip) => strip.cells === document.activeElement); // it moves, and loses the focus
     const rate = state.flows.reduce((sum, [, , r]) => sum + r, 0);
     this.queue = card("queue", "Queue", state.stages.queue ?? 0, "requests wait for a worker with room");
     this.clients = card("clients", "Clients", (state.stages.decode ?? 0) + (state.stages.handoff ?? 0), `streams open, ${count(rate)} answered a second`);
     this.nodes = new Map();
-    this.root.replaceChildren(
-      el("div", { class: "lane" }, this.queue),
-      this.lane("prefill", prefills), this.lane("decode", decodes),
-      el("div", { class: "lane" }, this.clients),
-    );
+    this.lanes = { prefill: this.lane("prefill"), decode: this.lane("decode") };
+    const parts = [el("div", { class: "lane" }, this.queue), this.lanes.prefill, this.lanes.decode, el("div", { class: "lane" }, this.clients)];
+    this.root.replaceChildren(...parts);
+    focused?.cells.focus({ preventScroll: true });
     this.draw();
   }
 
-  lane(role, workers) {
-    const none = el("p", { class: "empty" }, `No ${role} worker is here. Start one on any host: `, el("code", {}, `splitserve ${role} --coordinator tcp://HOST:7700`));
-    const cards = workers.map((worker) => {
+  lane(role) {
+    const workers = this.of(role);
+    const lane = (...children) => el("div", { class: "lane", role: "group", "aria-label": `${role} workers` }, el("h3", {}, role), ...children);
+    if (!workers.length) return lane(el("p", { class: "empty" }, `No ${role} worker is here. Start one on any host: `, el("code", {}, `splitserve ${role} --coordinator tcp://HOST:7700`)));
+    if (workers.length > MAX_CARDS) {
+      this.strips[role].show(workers);
+      return lane(this.strips[role].root);
+    }
+    return lane(...workers.map((worker) => {
       const node = workerCard(worker);
       this.nodes.set(worker.id, node);
       return node;
-    });
-    return el("div", { class: workers.length > DENSE ? "lane dense" : "lane", role: "group", "aria-label": `${role} workers` }, el("h3", {}, role), ...(cards.length ? cards : [none]));
+    }));
+  }
+
+  of(role) {
+    return this.state.workers.filter((worker) => worker.role === role);
   }
 
   /** The lines: as wide as requests a second; thin and grey where nothing has passed. */
@@ -45,13 +54,26 @@ export class Flow {
     this.svg?.remove();
     this.svg = shape("svg", { "aria-hidden": "true" });
     this.root.prepend(this.svg);
+    const prefills = this.of("prefill"), decodes = this.of("decode");
+    const few = prefills.length <= MAX_CARDS && decodes.length <= MAX_CARDS && prefills.length * decodes.length <= MAX_PAIRS;
+    this.svg.append(...(few ? this.pairs(prefills, decodes) : this.sums()).filter(Boolean));
+  }
+
+  /** A line between any two lanes; returns their labels. */
+  sums() {
+    const rate = this.state.flows.reduce((sum, [, , r]) => sum + r, 0);
+    const { prefill, decode } = this.lanes;
+    return [[this.queue, prefill, "prefill"], [prefill, decode, "handoff"], [decode, this.clients, "decode"]].map(([a, b, kind]) => this.link(a, b, rate, rate || 1, kind, 0.5));
+  }
+
+  /** A line between any two workers; returns their labels. */
+  pairs(prefills, decodes) {
     const into = new Map(), outOf = new Map(), pairs = new Map();
     for (const [prefill, decode, rate] of this.state.flows) {
       into.set(prefill, (into.get(prefill) ?? 0) + rate);
       outOf.set(decode, (outOf.get(decode) ?? 0) + rate);
       pairs.set(`${prefill}\n${decode}`, rate);
     }
-    const prefills = this.state.workers.filter((w) => w.role === "prefill"), decodes = this.state.workers.filter((w) => w.role === "decode");
     const most = Math.max(1e-9, ...into.values(), ...outOf.values());
     const labels = [];
     for (const p of prefills) labels.push(this.link(this.queue, this.nodes.get(p.id), into.get(p.id) ?? 0, most, "prefill", 0.72));
@@ -59,7 +81,7 @@ export class Flow {
       labels.push(this.link(this.nodes.get(p.id), this.nodes.get(d.id), pairs.get(`${p.id}\n${d.id}`) ?? 0, most, "handoff", i === j ? 0.75 : 0.32));
     }
     for (const d of decodes) labels.push(this.link(this.nodes.get(d.id), this.clients, outOf.get(d.id) ?? 0, most, "decode", 0.28));
-    if (this.state.workers.length <= MAX_LABELLED) this.svg.append(...labels.filter(Boolean));
+    return labels;
   }
 
   /** Returns the rate as a label on the line, `at` this share of the way. Dots run along it to where requests go. */
@@ -103,9 +125,13 @@ function workerCard(worker) {
   const say = `KV blocks: ${parts.map(([name, n]) => `${count(n)} ${name}`).join(", ")} of ${count(total)}`;
   const gpu = worker.gauges.gpu_utilization_ratio === undefined ? null : el("div", { class: "sub" }, gpuWords(worker.gauges));
   const tokens = worker.role === "prefill" ? `${count(worker.waiting_tokens)} prompt tokens waiting` : `${count(worker.counters.preemptions ?? 0)} preemptions`;
+  const busy = worker.busy === null ? [] : [el("span", { class: "sub" }, "busy"),
+    el("div", { class: "kvbar" }, el("i", { class: `busy ${worker.role}`, style: { width: percent(worker.busy) } })), el("span", { class: "num" }, percent(worker.busy))];
   return el("div", { class: `node ${worker.role}`, title: `${say}; pid ${worker.pid} on ${worker.host}` },
-    el("div", { class: "head" }, el("b", {}, worker.id), worker.draining ? el("span", { class: "badge" }, "draining") : el("span", { class: "sub" }, `KV ${Math.round((100 * used) / Math.max(1, total))}%`)),
-    el("div", { class: "kvbar", role: "img", "aria-label": say }, ...parts.map(([name, n]) => el("i", { class: `kv ${name}`, style: { width: `${(100 * n) / sum}%` } }))),
+    el("div", { class: "head" }, el("b", {}, worker.id), worker.draining ? el("span", { class: "badge" }, "draining") : el("span", { class: "sub" }, worker.host)),
+    el("div", { class: "bars" }, ...busy, el("span", { class: "sub" }, "KV"),
+      el("div", { class: "kvbar", role: "img", "aria-label": say }, ...parts.map(([name, n]) => el("i", { class: `kv ${name}`, style: { width: `${(100 * n) / sum}%` } }))),
+      el("span", { class: "num" }, percent(used / Math.max(1, total)))),
     el("div", { class: "sub" }, `${count(worker.running)} running, ${count(worker.waiting)} waiting, ${tokens}`), gpu);
 }
 

@@ -1,14 +1,14 @@
 // The newest requests, one a row, cut into their stages.
 
-import { $, STAGES, choice, count, el, seconds, stageBar, stageClass } from "./dom.js";
+import { $, choice, clock, copy, count, el, seconds, stageBar, stageClass } from "./dom.js";
 
 const NUM_ROWS = 18;
+const TICK_PX = 110; // the least between two labels of the axis
 
 export class Gantt {
   constructor() {
-    Object.assign(this, { root: $("gantt"), requests: [], shown: [], mode: "arrival", held: false, chosen: null });
-    $("gantt-legend").replaceChildren(...STAGES.map((stage) => el("span", {}, el("i", { class: stageClass(stage) }), stage)));
-    choice($("gantt-mode"), [["arrival", "from arrival"], ["clock", "by the clock"]], "arrival", (mode) => {
+    Object.assign(this, { root: $("gantt"), requests: [], shown: [], stages: [], mode: "arrival", held: false, chosen: null });
+    choice($("gantt-mode"), [["arrival", "arrival"], ["clock", "clock"]], "arrival", (mode) => {
       this.mode = mode;
       this.draw();
     });
@@ -21,11 +21,13 @@ export class Gantt {
     this.held = held;
     $("pause").setAttribute("aria-pressed", String(held));
     $("pause").textContent = held ? "Go on" : "Pause";
-    if (!held) this.show(this.requests);
+    if (!held) this.show(this.requests, this.stages);
   }
 
-  show(requests) {
+  show(requests, stages) {
     this.requests = requests;
+    if (stages.join() !== this.stages.join()) $("gantt-legend").replaceChildren(...stages.map((stage) => el("span", {}, el("i", { class: stageClass(stage) }), stage)));
+    this.stages = stages;
     if (this.held) return;
     this.shown = requests.slice(-NUM_ROWS).reverse();
     this.draw();
@@ -45,22 +47,26 @@ export class Gantt {
   }
 
   axis(span) {
-    const step = niceStep(span / 5);
+    const track = this.root.querySelector(".track")?.clientWidth ?? this.root.clientWidth / 2;
+    const step = niceStep((span * TICK_PX) / Math.max(TICK_PX, track));
     const ticks = [];
     for (let t = 0; t <= span; t += step) ticks.push(el("span", { style: { left: `${(100 * t) / span}%` } }, t ? seconds(t) : "0"));
-    return el("div", { class: "row axis", "aria-hidden": "true" }, el("span"), el("span"), el("div", { class: "ticks" }, ...ticks), el("span", { class: "right" }, "total"), el("span", { class: "right" }, "tokens in, out"));
+    const names = [["at", "began"], ["id", "request id"], ["code", ""]].map(([kind, name]) => el("span", { class: kind }, name));
+    return el("div", { class: "row axis", "aria-hidden": "true" }, ...names, el("div", { class: "ticks" }, ...ticks), el("span", { class: "total" }, "total"), el("span", { class: "tokens" }, "tokens in, out"));
   }
 
   row(request, offset, span) {
     const at = (s) => `${(100 * (offset + s)) / span}%`;
     const bars = request.spans.map(([stage, begin, end]) => el("i", { class: stageClass(stage), style: { left: at(begin), width: `${(100 * (end - begin)) / span}%` } }));
-    return el("div", { class: "row", role: "option", id: `request-${request.n}`, "aria-selected": String(request.n === this.chosen), onclick: () => this.choose(request.n),
-      "aria-label": `${request.id}, ${request.status}, ${seconds(request.total_s)}` },
-      el("span", { class: "id", title: request.id }, shortId(request.id)),
-      el("span", { class: statusClass(request.status) }, request.status === "cancelled" ? "gone" : request.status),
-      el("div", { class: "track" }, ...bars),
-      el("span", { class: "right" }, seconds(request.total_s)),
-      el("span", { class: "right sub" }, `${count(request.prompt)}, ${count(request.output)}`));
+    const button = el("button", { type: "button", tabindex: "-1", class: "copy", title: `Copy ${request.id}`, "aria-label": `Copy ${request.id}`,
+      onclick: (event) => { event.stopPropagation(); copy(request.id, event.currentTarget); } }, "Copy");
+    return el("div", { class: "row", role: "row", id: `request-${request.n}`, "aria-selected": String(request.n === this.chosen), onclick: () => this.choose(request.n) },
+      el("span", { class: "at", role: "gridcell" }, clock(request.begin)),
+      el("span", { class: "id", role: "gridcell" }, el("span", { title: request.id }, request.id), button),
+      el("span", { class: `code ${statusClass(request.status)}`, role: "gridcell" }, request.status === "cancelled" ? "gone" : request.status),
+      el("div", { class: "track", role: "gridcell", "aria-label": request.spans.map(([stage, begin, end]) => `${stage} ${seconds(end - begin)}`).join(", ") }, ...bars),
+      el("span", { class: "total", role: "gridcell" }, seconds(request.total_s)),
+      el("span", { class: "tokens sub", role: "gridcell" }, `${count(request.prompt)}, ${count(request.output)}`));
   }
 
   key(event) {
@@ -73,26 +79,34 @@ export class Gantt {
     this.choose(this.shown[to].n);
   }
 
+  /** The chosen request's id to the clipboard. */
+  copyChosen() {
+    $("gantt-detail").querySelector("button")?.click();
+  }
+
   choose(n) {
+    const again = this.chosen === n && $("gantt-detail").dataset.n === String(n);
     this.chosen = n;
-    for (const row of this.root.querySelectorAll("[role=option]")) row.setAttribute("aria-selected", String(row.id === `request-${n}`));
+    for (const row of this.root.querySelectorAll("[role=row]")) row.setAttribute("aria-selected", String(row.id === `request-${n}`));
     const request = this.shown.find((r) => r.n === n);
     if (request) this.root.setAttribute("aria-activedescendant", `request-${n}`);
     else this.root.removeAttribute("aria-activedescendant");
-    $("gantt-detail").replaceChildren(...(request ? detail(request) : []));
+    if (again) return; // its button may have the focus
+    $("gantt-detail").dataset.n = String(n);
+    $("gantt-detail").replaceChildren(...(request ? detail(request, this.stages) : []));
   }
 }
 
-function detail(request) {
-  const sums = STAGES.map((stage) => [stage, request.spans.filter((s) => s[0] === stage).reduce((sum, s) => sum + s[2] - s[1], 0)]);
-  const facts = [["request", request.id], ["status", request.status], ["prefill on", request.workers[0] || "–"], ["decode on", request.workers[1] || "–"],
+function detail(request, stages) {
+  const sums = stages.map((stage) => [stage, request.spans.filter((s) => s[0] === stage).reduce((sum, s) => sum + s[2] - s[1], 0)]);
+  const button = el("button", { type: "button", onclick: (event) => copy(request.id, event.currentTarget) }, "Copy id");
+  const facts = [["status", request.status], ["prefill on", request.workers[0] || "–"], ["decode on", request.workers[1] || "–"],
     ["prompt", `${count(request.prompt)} tokens, ${count(request.cached)} cached`], ["output", `${count(request.output)} tokens`]];
   if (request.dispatches > 1) facts.push(["dispatched", `${request.dispatches} times`]);
   if (request.tenant) facts.push(["tenant", request.tenant]);
-  return [...stageBar(sums.filter(([, s]) => s > 0)), el("div", { class: "facts" }, ...facts.map(([name, value]) => el("span", {}, `${name} `, el("b", {}, value))))];
+  return [el("p", { class: "whole-id" }, el("code", {}, request.id), button), ...stageBar(sums.filter(([, s]) => s > 0)), el("div", { class: "facts" }, ...facts.map(([name, value]) => el("span", {}, `${name} `, el("b", {}, value))))];
 }
 
-const shortId = (id) => id.replace(/^(chatcmpl|cmpl)-.*?([0-9a-f]{8})$/, "$1 $2").replace(/ 0+(?=.)/, " ").replace("chatcmpl", "chat").replace("cmpl", "text");
 const statusClass = (status) => (status === "200" ? "status-good" : status >= "500" && status < "600" ? "status-bad" : "status-warn");
 
 function niceStep(least) {

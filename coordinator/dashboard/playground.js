@@ -21,7 +21,7 @@ export class Playground {
   reset() {
     this.stop?.abort();
     this.messages = [];
-    $("chat").replaceChildren(el("p", { class: "empty" }, "The whole conversation is sent with each message, as the API wants it. What was said before is in the prefix cache."));
+    $("chat").replaceChildren(el("p", { class: "empty" }, "Each message sends the whole conversation, as the API wants it. Earlier prompts may be in the prefix cache of a prefill worker; earlier answers were generated on a decode worker, and a prefill worker computes them anew, unless the workers are mixed. What was cached stands under each answer."));
   }
 
   async send() {
@@ -62,7 +62,7 @@ export class Playground {
 
   async stream(text, turn) {
     const key = $("chat-key").value;
-    const body = { messages: this.messages, stream: true, temperature: Number($("chat-temperature").value), max_tokens: Number($("chat-max-tokens").value) || undefined };
+    const body = { messages: this.messages, stream: true, stream_options: { include_usage: true }, temperature: Number($("chat-temperature").value), max_tokens: Number($("chat-max-tokens").value) || undefined };
     const headers = { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
     const response = await fetch("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal: this.stop.signal });
     if (!response.ok) {
@@ -70,18 +70,21 @@ export class Playground {
       throw Object.assign(new Error(answer?.error?.message ?? `The server answered ${response.status}.`), { status: response.status });
     }
     for await (const line of lines(response.body)) {
-      if (line.startsWith(": server-timing ")) turn.append(...stageBar(stagesOf(line)));
-      else if (line.startsWith("data: {")) take(JSON.parse(line.slice(6)), text);
+      if (line.startsWith(": server-timing ")) turn.append(...stageBar(stagesOf(line)), el("div", { class: "facts" }, turn.dataset.usage));
+      else if (line.startsWith("data: {")) turn.dataset.usage = take(JSON.parse(line.slice(6)), text) ?? turn.dataset.usage ?? "";
     }
   }
 }
 
+/** Adds a chunk's text; returns what its usage says, if it has one. */
 function take(chunk, text) {
   if (chunk.error) throw new Error(`The answer broke off: ${chunk.error.message}`);
+  if (chunk.usage) return `${chunk.usage.prompt_tokens} prompt tokens, ${chunk.usage.prompt_tokens_details?.cached_tokens ?? 0} of them cached, ${chunk.usage.completion_tokens} output tokens`;
   const content = chunk.choices[0]?.delta?.content;
-  if (!content) return;
+  if (!content) return null;
   text.append(content);
   scroll();
+  return null;
 }
 
 async function* lines(body) {

@@ -10,9 +10,12 @@ from support.browser import CHROMIUM, browser
 from support.http_fakes import ADMIN_KEY, ANSWER, FakeDispatcher
 
 from splitserve.coordinator.http.operators import LOGIN, Operators
+from splitserve.coordinator.objectives import Objectives
+from splitserve.coordinator.request_record import RequestRecord
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.system_snapshot import SystemSnapshot, WorkerSnapshot
+from splitserve.coordinator.time_ledger import TimeLedger
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 STEERING = {
@@ -23,6 +26,7 @@ STEERING = {
     "wanted_workers": {"prefill": 7, "decode": 1},
     "counts": {"flip": 1},
 }
+COPIED = "window.copied = ''; Object.defineProperty(navigator, 'clipboard', {value: {writeText: async (text) => { copied = text; }}})"
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
 
@@ -64,27 +68,32 @@ async def test_by_keyboard(dispatcher: FakeDispatcher, model: ServedModel, tmp_p
         assert (await page.value("document.querySelector('.turn:last-child span').textContent")) == ANSWER
         assert await page.text(".turn.user") == "Hi <b>there</b>"
         assert "decode" in await page.text(".turn .facts")
+        assert "prompt tokens, 3 of them cached" in await page.text(".turn .facts:last-child")
 
         assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})).status_code == 200
-        await page.until("document.querySelectorAll('#gantt [role=option]').length === 2")
+        await page.until("document.querySelectorAll('#gantt [role=row][id]').length === 2")
         await page.press("Escape")
         await page.value("document.querySelector('#gantt').focus()")
         await page.press("ArrowDown")
         await page.press("ArrowDown")
         assert await page.value("document.querySelector('#gantt [aria-selected=true]').id") == "request-1"
-        assert "chatcmpl-" in await page.text("#gantt-detail")
+        assert "chatcmpl-" in await page.text("#gantt-detail code")
+        await page.value(COPIED)
+        await page.press("c")
+        await page.until("copied && document.querySelector('#gantt-detail button').textContent === 'Copied'")
+        assert await page.value("copied") == await page.text("#gantt-detail code")
         assert await page.value("document.querySelector('#pause').getAttribute('aria-pressed')") == "true"
 
         server.app.dashboard.view.sample(server.app.dashboard.view._sampled_at + 2, system())
-        await page.until(
-            "/median/.test(document.querySelectorAll('.tile')[3].innerText) && !/–/.test(document.querySelectorAll('.tile')[3].innerText)"
-        )
+        await page.until("/median; p95 [0-9]/.test(document.querySelectorAll('.tile')[3].innerText)")
+        assert "Too few requests to tell: 2 answered in the last minute" in await page.text("#verdict")
         await page.value("document.querySelector('.plot').focus()")
         await page.press("Home")
         assert " at " in await page.value("document.querySelector('.plot').getAttribute('aria-label')")
 
         await page.look(390, 844, "dark")
         await page.until("document.documentElement.scrollWidth <= 390")  # charts follow their panel
+        assert await page.value("document.querySelector('#gantt .copy').offsetWidth") > 0
         assert await page.value("document.title") == "splitserve"
         assert page.problems == []
         await server.stop(grace_s=0)
@@ -108,3 +117,74 @@ async def test_the_admin_key_opens_the_page_for_this_browser(dispatcher: FakeDis
         await page.value("window.before = location.reload()")
         await page.until("!('before' in window) && document.querySelector('#status')?.dataset.state === 'ready'")
     await server.stop(grace_s=0)
+
+
+def crowd(role: str) -> list[WorkerSnapshot]:
+    return [WorkerSnapshot(f"{role}-{i}", role, 100, 50, 20, 30, 0, 2, 0, 0, 5, busy=i / 64) for i in range(64)]
+
+
+def waited(number: int, end: float) -> RequestRecord:
+    """A request that queued for most of its time."""
+    ledger = TimeLedger("parse", end - 4.0)
+    for stage, took in (("queue", 0.01), ("prefill", 2.6), ("decode", 3.0)):
+        ledger.enter(stage, end - 4.0 + took)  # type: ignore[arg-type]
+    ledger.close(end)
+    return RequestRecord(
+        f"cmpl-{number}", "/v1/completions", "200", ledger, ledger.stages(), end - 1.0, 100, 0, 9, 1, f"prefill-{number % 64}", "decode-1"
+    )
+
+
+async def test_it_tells_what_is_in_the_way_and_shows_many_workers(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
+    """64 workers a role, a queue, objectives, a worker that is lost, refusals: by keyboard, and on a phone."""
+    busy = [worker._replace(busy=0.95) for worker in crowd("prefill")]
+    snapshot = SystemSnapshot(ready=True, workers=[*busy, *crowd("decode")])
+    operators = Operators(ADMIN_KEY)
+    app = create_app(dispatcher, model, system=lambda: snapshot, operators=operators, price_per_hour=2.0)
+    server = HttpServer(app)
+    await server.start()
+    view = app.dashboard.view
+    view.objectives = Objectives(ttft_s=1.0)
+    now = view._sampled_at
+    view.sample(
+        now + 2, SystemSnapshot(ready=True, workers=[*snapshot.workers, WorkerSnapshot(HOSTILE, "decode", 1, 1, 0, 0, 0, 0, 0, 0, 0)])
+    )
+    for number in range(40):
+        view.note(waited(number, now + 3.0))
+    app.metrics.request_ended("/v1/completions", "429")
+    view.sample(now + 4, snapshot)
+    async with browser(tmp_path) as page:
+        await page.open(f"http://127.0.0.1:{server.port}{LOGIN}?token={operators.token()}")
+        await page.until("document.querySelector('#verdict').dataset.level === 'bad'")
+        told = await page.text("#verdict")
+        assert "queueing for prefill, whose workers are busy 95% of the time" in told
+        assert "One more prefill worker would" in told
+        assert HOSTILE in told  # lost; a name is text
+        assert "Slow" not in await page.text("#announce")
+        events = await page.text("#events")
+        assert f"{HOSTILE} lost" in events
+        assert "1 request refused (429)" in events
+        assert "queue 65%" in await page.text("#time-bar")
+        assert "kept by 0%" in await page.text("#slo-state")
+        assert "0%" in await page.value("document.querySelectorAll('.tile')[5].innerText")
+        assert await page.value("document.querySelectorAll('.cells [role=option]').length") == 128
+        assert await page.value("document.querySelector('#tenants').hidden") is True
+
+        await page.value("document.querySelector('.cells.prefill').focus()")
+        for key in ("Home", "ArrowRight", "ArrowRight"):
+            await page.press(key)
+        assert "prefill-2" in await page.text(".strip .about")
+        await page.value("window.cell = document.querySelector('.cells').firstElementChild; null")
+        await page.until("!cell.isConnected")  # drawn anew: focus and choice stay
+        assert await page.value("document.activeElement.classList.contains('cells')")
+        assert "prefill-2" in await page.text(".strip .about")
+
+        await page.value("document.querySelector('#slo').closest('details').open = true")
+        await page.value("document.querySelector('#slo-ttft').focus()")
+        await page.write("30")
+        await page.press("Enter")
+        await page.until("/yours.*30.00 s.*kept by 98%/.test(document.querySelector('#slo-state').innerText)")  # of 40, and one refused
+
+        await page.look(390, 844, "light")
+        await page.until("document.documentElement.scrollWidth <= 390")
+        assert page.problems == []
+        await server.stop(grace_s=0)

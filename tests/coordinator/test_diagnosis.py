@@ -56,7 +56,7 @@ def test_too_few_requests_promise_nothing() -> None:
 def test_prefill_bound_by_clients_that_wait_for_their_answers() -> None:
     found = first(window(QUEUEING, prefill={"busy": 0.98}))
     assert (found.kind, found.level) == ("prefill", "warn")
-    assert found.what == "64% of requests' time is queueing for prefill (busy 98% of the time)."
+    assert found.what == "64% of requests' time is queueing for prefill, whose workers are busy 98% of the time."
     assert found.remedy == "A third prefill worker would halve the time to first token, from 3 s to about 1.6 s."
     assert "mean value analysis" in found.basis
 
@@ -165,7 +165,7 @@ def test_a_short_queue_matters_where_it_breaks_the_objective() -> None:
     stages = {**HEALTHY, "queue": 0.3, "decode": 20.0}
     assert first(window(stages)).kind == "good"
     found = first(window(stages, prefill={"busy": 0.9}, objectives=Objectives(0.2, None), kept=0.1, ttft_missed=0.9))
-    assert found.what == "59% of the time to first token is queueing for prefill (busy 90% of the time)."
+    assert found.what == "59% of the time to first token is queueing for prefill, whose workers are busy 90% of the time."
 
 
 def test_failed_and_refused_requests_come_first() -> None:

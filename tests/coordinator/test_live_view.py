@@ -181,7 +181,7 @@ class Known:
 async def test_with_keys_configured_the_feed_is_for_operators(dispatcher: FakeDispatcher, model: ServedModel) -> None:
     app = create_app(dispatcher, model, operators=Operators("k" * 32), tenancy=Tenancy(Known()))
     far = httpx.ASGITransport(app, client=("192.0.2.1", 1))
-    async with httpx.AsyncClient(transport=far, base_url="http://far") as client:
+    async with httpx.AsyncClient(transport=far, base_url="http://127.0.0.1") as client:
         assert (await client.get("/")).status_code == 200
         assert (await client.get("/dashboard/app.js")).status_code == 200
         assert (await client.get("/dashboard/feed")).status_code == 401
