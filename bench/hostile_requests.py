@@ -79,7 +79,16 @@ HOSTS = (
     *("localhost:8000", "127.0.0.1", "[::1]:80", "evil.example", "evil.example:80", "LOCALHOST.", "0x7f.1", "1234", "a" * 300, "[::1"),
     *("", " ", "a b", "a,b", "user@localhost", "localhost/evil", "localhost:x", "localhost:999999", "\xff", "*", "localhost\r\nhost: x"),
 )
-ORIGINS = ("null", "http://localhost", "https://evil.example", "http://localhost.evil.example", "", "x", "\xff", "http://localhost, http://a")
+ORIGINS = (
+    "null",
+    "http://localhost",
+    "https://evil.example",
+    "http://localhost.evil.example",
+    "",
+    "x",
+    "\xff",
+    "http://localhost, http://a",
+)
 CONTENT_TYPES = (
     *("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/json; charset=utf-8", ""),
     *(";", "\xff", "application/jsonx", "application/json, text/plain", "application/json\r\ncontent-type: text/plain", "a" * 3000),
@@ -250,9 +259,7 @@ class HostileRequests:
         content = json.dumps(self._body()[1]).encode()
         length = self._random.choice((len(content) - 9, len(content) + 9, -1, 0, 1 << 40, 1 << 70, "abc", "1 2", "+5", "0x10", ""))
         twice = self._random.choice(("", "", "content-length: 5\r\n", "transfer-encoding: chunked\r\n"))
-        head = (
-            f"POST {self._random.choice(ENDPOINTS)} HTTP/1.1\r\n{JSON_TO}{self._authorization()}content-length: {length}\r\n{twice}\r\n"
-        )
+        head = f"POST {self._random.choice(ENDPOINTS)} HTTP/1.1\r\n{JSON_TO}{self._authorization()}content-length: {length}\r\n{twice}\r\n"
         return Attempt("wrong length", (head.encode() + content,), ending=self._over())
 
     def _bad_chunks(self) -> Attempt:

@@ -77,7 +77,7 @@ class HttpApp:
         self.metrics.registry.register(self.overload)
         self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy, self.overload)
         self.generation.access, self.generation.proxies = self.front.access, self.front.proxies
-        self.batches = None if batches is None else BatchRunner(batches, self.generation)
+        self.batches = None if batches is None else BatchRunner(batches, self.generation, (tenancy or Tenancy()).directory)
         if self.batches is not None:
             self.batches.failures = self.metrics.failures
         clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]

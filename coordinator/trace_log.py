@@ -22,6 +22,7 @@ import orjson
 
 from ..transport.block_hash import chain, root_hash
 from ..transport.messages import u32
+from ..transport.private_files import private
 from .full_disk import is_full
 from .request import Ended, GenerationRequest
 from .token_times import TimedSink
@@ -78,8 +79,8 @@ class TraceLog:
 
     def _open(self) -> None:
         """Begins the file. Raises OSError, and leaves none."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("xb", buffering=0)  # a row is whole or absent, also when the process is killed
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._file = open(self.path, "xb", buffering=0, opener=private)  # noqa: SIM115  # a row is whole or absent, also when the process is killed
         try:
             self._write(orjson.dumps({"format": "splitserve-trace", "version": 1, **self._header}) + b"\n")
         except OSError:

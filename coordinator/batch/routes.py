@@ -20,7 +20,7 @@ from ..http.overload import Overload
 from ..tenants.limits import ANONYMOUS, Account
 from ..unknown_fields import UnknownFields
 from .lines import Used
-from .runner import BatchRunner, pack_account
+from .runner import BatchRunner
 from .store import BatchStore, StoredBatch, StoredFile
 
 MAX_FILE_BYTES = 200 << 20
@@ -112,7 +112,7 @@ class BatchRoutes:
             raise NotFound(f"There is no file {asked.input_file_id!r}.", param="input_file_id")
         known = asked.model_dump(include=set(BatchRequest.model_fields))
         details = {**known, "created_at": int(now), "expires_at": int(now) + WINDOW_S}
-        batch = await self._runner.call(lambda store: store.add_batch(account.tenant, pack_account(account), details, now))
+        batch = await self._runner.call(lambda store: store.add_batch(account.tenant, account.key_id, details, now))
         told = await self._runner.call(lambda store: _batch(store, batch))
         self._runner.wake()
         return _json(told)

@@ -8,20 +8,20 @@ import fcntl
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple, TypeVar
-
-import msgpack
+from typing import IO, Any, NamedTuple, TypeVar
 
 from ..call import CallHandler, Endpoint, Headers
 from ..errors import StorageFull
 from ..full_disk import is_full
 from ..inner_call import InnerCall
 from ..listeners import ListenerFailures
+from ..tenants.directory import Directory
 from ..tenants.limits import Account
+from ..timeouts import ON_TIMEOUT_HEADER
 from .lines import Line, output_line, read_lines, unanswered_line, used_by
 from .store import BatchStore, Status, StoredBatch
 
@@ -31,6 +31,8 @@ PRUNE_EVERY_S = 3600.0
 WAIT_S = 1.0  # before a request that found no room is tried again, where the answer says nothing
 MAX_TIMEOUTS = 10  # of one request
 AGAIN = (429, 503, 504)
+NO_KEY = "The API key of this batch was revoked or has expired; submit what is left with a key that opens."
+NOTHING: Mapping[str, Any] = {}
 _log = logging.getLogger(__name__)
 
 
@@ -52,10 +54,10 @@ class BatchOptions(NamedTuple):
 class BatchRunner:
     """``start`` and ``stop`` in the loop that serves. Of several processes with one file, the first runs the batches."""
 
-    def __init__(self, options: BatchOptions, generation: CallHandler) -> None:
-        """Raises sqlite3.Error where the file cannot be used."""
+    def __init__(self, options: BatchOptions, generation: CallHandler, directory: Directory) -> None:
+        """Raises OSError or sqlite3.Error where the file cannot be used."""
         self._path, self._max_running, self._keep_s = options
-        self._generation = generation
+        self._generation, self._directory = generation, directory
         self._store = BatchStore(self._path)
         self._prune_at = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
@@ -132,6 +134,8 @@ class BatchRunner:
                 await self._end(batch, "cancelled", "batch_cancelled", "The batch was cancelled before this request was run.")
             elif time.time() >= batch.details["expires_at"]:
                 await self._end(batch, "expired", "batch_expired", "The batch expired before this request was run.")
+            elif self._account(batch) is None:
+                await self._end(batch, "failed", "invalid_api_key", NO_KEY)
             elif not await self.call(partial(_has_open_lines, batch=batch)):
                 await self.call(partial(_finish, batch=batch, status="completed"))
         await self._fill()
@@ -172,20 +176,28 @@ class BatchRunner:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _ask_until_answered(self, batch: StoredBatch, line: Line) -> Answer:
-        """No room, no workers, a limit reached: it waits and asks again."""
-        account = unpack_account(batch.account)
+        """No room, no workers, a limit reached, too late: it waits and asks again, each time as what its key then is."""
         num_timeouts = 0
         while True:
-            answer = await self._ask(batch.details["endpoint"], line.body, account)
+            if (account := self._account(batch)) is None:
+                await asyncio.sleep(WAIT_S)  # the batch is about to be ended, and this task with it
+                continue
+            headers = {ON_TIMEOUT_HEADER: b"error"} if num_timeouts < MAX_TIMEOUTS else {}  # at last a part is better than nothing
+            answer = await self._ask(batch.details["endpoint"], line.body, account, headers)
             num_timeouts += answer.status == 504
             if answer.status not in AGAIN or num_timeouts > MAX_TIMEOUTS:
                 return answer
             wait = dict(answer.headers).get(b"retry-after", b"")
             await asyncio.sleep(float(wait) if wait.isdigit() else WAIT_S)
 
-    async def _ask(self, endpoint: Endpoint, body: bytes, account: Account) -> Answer:
+    def _account(self, batch: StoredBatch) -> Account | None:
+        """As its key stands now, behind all others; None where that does not open any more."""
+        account = self._directory.account_of_key(batch.key_id)
+        return None if account is None else account.model_copy(update={"priority_class": "batch"})
+
+    async def _ask(self, endpoint: Endpoint, body: bytes, account: Account, headers: Mapping[bytes, bytes]) -> Answer:
         listener = _Waiting()
-        call = InnerCall(self._generation, endpoint, body, account, listener, {})
+        call = InnerCall(self._generation, endpoint, body, account, listener, headers)
         call.begin()
         try:
             return await listener.answer
@@ -203,7 +215,8 @@ class BatchRunner:
             while found := store.open_lines(batch.id, 1000):
                 for _, line in found:
                     store.answer(batch.id, line.number, 0, unanswered_line(batch.id, line, code, message))
-            _finish(store, batch, status)
+            told = {"code": code, "line": None, "message": message, "param": None}
+            _finish(store, batch, status, {"errors": {"object": "list", "data": [told]}} if status == "failed" else {})
 
         await self.call(end)
 
@@ -237,7 +250,7 @@ def _has_open_lines(store: BatchStore, batch: StoredBatch) -> bool:
     return bool(store.open_lines(batch.id, 1))
 
 
-def _finish(store: BatchStore, batch: StoredBatch, status: Status) -> None:
+def _finish(store: BatchStore, batch: StoredBatch, status: Status, more: Mapping[str, Any] = NOTHING) -> None:
     """Writes the files. After a crash in between it is done again, and a file may lie there twice."""
     if status == "completed":
         store.change(batch.id, "finalizing", {"finalizing_at": int(time.time())}, ("in_progress",))
@@ -245,14 +258,4 @@ def _finish(store: BatchStore, batch: StoredBatch, status: Status) -> None:
     for field, good in (("output_file_id", True), ("error_file_id", False)):
         if content := store.outputs(batch.id, good=good):
             made[field] = store.add_file(tenant, f"{batch.id}_{field[:-8]}.jsonl", "batch_output", content, time.time()).id
-    store.change(batch.id, status, {**made, f"{status}_at": int(time.time())})
-
-
-def pack_account(account: Account) -> bytes:
-    """For the store: whose requests they are when they run, behind all others."""
-    packed: bytes = msgpack.packb({**account.model_dump(), "priority_class": "batch"})
-    return packed
-
-
-def unpack_account(packed: bytes) -> Account:
-    return Account.model_validate(msgpack.unpackb(packed))
+    store.change(batch.id, status, {**more, **made, f"{status}_at": int(time.time())})

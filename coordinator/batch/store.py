@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgpack
 import orjson
 
+from ...transport.private_files import make_private
 from ..full_disk import is_full
 from .lines import Line, Used
 
@@ -26,7 +28,7 @@ CREATE TABLE IF NOT EXISTS files (
     num_bytes INTEGER NOT NULL, content BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS batches (
-    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, account BLOB NOT NULL, status TEXT NOT NULL, details BLOB NOT NULL
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created REAL NOT NULL, key_id INTEGER NOT NULL, status TEXT NOT NULL, details BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS lines (
     batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB NOT NULL, status INTEGER, output BLOB,
@@ -50,12 +52,12 @@ class StoredFile(NamedTuple):
 
 
 class StoredBatch(NamedTuple):
-    """``details``: what OpenAI's object has beside id, status and counts. ``account``: who pays, packed."""
+    """``details``: what OpenAI's object has beside id, status and counts. ``key_id``: of the key that pays; 0: none was asked for."""
 
     id: str
     status: Status
     details: dict[str, Any]
-    account: bytes
+    key_id: int
 
 
 class Counts(NamedTuple):
@@ -68,12 +70,13 @@ class BatchStore:
     """All methods block for a disk's time: they are called on one thread of their own."""
 
     def __init__(self, path: Path) -> None:
-        """Opened when it is first needed where its disk is full now. Raises sqlite3.Error."""
+        """Opened when it is first needed where its disk is full now. Raises OpenToOthers where other users may read it, OSError or
+        sqlite3.Error where it cannot be used."""
         self._path = path
         self._opened: sqlite3.Connection | None = None
         try:
             _ = self._db
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             if not is_full(error):
                 raise
             _log.error("--batch-file: there is no space for %s (%s); batches and files are refused until there is", path, error)
@@ -81,9 +84,11 @@ class BatchStore:
     @property
     def _db(self) -> sqlite3.Connection:
         if self._opened is None:
+            make_private("the batch file", self._path)
             db = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
             try:
                 db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + SCHEMA)
+                _forget_accounts(db)
             except sqlite3.Error:
                 db.close()
                 raise
@@ -132,10 +137,10 @@ class BatchStore:
 
     # --- batches ---------------------------------------------------------------------------------
 
-    def add_batch(self, tenant: str, account: bytes, details: dict[str, Any], now: float) -> StoredBatch:
-        batch = StoredBatch(f"batch_{secrets.token_hex(12)}", "validating", details, account)
-        row = (batch.id, tenant, now, account, batch.status, orjson.dumps(details))
-        self._db.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?)", row)
+    def add_batch(self, tenant: str, key_id: int, details: dict[str, Any], now: float) -> StoredBatch:
+        batch = StoredBatch(f"batch_{secrets.token_hex(12)}", "validating", details, key_id)
+        row = (batch.id, tenant, now, key_id, batch.status, orjson.dumps(details))
+        self._db.execute("INSERT INTO batches (id, tenant, created, key_id, status, details) VALUES (?, ?, ?, ?, ?, ?)", row)
         return batch
 
     def batch(self, tenant: str | None, id: str) -> StoredBatch | None:
@@ -217,16 +222,35 @@ class BatchStore:
         return tenant
 
 
+def _forget_accounts(db: sqlite3.Connection) -> None:
+    """Files of version 0.1 held each batch's whole account, with the key's digest and the cache's salt."""
+
+    def columns() -> list[str]:
+        return [row[1] for row in db.execute("PRAGMA table_info(batches)")]
+
+    if "account" not in columns():
+        return
+    db.execute("PRAGMA secure_delete = ON")
+    db.execute("BEGIN IMMEDIATE")
+    if "account" in columns():  # another process may have been first
+        db.execute("ALTER TABLE batches ADD COLUMN key_id INTEGER NOT NULL DEFAULT 0")
+        for id, account in db.execute("SELECT id, account FROM batches").fetchall():
+            db.execute("UPDATE batches SET key_id = ? WHERE id = ?", (msgpack.unpackb(account)["key_id"], id))
+        db.execute("ALTER TABLE batches DROP COLUMN account")
+    db.execute("COMMIT")
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
 _ADD_USED = (
     "INSERT INTO used VALUES (?, ?, ?, ?, ?) ON CONFLICT (batch) DO UPDATE SET prompt = prompt + excluded.prompt,"
     " cached = cached + excluded.cached, completion = completion + excluded.completion, reasoning = reasoning + excluded.reasoning"
 )
 _FILE = "SELECT id, filename, purpose, num_bytes, created FROM files"
-_BATCH = "SELECT id, status, details, account FROM batches"
+_BATCH = "SELECT id, status, details, key_id FROM batches"
 
 
 def _batch(row: Any) -> StoredBatch:
-    return StoredBatch(row[0], row[1], orjson.loads(row[2]), bytes(row[3]))
+    return StoredBatch(row[0], row[1], orjson.loads(row[2]), row[3])
 
 
 def _page(found: list[Any], after: str | None, limit: int) -> list[Any]:

@@ -25,12 +25,18 @@ class Directory(Protocol):
     def account(self, authorization: bytes) -> Account:
         """Of the ``Authorization`` header's value (empty: none). Raises Unauthorized."""
 
+    def account_of_key(self, key_id: int) -> Account | None:
+        """As it stands now, for what runs without a client; None where the key does not open any more. 0: no key was asked for."""
+
 
 class Everyone:
     """No keys are configured: all are one tenant without a name or a limit."""
 
     def account(self, authorization: bytes) -> Account:
         return ANONYMOUS
+
+    def account_of_key(self, key_id: int) -> Account | None:
+        return ANONYMOUS if key_id == 0 else None
 
     def close(self) -> None:
         """Nothing is open."""
@@ -69,6 +75,12 @@ class KeyDirectory:
         if account is None or not same(account.digest, digest) or account.expires <= time.time():
             raise Unauthorized(WRONG)
         return account
+
+    def account_of_key(self, key_id: int) -> Account | None:
+        if key_id == 0:
+            return ANONYMOUS
+        account = next((account for account in self._accounts.values() if account.key_id == key_id), None)
+        return account if account is not None and account.expires > time.time() else None
 
     async def follow(self, every_s: float = LOOK_EVERY_S) -> None:
         """Goes by what the file holds, whenever it changes, until cancelled: a revoked key is out within a second, everywhere."""

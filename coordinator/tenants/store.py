@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...transport.private_files import OpenToOthers, make_private
 from ..full_disk import is_full
 from ..request import PriorityClass
 from .api_key import digest_of, hint_of, new_key
@@ -61,12 +62,11 @@ class TenantStore:
         self.frozen = False
         """Read as it is, because its disk has no space for SQLite's own files; changes are not seen."""
         try:
+            make_private("the tenants file", path)
             self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             if not create:
                 self._open_as_it_is(path)
             self._db.row_factory = sqlite3.Row
-            if create and not path.stat().st_size:
-                path.chmod(0o600)
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version > VERSION:
                 raise TenantsFileError(f"{path} was written by a newer splitserve (version {version}; this one knows {VERSION})")
@@ -74,6 +74,8 @@ class TenantStore:
             if version < VERSION:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.executescript(SCHEMA)
+        except OpenToOthers as error:
+            raise TenantsFileError(str(error)) from None
         except (sqlite3.Error, OSError) as error:
             raise TenantsFileError(f"cannot use the tenants file {path}: {error}") from None
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
+from ...transport.private_files import OpenToOthers, make_private
 from ..full_disk import is_full
 from .errors import TenantsFileError
 from .usage_record import FIELDS, SUMS, UsageRecord
@@ -53,7 +54,9 @@ class SqliteUsage:
         self._opened: sqlite3.Connection | None = None
         try:
             _ = self._db
-        except sqlite3.Error as error:
+        except OpenToOthers as error:
+            raise TenantsFileError(str(error)) from None
+        except (OSError, sqlite3.Error) as error:
             if not is_full(error):
                 raise TenantsFileError(f"cannot use the usage database {path}: {error}") from None
             _log.error("there is no space for the usage database %s (%s); records wait until there is", path, error)
@@ -61,6 +64,7 @@ class SqliteUsage:
     @property
     def _db(self) -> sqlite3.Connection:
         if self._opened is None:
+            make_private("the usage database", self._path)
             db = sqlite3.connect(self._path, timeout=10, check_same_thread=False)
             try:
                 db.execute("PRAGMA journal_mode = WAL")

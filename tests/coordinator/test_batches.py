@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,17 +13,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import msgpack
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from support.http_fakes import ANSWER, FakeDispatcher
 
 from splitserve.coordinator.batch.lines import Line, read_lines
-from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner, pack_account, unpack_account
+from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner
 from splitserve.coordinator.batch.store import BatchStore
 from splitserve.coordinator.limits import HttpLimits
 from splitserve.coordinator.served_model import ServedModel
 from splitserve.coordinator.server import HttpServer, create_app
-from splitserve.coordinator.tenants.limits import Account, Limits
+from splitserve.coordinator.tenants.directory import Everyone
 
 CHAT = "/v1/chat/completions"
 OVER = ("completed", "failed", "cancelled", "expired")
@@ -220,7 +223,7 @@ async def test_of_two_processes_one_runs_the_batches_and_the_other_goes_on(
 @pytest.mark.parametrize("turns", range(5))
 async def test_it_stops_whatever_has_just_changed(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path, turns: int) -> None:
     """``asyncio.wait_for`` returned what it had waited for, and not that it was cancelled, where both came within a turn of the loop."""
-    runner = BatchRunner(BatchOptions(tmp_path / "batches.db"), create_app(dispatcher, model).generation)
+    runner = BatchRunner(BatchOptions(tmp_path / "batches.db"), create_app(dispatcher, model).generation, Everyone())
     runner.start()
     async with asyncio.timeout(60):
         while not runner._changed._waiters:  # type: ignore[attr-defined]
@@ -236,7 +239,7 @@ def test_what_is_old_is_deleted_unless_it_is_in_use(tmp_path: Path) -> None:
     batches = {}
     for now, status in ((100.0, "completed"), (100.0, "in_progress"), (900.0, "completed")):
         file = store.add_file("t", "in", "batch", b"x", now)
-        batch = store.add_batch("t", b"", {"input_file_id": file.id}, now)
+        batch = store.add_batch("t", 0, {"input_file_id": file.id}, now)
         store.add_lines(batch.id, [Line(0, "a", b"{}")])
         store.change(batch.id, cast(Any, status), {})
         batches[now, status] = (batch.id, file.id)
@@ -253,7 +256,7 @@ def test_what_is_old_is_deleted_unless_it_is_in_use(tmp_path: Path) -> None:
 def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     store = BatchStore(tmp_path / "batches.db")
     file = store.add_file("a", "in", "batch", b"x", 1.0)
-    batch = store.add_batch("a", b"", {}, 1.0)
+    batch = store.add_batch("a", 0, {}, 1.0)
     assert store.file("b", file.id) is store.content("b", file.id) is store.batch("b", batch.id) is None
     assert store.files("b", None, None, 9, newest_first=True) == store.batches("b", None, 9) == []
     assert not store.delete_file("b", file.id)
@@ -261,6 +264,35 @@ def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_account_survives_the_store() -> None:
-    account = Account(tenant="t", salt=b"\xff\x00", key_limits=Limits(requests_per_minute=5), digest=b"\x80")
-    assert unpack_account(pack_account(account)) == account.model_copy(update={"priority_class": "batch"})
+def test_a_file_of_an_earlier_version_forgets_salts_and_digests(tmp_path: Path) -> None:
+    path, secret = tmp_path / "batches.db", b"SALT" * 4
+    path.touch(mode=0o600)
+    old = sqlite3.connect(path)
+    old.execute("PRAGMA journal_mode = WAL")
+    old.execute("CREATE TABLE batches (id TEXT PRIMARY KEY, tenant TEXT, created REAL, account BLOB NOT NULL, status TEXT, details BLOB)")
+    old.execute("INSERT INTO batches VALUES ('b', 'acme', 1, ?, 'in_progress', '{}')", (msgpack.packb({"key_id": 12, "salt": secret}),))
+    old.commit()
+    old.close()
+    assert secret in path.read_bytes()
+    store = BatchStore(path)
+    assert [batch.key_id for batch in store.open_batches()] == [12]
+    store.add_batch("acme", 13, {}, 2.0)
+    store.close()
+    assert secret not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    BatchStore(path).close()
+
+
+def test_its_file_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    path, umask = tmp_path / "batches.db", os.umask(0)
+    try:
+        store = BatchStore(path)
+        store.add_file("t", "in", "batch", b"a prompt", 1.0)
+        assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == dict.fromkeys(
+            ("batches.db", "batches.db-wal", "batches.db-shm"), 0o600
+        )
+        store.close()
+    finally:
+        os.umask(umask)
+    path.chmod(0o644)
+    with pytest.raises(OSError, match=rf"the batch file {path} is open to other users \(mode 0644\); run: chmod 600 {path}$"):
+        BatchStore(path)

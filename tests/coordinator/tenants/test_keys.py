@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from splitserve.coordinator.tenants.directory import KeyDirectory, directory_of
 from splitserve.coordinator.tenants.errors import TenantsFileError, Unknown
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy
+from splitserve.transport.private_files import write_private
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
@@ -107,7 +109,7 @@ async def test_a_revoked_key_is_noticed(store: TenantStore, path: Path) -> None:
 def test_a_file_that_is_none(path: Path) -> None:
     with pytest.raises(TenantsFileError, match="splitserve keys create"):
         directory_of(path)
-    path.write_text("no database, but long enough to be taken for a file of some kind")
+    write_private(path, "no database, but long enough to be taken for a file of some kind")
     with pytest.raises(TenantsFileError, match="cannot use"):
         directory_of(path)
 
@@ -180,3 +182,17 @@ async def test_tenants_by_http(store: TenantStore, path: Path, dispatcher: FakeD
     assert made["key"] not in listed
     assert turned["id"] in listed
     assert next(iter(TenantStore(path).accounts(time.time()).values())).tenant_limits.tokens_per_day == 9
+
+
+def test_the_tenants_file_is_private(path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        store = TenantStore(path, create=True)
+        store.set_tenant("acme")
+        assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
+        store.close()
+    finally:
+        os.umask(umask)
+    path.chmod(0o640)
+    with pytest.raises(TenantsFileError, match=rf"the tenants file {path} is open to other users \(mode 0640\); run: chmod 600 {path}$"):
+        TenantStore(path)
