@@ -68,8 +68,7 @@ def run(settings: CoordinatorSettings, in_child: Serve) -> None:
     folder = run_folder()
     try:
         if settings.admin_key_file is None and folder is not None:
-            settings = settings.model_copy(update={"admin_key_file": make_admin_key(folder.path / ADMIN_KEY)})
-            _log.info("operators' pages ask for the admin key in %s", settings.admin_key_file)
+            settings = settings.model_copy(update={"admin_key_file": own_admin_key(folder.path / ADMIN_KEY)})
         if settings.processes > 1:
             say_who_may(settings)
             run_all(settings, in_child, folder.path if folder else None)
@@ -166,7 +165,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
             admin_key_file=settings.admin_key_file.absolute(),
             tls_cert=None if settings.tls_cert is None else settings.tls_cert.absolute(),
         )
-        announce(place.run_folder, place.number, door)
+        announce_to_commands(place.run_folder, place.number, door)
     settle_heap()
     _log.info("HTTP on %s://%s:%d, workers connect to %s", settings.scheme, settings.listen_host, server.port, dispatcher.address)
     tasks = [asyncio.create_task(prove(dispatcher, partial(_probe, lifecycle.incarnation)))]
@@ -196,12 +195,30 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
 
 
 def run_folder() -> RunFolder | None:
-    """None where it cannot be made: then there must be an --admin-key-file, or nobody is an operator."""
+    """None where it cannot be made, such as on a full disk: the coordinator serves all the same."""
     try:
         return RunFolder()
     except OSError as error:
-        _log.warning("commands on this host will not find this coordinator, nor a key where no --admin-key-file is given: %s", error)
+        _log.warning("commands on this host will not find this coordinator; without --admin-key-file nobody is an operator: %s", error)
         return None
+
+
+def own_admin_key(path: Path) -> Path | None:
+    """A new key; None where it cannot be written."""
+    try:
+        make_admin_key(path)
+    except OSError as error:
+        _log.warning("nobody is an operator: give --admin-key-file, for no key could be written to %s: %s", path, error.strerror)
+        return None
+    _log.info("operators' pages ask for the admin key in %s", path)
+    return path
+
+
+def announce_to_commands(folder: Path, number: int, door: Door) -> None:
+    try:
+        announce(folder, number, door)
+    except OSError as error:
+        _log.warning("commands on this host will not find this coordinator: %s", error)
 
 
 def model_of(settings: CoordinatorSettings) -> ServedModel:

@@ -161,9 +161,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
         allow = (error.headers or {}).get("Allow", "")
         return _error(MethodNotAllowed(f"{request.url.path} takes {allow}, not {request.method}.", allow))
     path, why = request.url.path, ""
-    if path.startswith(("/v1/files", "/v1/batches")):
+    paths = [getattr(route, "path", "") for route in request.app.routes]
+    if path.startswith(("/v1/files", "/v1/batches")) and "/v1/batches" not in paths:
         why = " on this server: it was started without --batch-file"
-    elif path.startswith("/admin/") and not any(getattr(route, "path", "").startswith("/admin/") for route in request.app.routes):
+    elif path.startswith("/admin/") and not any(each.startswith("/admin/") for each in paths):
         why = " here: this server's admin API has a port of its own (--admin-port)"
     return _error(NotFound(f"There is no {request.method} {path}{why}.", code="unknown_url"))
 

@@ -31,12 +31,15 @@ from .worker_forks import WorkerForks
 
 SECRETS = {"redis_url", "usage_url", "steer_webhook", "otlp_endpoint"}
 """Settings that may hold passwords: given to processes by their environment, never by a file."""
+MAX_SOCKET_PATH = 107  # sun_path of unix(7), without its last byte
+SOCKET_NAME_CHARS = len("/pymp-12345678/listener-12345678")
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # of the prefixes, in turn
 
 
 def run(plan: Plan) -> int:
     """Runs until stopped, or until the chat or answer is over. Returns the exit status."""
-    tempfile.tempdir = str(plan.folder.path)  # of multiprocessing's sockets, too: the next start removes what a killed one leaves
+    if len(str(plan.folder.path)) + SOCKET_NAME_CHARS <= MAX_SOCKET_PATH:
+        tempfile.tempdir = str(plan.folder.path)  # of multiprocessing's sockets: the next start removes what a killed one leaves
     try:
         return asyncio.run(_run(plan))
     except KeyboardInterrupt:

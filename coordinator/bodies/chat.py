@@ -103,6 +103,15 @@ def unknown_of_messages(messages: Sequence[Message]) -> list[str]:
     return [path for i, message in odd for path in unknown_within(f"messages[{i}]", message)]
 
 
+def _no_template(value: Any) -> Any:
+    if value is not None:
+        raise invalid("this server renders with the model's own template alone; leave it out, and pass variables in chat_template_kwargs")
+    return value
+
+
+NoTemplate = Annotated[Any, AfterValidator(_no_template), WithJsonSchema(NULL)]
+
+
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
@@ -110,6 +119,7 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=INT64)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template: NoTemplate = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[Any, BeforeValidator(check_tool_choice), TOOL_CHOICE] = None

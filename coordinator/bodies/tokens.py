@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from .chat import MAX_MESSAGES, Message, unknown_of_messages
+from .chat import MAX_MESSAGES, Message, NoTemplate, unknown_of_messages
 from .fields import INT64, MAX_TOKENS, Body
 
 
@@ -17,6 +17,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    chat_template: NoTemplate = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

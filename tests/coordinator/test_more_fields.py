@@ -132,3 +132,12 @@ async def test_words_for_the_template(http: httpx.AsyncClient, dispatcher: FakeD
     messages = [*body["messages"], {"role": "assistant", "content": parts}, *body["messages"]]
     assert (await http.post(path, json={"messages": messages})).status_code == 200
     assert "No.\nReally." in model.tokenizer.decode(dispatcher.requests[-1].prompt_token_ids)
+
+
+async def test_a_template_of_the_client_is_refused(http: httpx.AsyncClient) -> None:
+    messages = {"messages": [{"role": "user", "content": "Hi"}]}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        refused = await http.post(path, json={**messages, "chat_template": "{{ messages }}"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template")
+        assert "chat_template_kwargs" in refused.json()["error"]["message"]
+        assert (await http.post(path, json={**messages, "chat_template": None})).status_code == 200

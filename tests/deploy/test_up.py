@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.decode.settings import DecodeSettings
 from splitserve.deploy import gpus, up
 from splitserve.deploy.cli import cli
-from splitserve.deploy.config import ConfigError, Sources, Value
+from splitserve.deploy.config import ConfigError, Sources, Value, load
 from splitserve.deploy.flexible_settings import FlexibleSettings
 from splitserve.deploy.gpus import shared
 from splitserve.deploy.local_cluster import commands, curl_example, prefixed_log
@@ -138,6 +139,22 @@ def test_each_process_reads_exactly_the_planned_settings(model: Path, tmp_path: 
     assert DecodeSettings(**yaml.safe_load((made.run_dir / "decode-0.yaml").read_text())["decode"]) == made.workers[1]
     assert all("SPLITSERVE_PORT" not in process.env for process in processes)
     assert [process.env["OMP_NUM_THREADS"] for process in processes] == ["1", "2", "2"]
+
+
+def test_passwords_in_urls_stay_out_of_the_run_folder(model: Path, tmp_path: Path) -> None:
+    secret = "http://user:TOPSECRET@hooks.example/x"
+    umask = os.umask(0)
+    try:
+        made = planned(model, tmp_path, steer_webhook=secret, redis_url="redis://:TOPSECRET@redis:6379/0", run_dir=str(tmp_path / "run"))
+        coordinator, *workers = commands(made)
+    finally:
+        os.umask(umask)
+    files = [*made.run_dir.iterdir(), made.run_dir]
+    assert [file for file in files if file.stat().st_mode & 0o077] == []
+    assert not any("TOPSECRET" in file.read_text() for file in files if file.is_file())
+    assert not any("TOPSECRET" in text for worker in workers for text in worker.env.values())
+    read = load("coordinator", {}, Sources.read(made.run_dir / "coordinator.yaml", coordinator.env))
+    assert read == made.coordinator
 
 
 def test_workers_of_both_roles_alone_or_beside_others(model: Path, tmp_path: Path) -> None:
