@@ -70,9 +70,3 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         sock.close()
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}; choose another host or port") from error
     return sock
-
-
-def url_of(host: str, port: int, scheme: str = "http") -> str:
-    """Where clients on this host reach what listens there."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -33,10 +33,10 @@ from .http.front_door import FrontDoor
 from .http.operators import Operators, admin_key, make_admin_key
 from .http.overload import Overload, OverloadLimits
 from .http.tls import TlsFiles
+from .http.url import url_of
 from .lifecycle import Lifecycle, LifecycleLimits
 from .limits import HttpLimits
 from .listeners import ListenerFailures
-from .listening_server import url_of
 from .processes import CannotStart, Place, Serve, run_all
 from .request import GenerationRequest, Sink
 from .request_log import log_request

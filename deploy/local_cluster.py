@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TextIO
 
@@ -45,7 +46,7 @@ def run(plan: Plan) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        plan.folder.close()
+        Finalize(None, plan.folder.close, exitpriority=-200)  # multiprocessing's own folder lies in it, which it removes at -100
 
 
 async def _run(plan: Plan) -> int:

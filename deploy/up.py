@@ -12,7 +12,7 @@ import click
 from pydantic import BaseModel
 
 from ..coordinator.http.operators import admin_key, make_admin_key
-from ..coordinator.listening_server import url_of
+from ..coordinator.http.url import url_of
 from ..coordinator.run_folder import ADMIN_KEY, RunFolder
 from ..coordinator.settings import CoordinatorSettings
 from ..decode.settings import DecodeSettings

@@ -190,3 +190,4 @@ def test_up_without_arguments_serves_the_demo(wheel: Path, tmp_path: Path) -> No
     done = run(programs, "up", "--port", "0", "--prompt", "What does os.path.join do?", timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "join" in done.stdout
+    assert "Traceback" not in done.stderr, "its temporary folder is removed once"
