@@ -53,7 +53,8 @@ class Membership:
             self._state.forecast.hear(worker, load)
         held = set(from_u32(load.dispatches))
         worker.held, worker.held_at = held, now
-        self._state.send(worker, self._alive)
+        alive = Alive(coordinator=self._state.incarnation, misfit=worker.misfit) if worker.misfit else self._alive
+        self._state.send(worker, alive)
         if worker.drain is not None:  # it has not heard yet
             self._state.send(worker, worker.drain)
         if load.num_cache_reports > worker.num_cache_reports and now - worker.asked_for_cache >= self._state.limits.lost_after_s:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from msgspec.structs import asdict
 
 from ..transport.messages import BlockEvents, Drain, Flip, Hello, Load, ModelIdentity, Role, from_hashes
@@ -57,6 +59,10 @@ class Pools:
         """Whether any prefill worker's KV cache may go to any decode worker, and all hold sequences of the same length."""
         if workers:
             self.max_sequence_tokens = min(w.max_model_len for w in workers)
+        for worker in workers:
+            worker.misfit = ""
+        for worker, other in self._misfits():
+            worker.misfit = _sentence_for(worker, other)
 
     def add(self, hello: Hello, now: float) -> list[Worker]:
         """A worker says hello. Returns its earlier incarnations, which are dead."""
@@ -110,17 +116,18 @@ class Pools:
 
     def misfits(self) -> list[str]:
         """A sentence for each worker that fits none of the other role's workers, though there are some."""
-        found = []
-        roles: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "prefill"))
-        for role, other in roles:
-            others = self._of_role[other]
-            for worker in self._of_role[role]:
-                if others and all(worker.hello.model != o.hello.model for o in others):
-                    found.append(
-                        f"{role} worker {worker.hello.worker_id} gets no work: it does not fit {other} worker "
-                        f"{others[0].hello.worker_id}: {_difference(worker, others[0])}"
-                    )
-        return found
+        return [
+            f"{worker.role} worker {worker.hello.worker_id} gets no work: it does not fit {other.role} worker "
+            f"{other.hello.worker_id}: {_difference(worker, other)}"
+            for worker, other in self._misfits()
+        ]
+
+    def _misfits(self) -> Iterator[tuple[Worker, Worker]]:
+        """Each with one of the other role's workers, none of which it fits."""
+        prefills, decodes = self._of_role["prefill"], self._of_role["decode"]
+        for workers, others in ((prefills, decodes), (decodes, prefills)):
+            kinds = {other.kind for other in others}
+            yield from ((worker, others[0]) for worker in workers if others and worker.kind not in kinds)
 
     def overdue(self, heartbeat_s: float, now: float) -> list[Worker]:
         """Those whose heartbeat should have come, or that could not be reached the last time."""
@@ -163,6 +170,19 @@ def _gap(prefills: list[Worker], decodes: list[Worker]) -> str:
 
 
 def _difference(a: Worker, b: Worker) -> str:
+    name, ours, theirs = _first_difference(a, b)
+    return f"their {name} differs ({ours!r} and {theirs!r})"
+
+
+def _sentence_for(worker: Worker, other: Worker) -> str:
+    """What the worker's own log is to say."""
+    name, ours, theirs = _first_difference(worker, other)
+    says = f"this {worker.role} worker gets no work: it fits no {other.role} worker, and its {name} is not that of {other.hello.worker_id}"
+    return f"{says} ({ours!r} here, {theirs!r} there); start all workers of a model with the same model and options"[:4096]
+
+
+def _first_difference(a: Worker, b: Worker) -> tuple[str, object, object]:
+    """The field of their models' identities, and both values."""
     ours, theirs = asdict(a.hello.model), asdict(b.hello.model)
     name = next(name for name in ours if ours[name] != theirs[name])
-    return f"their {name.replace('_', ' ')} differs ({ours[name]!r} and {theirs[name]!r})"
+    return name.replace("_", " "), ours[name], theirs[name]

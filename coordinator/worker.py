@@ -56,6 +56,8 @@ class Worker:
     num_blocks: int = field(init=False)
     max_model_len: int = field(init=False)
     """The longest sequence, prompt and output, that it can ever hold, in tokens."""
+    misfit: str = field(init=False, default="")
+    """Why it gets no work, where it fits no worker of the other role: a sentence for its own log."""
     accepting: bool = field(init=False, default=True)  # as it last reported
     num_others: int = field(init=False, default=0)
     """Dispatches of other coordinators that it held when it last reported."""

@@ -4,7 +4,6 @@ writers that end."""
 from __future__ import annotations
 
 import logging
-import socket
 from collections import deque
 from collections.abc import Callable
 
@@ -14,8 +13,9 @@ from ..engine.worker_model import WorkerModel
 from ..transport.actions import CloseLease, ExpectAgain, OpenLease, ToPeer, Verify
 from ..transport.channels import RouterChannel
 from ..transport.coordinator_link import opened_to, worker_of
+from ..transport.errors import AddressError
 from ..transport.handoff import PeerId
-from ..transport.host import advertised_address, host_identity
+from ..transport.host import EVERYWHERE, advertised_address, host_identity, host_towards
 from ..transport.incarnation import has_ended, same_process
 from ..transport.keys import ClusterKey
 from ..transport.liveness import ProcessIdentity
@@ -45,6 +45,7 @@ class ReceivingEnd:
         self._checks: deque[Verify] = deque()
         self._peers = RouterChannel.bind(settings.listen, key, FROM_PREFILL)
         plaintext, host = settings.plaintext_kv or settings.insecure, advertised_host(settings)
+        self._host = host
         movers = offered(settings.mover, plaintext, model.device.type == "cuda")
         self._movers = MoverTargets(movers, model.pool, shared, settings.data_listen, host, plaintext, model.device_blocks)
         self.endpoints = self._movers.endpoints
@@ -52,7 +53,7 @@ class ReceivingEnd:
     @property
     def address(self) -> str:
         """Where prefill workers find it."""
-        return advertised_address(self._peers.address, advertised_host(self._settings))
+        return advertised_address(self._peers.address, self._host)
 
     @property
     def has_checks(self) -> bool:
@@ -168,6 +169,20 @@ def _age(identity: bytes, core: DecodeCore) -> int:
 
 
 def advertised_host(settings: DecodeSettings) -> str:
-    """The host that prefill workers connect to."""
-    listened = settings.listen.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return settings.advertise_host or (socket.gethostname() if listened in ("0.0.0.0", "*", "::") else listened)
+    """The host that prefill workers connect to: where the worker listens on all addresses, the one that coordinators see it by. Raises
+    AddressError where that cannot be found."""
+    listened = settings.listen.removeprefix("tcp://").rpartition(":")[0]
+    if settings.advertise_host or listened not in EVERYWHERE:
+        return settings.advertise_host or listened.strip("[]")
+    coordinator = settings.coordinators[0]
+    try:
+        host = host_towards(coordinator)
+    except OSError as error:
+        raise AddressError(
+            f"--listen {settings.listen} names no address that prefill workers can connect to, and this host's own cannot be told from "
+            f"the coordinator's, {coordinator} ({error}): give --advertise-host"
+        ) from error
+    _log.info(
+        "listening on all addresses (%s): prefill workers are told %s; --advertise-host names another", settings.listen, host
+    )
+    return host

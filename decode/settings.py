@@ -28,7 +28,8 @@ class DecodeSettings(WorkerSettings):
     advertise_host: str = Field(
         default="",
         max_length=255,
-        description="Host name or address that prefill workers connect to. Default: the one in listen, or this host's name.",
+        description="Host name or address that prefill workers connect to. Default: the one in listen; where that is 0.0.0.0, the one by "
+        "which the coordinator sees this host.",
     )
     lease_s: float = Field(
         default=10, ge=0.1, le=3600, description="Seconds that blocks stay reserved for a prefill worker that has gone silent."

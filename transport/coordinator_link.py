@@ -89,6 +89,7 @@ class CoordinatorLink:
         self.incarnation = incarnations() if incarnation is None else incarnation
         self.coordinator: int | None = None  # the coordinator's incarnation, once it has welcomed us
         self.heartbeat_s = 0.25
+        self._misfit = ""
         self._said_hello = float("-inf")
         self._waiting_since: float | None = None
         self._complain_after_s = COMPLAIN_AFTER_S
@@ -114,7 +115,7 @@ class CoordinatorLink:
                 self._fence(message)
                 return []
             elif isinstance(message, Alive):
-                continue
+                self._note_misfit(message.misfit)
             else:
                 messages.append(message)
         return messages
@@ -129,6 +130,12 @@ class CoordinatorLink:
         if self.coordinator is None and now - self._said_hello >= HELLO_EVERY_S:
             self._said_hello = now
             self.send(self._worker.hello(self.incarnation))
+
+    def _note_misfit(self, misfit: str) -> None:
+        """Logs each change: a worker that gets no work looks healthy otherwise."""
+        if misfit != self._misfit:
+            self._misfit = misfit
+            _log.log(logging.WARNING if misfit else logging.INFO, "%s", misfit or "there is a worker of the other role that this one fits")
 
     def _complain(self, now: float) -> None:
         """Says, less and less often, that nobody answers: a wrong key shows in no other way."""

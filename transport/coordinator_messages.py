@@ -173,10 +173,12 @@ class Welcome(Message, frozen=True, kw_only=True):
     others: Annotated[tuple[Address, ...], Meta(max_length=256)] = ()
 
 
-class Alive(Message, frozen=True, kw_only=True):
-    """The coordinator's heartbeat. A worker that misses it for long has no owner: it frees all it holds and says Hello again."""
+class Alive(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """The coordinator's heartbeat. A worker that misses it for long has no owner: it frees all it holds and says Hello again.
+    ``misfit``: why it gets no work, where it fits no worker of the other role, as a sentence for its log."""
 
     coordinator: Incarnation
+    misfit: Text = ""
 
 
 class Fenced(Message, frozen=True, kw_only=True):

@@ -23,6 +23,19 @@ def allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+EVERYWHERE = ("0.0.0.0", "*", "[::]")
+"""Hosts of an address that is listened on, which others cannot connect to."""
+
+
+def host_towards(address: str) -> str:
+    """This host's own address, as seen by whoever listens at ``address`` (tcp://HOST:PORT). Nothing is sent. Raises OSError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(target)
+        return str(sock.getsockname()[0])
+
+
 def advertised_address(bound: str, host: str) -> str:
     """The address to give to others: ``bound`` (tcp://anything:port) with ``host`` in place of what was listened on."""
     port = bound.rpartition(":")[2]

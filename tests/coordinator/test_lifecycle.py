@@ -9,7 +9,7 @@ from support.lifecycle_bench import MODEL, Bench, Sink, ends, sent, tokens
 from splitserve.coordinator.flight import Action, Push, PushPromptLogprobs
 from splitserve.coordinator.lifecycle import Lifecycle
 from splitserve.coordinator.request import GenerationRequest
-from splitserve.transport.messages import Cancel, Prefill, RequestFailed, Sampling, TokenLogprobs, from_u32
+from splitserve.transport.messages import Alive, Cancel, Load, Prefill, RequestFailed, Sampling, TokenLogprobs, from_u32
 
 
 def test_a_request_from_submission_to_its_end() -> None:
@@ -186,6 +186,14 @@ def test_refusals() -> None:
     assert "99" in ends(bench.submit("d", prompt_token_ids=[1] * 100))[0].message
 
 
+IDLE = {
+    **dict.fromkeys(("blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens", "steps"), 0),
+    "blocks_free": 50,
+    "busy": False,
+    "accepting": True,
+}
+
+
 def test_who_is_missing_or_does_not_fit_is_said() -> None:
     bench = Bench()
     bench.core.pools.remove(bench.core.pools.workers[("d", 1)])
@@ -196,6 +204,13 @@ def test_who_is_missing_or_does_not_fit_is_said() -> None:
     (misfit, _) = bench.core.pools.misfits()
     assert "block size differs (4 and 8)" in misfit
     assert "block size differs (4 and 8)" in ends(bench.submit())[0].message
+    (alive,) = sent(bench.say("x", Load(worker_id="x", incarnation=1, **IDLE)), Alive)
+    assert "this decode worker gets no work" in alive.misfit
+    assert "its block size is not that of p (8 here, 4 there)" in alive.misfit
+    bench.hello("d", "decode")
+    bench.core.pools.remove(bench.core.pools.workers[("x", 1)])
+    (alive,) = sent(bench.load("p", []), Alive)
+    assert alive.misfit == ""
 
 
 def test_the_deadline_ends_it_everywhere() -> None:

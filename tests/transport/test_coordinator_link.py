@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -93,3 +94,13 @@ def test_a_fenced_worker_says_hello_as_another_incarnation(line: Line) -> None:
     line.say(identity, Fenced(coordinator=1, reason="late"))
     assert line.worker.told == [("fenced", 6)]
     assert line.hear_hello() != identity
+
+
+def test_a_worker_that_fits_no_other_says_so_in_its_own_log_once(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    identity = line.hear_hello()
+    sentence = "this decode worker gets no work: its dtype is not that of p0 ('float32' here, 'bfloat16' there)"
+    for misfit in (sentence, sentence, "", ""):
+        line.say(identity, Alive(coordinator=1, misfit=misfit))
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [("WARNING", sentence), ("INFO", "there is a worker of the other role that this one fits")]
