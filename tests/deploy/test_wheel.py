@@ -20,6 +20,7 @@ from support.bare_venv import make_venv
 from splitserve import __version__
 from splitserve.deploy.up import free_port
 from splitserve.transport.message_fields import WIRE_VERSION
+from splitserve.transport.private_files import write_private
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "__init__.py", "py.typed", "src")
@@ -138,7 +139,10 @@ def test_what_needs_more_says_what_to_install(bare: Path, command: list[str], ex
 
 def test_the_coordinator_runs_without_torch(bare: Path, tmp_path: Path) -> None:
     port, control = free_port("127.0.0.1"), free_port("127.0.0.1")
-    command = [str(bare / "splitserve"), "coordinator", "--model", str(ROOT / "deploy" / "demo_model"), "--insecure"]
+    key = tmp_path / "admin.key"
+    write_private(key, "an-admin-key-of-this-test")
+    options = ["--model", str(ROOT / "deploy" / "demo_model"), "--insecure", "--admin-key-file", str(key)]
+    command = [str(bare / "splitserve"), "coordinator", *options]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"], cwd=tmp_path, stdout=log, stderr=log
@@ -157,9 +161,10 @@ def test_the_coordinator_runs_without_torch(bare: Path, tmp_path: Path) -> None:
             assert http.get("/ready").status_code == 503, "it has no workers"
             tokens = http.post("/tokenize", json={"prompt": "What does os.path.join do?"}).json()["count"]
             assert tokens > 3
-            assert "splitserve_workers" in http.get("/metrics").text
+            operator = {"authorization": f"Bearer {key.read_text()}"}
+            assert "splitserve_workers" in http.get("/metrics", headers=operator).text
             assert http.get("/").status_code == 200, "the dashboard is in the wheel"
-            told = run(bare, "top", "--url", f"http://127.0.0.1:{port}")
+            told = run(bare, "top", "--url", f"http://127.0.0.1:{port}", "--admin-key-file", str(key))
             assert "No workers are connected" in told.stdout, told.stderr
     finally:
         process.send_signal(signal.SIGTERM)
