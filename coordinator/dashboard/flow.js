@@ -6,7 +6,7 @@ import { Strip } from "./strip.js";
 const SVG = "http://www.w3.org/2000/svg";
 const MAX_PAIRS = 9; // with more pairs of workers, lines would hide each other: then one stands for all between two lanes
 const DOTS_MS = 800; // as in panels.css
-const MAX_CARDS = 8; // more workers of one role are a heat strip
+const MAX_CARDS = 8; // with more workers of a role, each role is a heat strip
 
 export class Flow {
   constructor() {
@@ -18,6 +18,7 @@ export class Flow {
   show(state) {
     state.workers.sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
     this.state = state;
+    this.many = this.of("prefill").length > MAX_CARDS || this.of("decode").length > MAX_CARDS;
     const focused = Object.values(this.strips).find((strip) => strip.cells === document.activeElement); // it moves, and loses the focus
     const rate = state.flows.reduce((sum, [, , r]) => sum + r, 0);
     this.queue = card("queue", "Queue", state.stages.queue ?? 0, "requests wait for a worker with room");
@@ -34,7 +35,7 @@ export class Flow {
     const workers = this.of(role);
     const lane = (...children) => el("div", { class: "lane", role: "group", "aria-label": `${role} workers` }, el("h3", {}, role), ...children);
     if (!workers.length) return lane(el("p", { class: "empty" }, `No ${role} worker is here. Start one on any host: `, el("code", {}, `splitserve ${role} --coordinator tcp://HOST:7700`)));
-    if (workers.length > MAX_CARDS) {
+    if (this.many) {
       this.strips[role].show(workers);
       return lane(this.strips[role].root);
     }
@@ -55,7 +56,7 @@ export class Flow {
     this.svg = shape("svg", { "aria-hidden": "true" });
     this.root.prepend(this.svg);
     const prefills = this.of("prefill"), decodes = this.of("decode");
-    const few = prefills.length <= MAX_CARDS && decodes.length <= MAX_CARDS && prefills.length * decodes.length <= MAX_PAIRS;
+    const few = !this.many && prefills.length * decodes.length <= MAX_PAIRS;
     this.svg.append(...(few ? this.pairs(prefills, decodes) : this.sums()).filter(Boolean));
   }
 
