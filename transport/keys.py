@@ -26,6 +26,7 @@ from typing import Literal
 import zmq
 
 from .errors import KeyFileError
+from .private_files import is_open_to_others
 
 _HEADER = "splitserve-cluster-key 1"
 _MAX_FILE_BYTES = 4096
@@ -113,7 +114,7 @@ def load_key(path: str | os.PathLike[str]) -> ClusterKey:
 
 
 def _refuse_open_file(status: os.stat_result, path: str | os.PathLike[str]) -> None:
-    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if is_open_to_others(status):
         mode = stat.S_IMODE(status.st_mode)
         raise KeyFileError(f"the cluster key {path} is open to other users (mode {mode:04o}); run: chmod 600 {path}")
 

@@ -12,9 +12,16 @@ class OpenToOthers(OSError):
     """A file that must be private is not. The message has the command that mends it."""
 
 
+def is_open_to_others(status: os.stat_result) -> bool:
+    """Whether group or others may do anything with a file. A file of root's may be read by the group: so an orchestrator mounts a secret
+    for a process that is not root (Kubernetes' ``fsGroup``)."""
+    allowed = stat.S_IRGRP if status.st_uid == 0 != os.geteuid() else 0
+    return bool(status.st_mode & (stat.S_IRWXG | stat.S_IRWXO) & ~allowed)
+
+
 def require_private(what: str, paths: Iterable[Path]) -> None:
-    """Raises OpenToOthers if group or others may open one of those that exist. ``what`` names them: "the admin key"."""
-    wrong = [path for path in paths if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)]
+    """Raises OpenToOthers if one of those that exist is open to others. ``what`` names them: "the admin key"."""
+    wrong = [path for path in paths if path.exists() and is_open_to_others(path.stat())]
     if wrong:
         mode = stat.S_IMODE(wrong[0].stat().st_mode)
         raise OpenToOthers(f"{what} {wrong[0]} is open to other users (mode {mode:04o}); run: chmod 600 {' '.join(map(str, wrong))}")
