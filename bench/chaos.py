@@ -1,11 +1,15 @@
-"""Processes on two hosts under kill -9, SIGSTOP, SIGTERM, lost, delayed and cut-off packets and corrupt KV blocks, while clients stream.
+"""Processes on two hosts under kill -9, SIGSTOP, SIGTERM, lost, delayed and cut-off packets, corrupt KV blocks, clocks that jump by
+seconds, hours and years, a full disk, a killed fork server and bodies of 16 MiB, while clients stream.
 
     python -m splitserve.bench.chaos --minutes 10 --json bench/results/chaos.json
     python -m splitserve.bench.chaos --minutes 0.5 --streams 8        # a short one
 
 The hosts are network namespaces on this machine, joined by a process that forwards every packet (see packet_network.py); where there can
-be none, the program says so and leaves out what happens to packets. Every stream's text is compared with the answer of the same
-cluster before the faults began. At the end no worker may hold a block that nobody owns. Exit status 0: nothing was lost.
+be none, the program says so and leaves out what happens to packets. Clocks need a C compiler (Debian: apt-get install gcc), the disk
+the right to mount one, which the namespaces give; without them these faults are left out, and the program says so.
+
+Every stream's text is compared with the answer of the same cluster before the faults began. At the end no worker may hold a block that
+nobody owns, every stream and each request of a batch must be metered once, and every batch answered. Exit status 0: nothing was lost.
 """
 
 from __future__ import annotations
@@ -24,26 +28,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import packet_network
+from . import chaos_clocks, packet_network
+from .chaos_beside import BatchClient, BigClient, SmallDisk, small_disk
+from .chaos_clocks import Clocks
 from .chaos_cluster import HOST_OF, ChaosCluster, read_state
 from .chaos_recovery import Fault, RecoveryWatch
 from .chaos_streams import Answer, Clients, questions, with_stop_strings
-from .chaos_verdict import judge, verdict
+from .chaos_verdict import BAD, judge, verdict
 from .environment import environment
 from .packet_network import PacketNetwork, Weather
 
 NUM_QUESTIONS = 48
 REST_S = 60.0
-FAULTS = ("kill", "kill", "stop", "leave", "loss", "delay", "cut", "corrupt")
-WITHOUT_NETWORK = ("kill", "stop", "leave")
+FAULTS = ("kill", "kill", "stop", "leave", "loss", "delay", "cut", "corrupt", "clock", "disk", "forks", "big")
+NETWORK_FAULTS = ("loss", "delay", "cut", "corrupt")
 
 
 class Adversary:
     """Does one bad thing after another, each over before long."""
 
-    def __init__(self, cluster: ChaosCluster, network: PacketNetwork | None, seed: int, faults: Sequence[str]) -> None:
-        self._cluster, self._network = cluster, network
-        self._faults = [f for f in faults if network is not None or f in WITHOUT_NETWORK]
+    def __init__(
+        self,
+        cluster: ChaosCluster,
+        network: PacketNetwork | None,
+        clocks: Clocks | None,
+        disk: SmallDisk | None,
+        seed: int,
+        faults: Sequence[str],
+    ) -> None:
+        self._cluster, self._network, self._clocks, self._small_disk = cluster, network, clocks, disk
+        without = {*(NETWORK_FAULTS if network is None else ()), *(() if clocks else ("clock",)), *(() if disk else ("disk",))}
+        self._faults = [fault for fault in faults if fault not in without]
+        self._big_client = BigClient(cluster.url)
+        self._sending: set[asyncio.Task[None]] = set()
+        self.jumps: Counter[str] = Counter()
         self._random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.faults: list[Fault] = []
@@ -55,6 +73,40 @@ class Adversary:
             await getattr(self, f"_{fault}")()
             await self._sleep(1.0, 6.0)
         self._weather(Weather())
+        await asyncio.gather(*self._sending)
+        await self._big_client.close()
+
+    @property
+    def big_bodies(self) -> dict[str, int]:
+        """Answers to them, by status."""
+        return dict(self._big_client.counts)
+
+    async def _clock(self) -> None:
+        """A host's clocks, or one process's, are set, and stay."""
+        assert self._clocks is not None
+        host = self._random.choice((1, 2))
+        of_host = [name for name, its in self._cluster.host_of.items() if its == host]
+        names = of_host if self._random.random() < 0.5 else [self._random.choice(of_host)]
+        offset = self._clocks.jump(names, self._random)
+        self.jumps[f"{offset:+d} s"] += 1
+        self._note("clock", *names)
+
+    async def _disk(self) -> None:
+        assert self._small_disk is not None
+        self._note("disk")
+        self._small_disk.fill()
+        await self._sleep(1.0, 8.0)
+        self._small_disk.free()
+
+    async def _forks(self) -> None:
+        if self._cluster.kill_fork_server():
+            self._note("forks")
+
+    async def _big(self) -> None:
+        """Other faults may come while they are read."""
+        self._note("big")
+        self._sending.add(task := asyncio.create_task(self._big_client.send()))
+        task.add_done_callback(self._sending.discard)
 
     async def _kill(self) -> None:
         if (name := await self._victim()) is None:
@@ -139,27 +191,43 @@ async def fault_free(cluster: ChaosCluster, bodies: list[dict[str, Any]], concur
 
 async def run(arguments: argparse.Namespace, network: PacketNetwork | None, folder: Path) -> dict[str, Any]:
     """The whole run; what it found."""
-    cluster = ChaosCluster(network, folder)
     found: dict[str, Any] = {}
+    why_not = chaos_clocks.missing()
+    clocks = None if why_not else Clocks(folder / "clocks", HOST_OF)
+    if why_not:
+        print(f"no clocks that jump: {why_not}", file=sys.stderr)
+    with small_disk(folder / "disk") as disk:
+        if disk is None:
+            print("no disk can be mounted here: a full one is left out, and batches and usage with it", file=sys.stderr)
+        cluster = ChaosCluster(network, folder, clocks=clocks, options=disk.options if disk is not None else ())
 
-    async def work() -> None:
-        found.update(await hurt(cluster, network, arguments))
+        async def work() -> None:
+            found.update(await hurt(cluster, network, clocks, disk, arguments))
 
-    await cluster.run(work)
+        await cluster.run(work)
+        if disk is not None:  # the coordinator has written all that it had
+            metered = disk.metered()
+            found["not_metered_once"] = sum(metered[id] != 1 for id in found.pop("request_ids"))
     return found
 
 
-async def hurt(cluster: ChaosCluster, network: PacketNetwork | None, arguments: argparse.Namespace) -> dict[str, Any]:
+async def hurt(
+    cluster: ChaosCluster, network: PacketNetwork | None, clocks: Clocks | None, disk: SmallDisk | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Faults and streams at the same time, then rest; what was lost, wrong or leaked."""
     bodies = questions(NUM_QUESTIONS, arguments.seed)
     bodies, expected = with_stop_strings(bodies, await fault_free(cluster, bodies, arguments.streams))
     clients, stop = Clients(cluster.url, bodies, arguments.streams), asyncio.Event()
-    adversary = Adversary(cluster, network, arguments.seed, arguments.faults)
+    adversary = Adversary(cluster, network, clocks, disk, arguments.seed, arguments.faults)
+    batches = BatchClient(cluster.url)
     watch = RecoveryWatch(cluster.url)
     streaming, watching = asyncio.create_task(clients.run(stop)), asyncio.create_task(watch.run())
+    batching = asyncio.create_task(batches.run(stop)) if disk is not None else None
     await adversary.run(time.monotonic() + arguments.minutes * 60)
     stop.set()
     await streaming
+    if batching is not None:
+        await batching
     await clients.close()
     leaked = await leaked_blocks(cluster.url)
     state = await read_state(cluster.url)
@@ -169,6 +237,11 @@ async def hurt(cluster: ChaosCluster, network: PacketNetwork | None, arguments: 
         **judge(clients.ended, expected),
         "refused_and_sent_again": clients.counts["refused"],
         "faults": dict(adversary.counts),
+        "clock_jumps": dict(adversary.jumps),
+        "big_bodies": adversary.big_bodies,
+        "batches": dict(batches.counts),
+        "batches_wrong": batches.wrong,
+        "request_ids": [stream.request_id for stream in clients.ended],
         "packets": adversary.packets,
         "recovery": watch.report(adversary.faults, clients.ended),
         "blocks_leaked": leaked,
@@ -217,7 +290,7 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(verdict(found), file=sys.stderr)
-    return int(bool(found["streams_lost"] or found["streams_wrong"] or found["blocks_leaked"]))
+    return int(any(found.get(bad) for bad in BAD))
 
 
 if __name__ == "__main__":

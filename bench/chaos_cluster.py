@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from ..coordinator.run_folder import operator_headers
 from ..deploy.child_process import Command, Started, start_anew
@@ -20,6 +22,7 @@ from ..deploy.up import free_port
 from ..deploy.worker_forks import WorkerForks
 from ..transport.keys import generate_key
 from . import packet_network
+from .chaos_clocks import Clocks
 from .packet_network import PacketNetwork
 
 HTTP_PORT, CONTROL_PORT = 8000, 7700
@@ -30,16 +33,25 @@ START_S = 120.0
 class ChaosCluster:
     """A coordinator and workers, each on its host; what dies is started again."""
 
-    def __init__(self, network: PacketNetwork | None, folder: Path, host_of: Mapping[str, int] = HOST_OF) -> None:
-        """``host_of``: the processes, each with its host; a worker's name begins with its role."""
-        self._network, self._folder, self._host_of = network, folder, host_of
+    def __init__(
+        self,
+        network: PacketNetwork | None,
+        folder: Path,
+        host_of: Mapping[str, int] = HOST_OF,
+        clocks: Clocks | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
+        """``host_of``: the processes, each with its host; a worker's name begins with its role. ``options``: more of the coordinator's."""
+        self._network, self._folder, self.host_of = network, folder, host_of
+        self._clocks, self._options = clocks, options
         self.workers = [name for name in host_of if name != "coordinator"]
         generate_key(folder / "key")
         ports = (HTTP_PORT, CONTROL_PORT) if network else (free_port("127.0.0.1"), free_port("127.0.0.1"))
         self.url = f"http://{self._address('coordinator')}:{ports[0]}"
         self._control = f"tcp://{self._address('coordinator')}:{ports[1]}"
         self._http_port = ports[0]
-        self._forks = WorkerForks()
+        os.environ |= self._clock_of("")  # the fork server's
+        self._forks = WorkerForks(lambda sentence: self._log("up", sentence))
         self._environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._num_starts = 0
         self._supervisor = Supervisor(
@@ -67,6 +79,14 @@ class ChaosCluster:
         finally:
             self._forks.close()
 
+    def kill_fork_server(self) -> bool:
+        """Whether there was one: it is started again with the next worker."""
+        servers = [child for child in psutil.Process().children() if "multiprocessing.forkserver" in str(child.cmdline())]
+        ours = [server for server in servers if server.pid not in {child.pid for child in self._supervisor.children}]
+        for server in ours:
+            server.kill()
+        return bool(ours)
+
     def signal(self, name: str, number: int) -> None:
         next(child for child in self._supervisor.children if child.command.name == name).signal(number)
 
@@ -78,16 +98,17 @@ class ChaosCluster:
             print(line, file=log)
 
     def _address(self, name: str) -> str:
-        return packet_network.address(self._host_of[name]) if self._network else "127.0.0.1"
+        return packet_network.address(self.host_of[name]) if self._network else "127.0.0.1"
 
     def _common(self) -> list[str]:
         return ["--model", str(DEMO_MODEL), "--key-file", str(self._folder / "key")]
 
     def _coordinator(self) -> Command:
-        prefix = self._network.prefix(self._host_of["coordinator"]) if self._network else []
+        prefix = self._network.prefix(self.host_of["coordinator"]) if self._network else []
         argv = [*prefix, sys.executable, "-m", "splitserve.deploy.cli", "coordinator", *self._common(), "--open-access"]
         argv += ["--host", self._address("coordinator"), "--port", str(self._http_port), "--control-address", self._control]
-        return Command("coordinator", [*argv, "--served-model-name", DEMO_MODEL_NAME], self._environ, start_anew)
+        argv += ["--served-model-name", DEMO_MODEL_NAME, *self._options]
+        return Command("coordinator", argv, self._environ | self._clock_of("coordinator"), start_anew)
 
     def _worker(self, name: str) -> Command:
         role, address = name.partition("-")[0], self._address(name)
@@ -97,10 +118,19 @@ class ChaosCluster:
             argv += ["--listen", f"tcp://{address}:*", "--data-listen", f"tcp://{address}:*", "--advertise-host", address]
         return Command(name, argv, self._environ, self._fork)
 
+    def _clock_of(self, name: str) -> dict[str, str]:
+        return self._clocks.environ(name) if self._clocks is not None else {}
+
     async def _fork(self, command: Command, output: int) -> Started:
         self._num_starts += 1
-        first = self._network.entering(self._host_of[command.name]) if self._network else None
-        return await self._forks.start(command, output, first)
+        first = [self._network.entering(self.host_of[command.name])] if self._network else []
+        first += [self._clocks.own(command.name)] if self._clocks else []
+        return await self._forks.start(command, output, partial(_call, first))
+
+
+def _call(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 async def read_state(url: str) -> dict[str, Any]:

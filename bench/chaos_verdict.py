@@ -7,6 +7,9 @@ from typing import Any
 
 from .chaos_streams import Answer, Stream
 
+BAD = ("streams_lost", "streams_wrong", "blocks_leaked", "batches_wrong", "not_metered_once")
+"""Of what a run found: any of these fails it."""
+
 
 def judge(ended: list[Stream], expected: dict[int, Answer]) -> dict[str, Any]:
     """Lost and wrong."""
@@ -47,7 +50,9 @@ def verdict(found: dict[str, Any]) -> str:
     beside = goal.get("of_it_beside_the_computing_s", {})
     return (
         f"{found['streams']} streams, {sum(found['faults'].values())} faults: {found['streams_lost']} lost, "
-        f"{found['streams_wrong']} wrong, {sum(found['blocks_leaked'].values())} blocks leaked; "
+        f"{found['streams_wrong']} wrong, {sum(found['blocks_leaked'].values())} blocks leaked, "
+        f"{len(found['batches_wrong'])} of {found['batches'].get('completed', 0)} batches wrong, "
+        f"{found.get('not_metered_once', 'no')} streams not metered once; "
         f"recovery p50 {every.get('p50')} s, p99 {every.get('p99')} s; "
         f"after kills beside the computing: p50 {beside.get('p50')} s, p99 {beside.get('p99')} s (goal 1 s: {goal.get('met')})"
     )

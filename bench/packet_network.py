@@ -63,9 +63,9 @@ def missing() -> str:
 
 
 def enter() -> None:
-    """Starts this program again inside a user and network namespace of its own, where it may make others."""
+    """Starts this program again inside user, network and mount namespaces of its own, where it may make others and mount."""
     if INSIDE not in os.environ:
-        command = ["unshare", "-Urn", "--kill-child", sys.executable, *sys.orig_argv[1:]]
+        command = ["unshare", "-Urnm", "--kill-child", sys.executable, *sys.orig_argv[1:]]
         os.execvpe("unshare", command, {**os.environ, INSIDE: "1"})
 
 

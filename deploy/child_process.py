@@ -63,6 +63,8 @@ class Command:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     start: Start = start_anew
+    argv_again: Sequence[str] = ()
+    """Added where it is started again after the system has served."""
 
 
 class ChildProcess:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from ..coordinator.full_disk import is_full
 from ..coordinator.http.operators import LOGIN, Operators
+from ..engine.settings import WorkerSettings
 from ..transport.private_files import private, write_private
 from .child_process import Command, Log, Start, start_anew
 from .config import ENV_PREFIX, ConfigError, variable_of
@@ -127,9 +128,10 @@ def _command(run_dir: Path, role: str, name: str, settings: BaseModel, threads: 
         raise ConfigError(f"--run-dir: cannot write {path} ({error.strerror or error}); free some space there, or name another") from error
     env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     arguments = [role, "--config", str(path)]
+    again = ["--kv-cache-shrink"] if isinstance(settings, WorkerSettings) else []  # a fuller host is better than no worker
     if fork is not None:
-        return Command(name, arguments, env, fork)
-    return Command(name, [sys.executable, "-m", "splitserve.deploy.cli", *arguments], env, start_anew)
+        return Command(name, arguments, env, fork, again)
+    return Command(name, [sys.executable, "-m", "splitserve.deploy.cli", *arguments], env, start_anew, again)
 
 
 def _asking(url: str, certificate: Path | None) -> httpx.AsyncClient:

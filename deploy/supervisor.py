@@ -10,6 +10,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from .child_process import ChildProcess, Command, Log, reap_adopted
 from .hung import HungWatch
@@ -157,6 +158,7 @@ class Supervisor:
     async def _keep(self, child: ChildProcess) -> None:
         """Runs one process again and again, until told to stop or it turns out that it cannot start."""
         policy, name = self._policy(), child.command.name
+        again = replace(child.command, argv=[*child.command.argv, *child.command.argv_again])
         while not self._stopping.is_set():
             policy.started(time.monotonic())
             status = await child.run()
@@ -173,6 +175,7 @@ class Supervisor:
                 self._stopping.set()
                 return
             self._say(child, f"ended ({_ending(status)}); starts again in {delay:g} s")
+            child.command = again
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
 

@@ -11,7 +11,7 @@ max_model_len   the model's, or what the blocks hold of one sequence
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import OutOfMemoryError
 
@@ -66,6 +66,14 @@ def kv_cache_size(wish: KVCacheWish, room: int) -> KVCacheSize:
             f"{shortest} are the least: {more}"
         )
     return KVCacheSize(num_blocks, lowered)
+
+
+def shrunk(wish: KVCacheWish, free: int) -> KVCacheWish:
+    """A size that was asked for and no longer fits, cut down to most of the ``free`` bytes; what fits stays as it is."""
+    asked = wish.num_blocks * wish.block_bytes if wish.num_blocks is not None else wish.num_bytes or 0
+    if asked <= free:
+        return wish
+    return replace(wish, num_blocks=int((1 - HOST_HEADROOM) * free) // wish.block_bytes, num_bytes=None)
 
 
 def gpu_room(*, total: int, free: int, used: int, step: int, utilization: float) -> int:

@@ -49,6 +49,7 @@ def _computing_model(
             block_size=settings.block_size or None,
             num_blocks=settings.num_blocks,
             kv_cache_bytes=int(settings.kv_cache_gib * 2**30) if settings.kv_cache_gib else None,
+            kv_cache_shrink=settings.kv_cache_shrink,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             cpu_memory_utilization=settings.cpu_memory_utilization,
             memory_shared_by=settings.memory_shared_by,

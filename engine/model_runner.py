@@ -30,7 +30,7 @@ from .fingerprint import model_fingerprint
 from .host_copies import bring, passed, send
 from .host_memory import MemoryClaims, free_host_bytes
 from .kv_cache import KVCache, KVCacheLayout, PoolAllocator
-from .kv_cache_size import KVCacheSize, KVCacheWish, gpu_room, host_room, kv_cache_size, step_bytes
+from .kv_cache_size import KVCacheSize, KVCacheWish, gpu_room, host_room, kv_cache_size, shrunk, step_bytes
 from .layers import LayerLoader
 from .models.decoder import DecoderModel
 from .out_of_memory import is_out_of_memory
@@ -63,6 +63,7 @@ class EngineConfig:
     block_size: int | None = None  # tokens
     num_blocks: int | None = None  # wins over kv_cache_bytes
     kv_cache_bytes: int | None = None  # None, without num_blocks: by the memory that is free
+    kv_cache_shrink: bool = False  # a size that was asked for may become what is free
     gpu_memory_utilization: float = 0.9  # share of the card that this worker may use in all
     cpu_memory_utilization: float = 0.5  # share of the free host memory for KV caches (or their mirrors)
     memory_shared_by: int = 1  # workers of this cluster on this host
@@ -264,6 +265,12 @@ class ModelRunner:
                 torch.cuda.empty_cache()  # what loading has left over
                 used = torch.cuda.memory_reserved(self.device)
                 room = min(room, gpu_room_of(engine, self.config, self.device, self.dtype, used))
+            if engine.kv_cache_shrink:
+                cut = shrunk(wish, max(0, available_bytes(self.device) - others.pending))
+                if cut is not wish:
+                    gib = (cut.num_blocks or 0) * cut.block_bytes / 2**30
+                    logger.warning("the KV cache that was asked for does not fit any more: it starts with %.2f GiB", gib)
+                wish = cut
             size = kv_cache_size(wish, room)
             self._claims.claim(weights, size.num_blocks * wish.block_bytes)
         return size

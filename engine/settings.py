@@ -72,6 +72,11 @@ class WorkerSettings(BaseModel):
         description="Size of the KV cache in GiB. Default: by the memory that is free, see gpu_memory_utilization and "
         "cpu_memory_utilization, and no more than 64 sequences (or max_num_seqs of a decode worker) can fill.",
     )
+    kv_cache_shrink: bool = Field(
+        default=False,
+        description="Where num_blocks or kv_cache_gib do not fit into what is free, start with what does, as long as it holds a sequence "
+        "of max_model_len. `splitserve up` gives it to workers that it starts again.",
+    )
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,

@@ -93,6 +93,14 @@ async def test_a_crashed_process_starts_again(tmp_path: Path) -> None:
     assert not any(child.running for child in watched.children)
 
 
+async def test_a_process_that_starts_again_gets_more_arguments() -> None:
+    lines = Lines()
+    said = Command("worker", [sys.executable, "-c", "import sys; print('got', sys.argv[1:])"], dict(os.environ), argv_again=["--less"])
+    watched = supervisor([python("steady", SLEEPER), said], lines)
+    assert await watched.run(returning(0, lambda: lines.until(2, "got ['--less']"))) == 0
+    assert next(line for _, line in lines.seen if "got" in line) == "got []"
+
+
 async def test_a_process_that_cannot_start_ends_all_with_its_last_words() -> None:
     lines = Lines()
     watched = supervisor([python("steady", SLEEPER), python("broken", "raise SystemExit('no such model')")], lines, ready=False)

@@ -6,16 +6,22 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e.cluster import wait_for
 from e2e.forked_cluster import ForkedCluster
 from e2e.test_exact_streams import BODIES, Answer, Streams
+
+from splitserve.bench import chaos_clocks
 
 FAULTS = [
     ("decode", signal.SIGKILL),
@@ -98,3 +104,28 @@ def test_whatever_befalls_workers_no_byte_differs(
     assert after["workers_lost"] - before["workers_lost"] >= 4
     assert after["workers_left"] - before["workers_left"] == 2
     assert after["recoveries"] > before["recoveries"]
+
+
+def test_the_chaos_runs_clocks_jump_while_their_processes_run(tmp_path: Path) -> None:
+    if why_not := chaos_clocks.missing():
+        pytest.skip(why_not)
+    clocks = chaos_clocks.Clocks(tmp_path / "clocks", ["worker"])
+    program = "import sys, time\nfor _ in sys.stdin:\n    time.sleep(0.001)\n    print(time.time() - time.monotonic(), flush=True)"
+    environ = {**os.environ, **clocks.environ("worker")}
+    with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True, bufsize=1, env=environ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def asked() -> float:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("\n")
+            return float(process.stdout.readline())
+
+        right = asked()
+        assert right == pytest.approx(time.time() - time.monotonic(), abs=1)
+        for seed in range(6):
+            offset = clocks.jump(["worker"], random.Random(seed))
+            assert asked() - right == pytest.approx(offset, abs=1)
+        process.stdin.close()
+        assert process.wait(60) == 0

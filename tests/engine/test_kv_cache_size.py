@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import make_checkpoint
 
-from splitserve.engine import host_memory, model_runner
+from splitserve.engine import host_memory, kv_cache, model_runner
 from splitserve.engine.errors import OutOfMemoryError
 from splitserve.engine.host_memory import Claim, MemoryClaims, free_host_bytes
-from splitserve.engine.kv_cache_size import GIB, KVCacheWish, gpu_room, host_room, kv_cache_size, step_bytes
+from splitserve.engine.kv_cache_size import GIB, KVCacheSize, KVCacheWish, gpu_room, host_room, kv_cache_size, shrunk, step_bytes
 from splitserve.engine.model_runner import EngineConfig, ModelRunner
 
 SHAPES = {
@@ -41,6 +41,33 @@ def test_a_length_that_is_asked_for_is_never_lowered() -> None:
         kv_cache_size(replace(SHAPES["Qwen3-0.6B"], max_model_len=20_000), GIB)
     with pytest.raises(OutOfMemoryError, match=r"room for 5 KV blocks .* of 80 tokens; 256 are the least: end what else"):
         kv_cache_size(SHAPES["Qwen3-0.6B"], 10 << 20)
+
+
+def test_a_size_that_no_longer_fits_shrinks_to_what_is_free() -> None:
+    wish = KVCacheWish(block_bytes=1 << 20, block_size=16, model_len=4096, max_model_len=1600)
+    asked = replace(wish, num_blocks=1000)
+    assert shrunk(asked, 1000 << 20) is asked
+    assert kv_cache_size(shrunk(asked, 999 << 20), 0).num_blocks == 799, "the rest is left to everything else"
+    assert kv_cache_size(shrunk(replace(wish, num_bytes=GIB), 200 << 20), 0) == KVCacheSize(160, 1600)
+    assert shrunk(wish, 0) is wish, "by itself it asks for nothing"
+    with pytest.raises(OutOfMemoryError, match="holds 80 blocks of 1024 KiB, but one sequence of 1600 tokens needs 100"):
+        kv_cache_size(shrunk(asked, 100 << 20), 0)
+
+
+def test_a_worker_that_comes_back_to_a_fuller_host_starts_with_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path, "llama2")
+    for module in (model_runner, kv_cache):
+        monkeypatch.setattr(module, "available_bytes", lambda device: 4 << 20)
+    monkeypatch.setattr(host_memory, "default_folder", lambda: tmp_path / "claims")
+    asked = EngineConfig(tmp_path, device="cpu", dtype="float32", kv_cache_bytes=8 << 20, max_model_len=64)
+    with pytest.raises(OutOfMemoryError, match=r"0\.01 GiB\) does not fit: 0\.00 GiB are free"):
+        ModelRunner(asked)
+    runner = ModelRunner(replace(asked, kv_cache_shrink=True))
+    assert 2 << 20 < runner.kv_cache.num_bytes <= 4 << 20
+    assert runner.max_model_len == 64
+    assert "the KV cache that was asked for does not fit any more: it starts with 0.00 GiB" in caplog.text
 
 
 def test_no_more_blocks_than_can_be_used() -> None:
