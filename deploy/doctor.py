@@ -8,10 +8,9 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import stat
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -20,7 +19,10 @@ from ..coordinator.run_folder import find_door
 from .checks import model_problem, port_problem
 from .config import ConfigError
 from .extras import missing_for
+from .finding import Finding
 from .model_source import with_folder
+from .peer_check import check_peer
+from .peer_listener import DEFAULT_PORT
 from .settings import DEMO_MODEL, DoctorSettings
 
 GIB = 1 << 30
@@ -29,27 +31,50 @@ MIN_SHM_BYTES = 2 * GIB
 MARKS = {"ok": "[green]ok[/green]     ", "note": "[yellow]note[/yellow]   ", "problem": "[red]problem[/red]"}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report. A ``problem`` keeps this machine from serving; a ``note`` makes it slower or smaller."""
-
-    level: Literal["ok", "note", "problem"]
-    text: str
-    advice: str = ""
-
-
 def main(settings: DoctorSettings, console: Console | None = None) -> int:
     """Prints every finding. Returns 1 if one of them keeps this machine from serving."""
     console = console or Console()
-    findings = [finding for check in CHECKS for finding in check(settings)]
+    if settings.listen:
+        return _listen(settings, console)
+    if settings.peer:
+        return _report(check_peer(settings), console, "the two hosts can serve together")
+    return _report((finding for check in CHECKS for finding in check(settings)), console, "this machine can serve")
+
+
+def _report(findings: Iterable[Finding], console: Console, good: str) -> int:
+    problems = 0
     for finding in findings:
+        problems += finding.level == "problem"
         console.print(MARKS[finding.level], end=" ")
         console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
         if finding.advice:
             console.print(f"        -> {finding.advice}", markup=False, highlight=False, soft_wrap=True)
-    problems = sum(finding.level == "problem" for finding in findings)
-    console.print(f"{problems} problem{'s' if problems != 1 else ''}" if problems else "this machine can serve", highlight=False)
+    console.print(f"{problems} problem{'s' if problems != 1 else ''}" if problems else good, highlight=False)
     return 1 if problems else 0
+
+
+def _listen(settings: DoctorSettings, console: Console) -> int:
+    """Until a signal."""
+    from ..transport.errors import AddressError, KeyFileError
+    from ..transport.keys import load_key
+    from .peer_listener import Address, listening
+
+    assert settings.key_file is not None, "checked with the settings"
+    address = Address.of(settings.listen)
+    try:
+        with listening(address, load_key(settings.key_file)) as listener:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: listener.stop())
+            port = "" if address.port == DEFAULT_PORT else f":{address.port}"
+            console.print(
+                f"listening on {address.host}, ports {address.port} and {address.port + 1}; now run on the other host:\n"
+                f"    splitserve doctor --peer THIS_HOST{port} --key-file {settings.key_file}\nCtrl-C ends it.",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
+            listener.run()
+    except (AddressError, KeyFileError) as error:
+        return _report([Finding("problem", str(error))], console, "")
+    return 0
 
 
 def check_versions(_: DoctorSettings) -> Iterator[Finding]:

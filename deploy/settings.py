@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..transport.messages import Role
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
+PEER = r"^$|^(tcp://)?([^\s:/\[\]]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?$"
 DEMO_MODEL_NAME = "splitserve-demo"
 
 
@@ -133,3 +135,21 @@ class DoctorSettings(BaseModel):
         default="tcp://127.0.0.1:7700", pattern=r"^tcp://\S+:\d+$", description="The coordinator's control address."
     )
     key_file: Path | None = Field(default=None, description="The cluster's key, if there is one already.")
+    listen: str = Field(
+        default="",
+        pattern=PEER,
+        description="Wait here for `doctor --peer` of another host, until Ctrl-C: HOST or HOST:PORT, such as 0.0.0.0. KV blocks come to "
+        "the port after it. Default port: 7710. Needs --key-file.",
+    )
+    peer: str = Field(
+        default="",
+        pattern=PEER,
+        description="Check the way to another host where `doctor --listen` runs, or a worker or coordinator: ports, key, clock, movers and "
+        "bandwidth. HOST or HOST:PORT. Default port: 7710. Needs --key-file.",
+    )
+
+    @model_validator(mode="after")
+    def _with_key(self) -> Self:
+        if (self.listen or self.peer) and self.key_file is None:
+            raise ValueError("--listen and --peer need --key-file: the same key on both hosts (`splitserve keygen FILE` makes one)")
+        return self
