@@ -20,10 +20,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from .. import __version__
-from ..transport.codec import WIRE_VERSION
 from ..transport.errors import KeyFileError, MoverError
 from ..transport.host import host_identity
 from ..transport.keys import ClusterKey, load_key
+from ..transport.message_fields import WIRE_VERSION
 from .extras import missing_for
 from .finding import Finding
 from .peer_listener import (

@@ -16,10 +16,10 @@ import zmq
 
 from .. import __version__
 from ..transport.authenticator import Authenticator
-from ..transport.codec import WIRE_VERSION
 from ..transport.errors import AddressError
 from ..transport.host import host_identity
 from ..transport.keys import ClusterKey
+from ..transport.message_fields import WIRE_VERSION
 from .extras import missing_for
 
 if TYPE_CHECKING:
