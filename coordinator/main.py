@@ -23,6 +23,7 @@ from ..transport.messages import Sampling
 from ..transport.otel import Tracing
 from ..transport.private_files import OpenToOthers
 from .admin_server import admin_server
+from .background import until_stopped
 from .batch.runner import BatchOptions
 from .dispatcher import SocketDispatcher, prove
 from .http.access import Access
@@ -86,7 +87,7 @@ def run_one(settings: CoordinatorSettings, place: Place) -> None:
 
 async def serve(settings: CoordinatorSettings, place: Place) -> None:
     """Serves until a signal, or until the parent of several processes is gone. Raises CannotStart, EngineError,
-    TenantsError, TransportError or OSError where it cannot start."""
+    TenantsError, TransportError or OSError where it cannot start; SystemExit once a background task has failed."""
     give_memory_back()
     keys = None if settings.insecure or settings.key_file is None else KeyFile(settings.key_file)
     model = model_of(settings)
@@ -175,7 +176,7 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
         tasks.append(asyncio.create_task(steering.run()))
     if isinstance(directory, KeyDirectory):
         tasks.append(asyncio.create_task(directory.follow()))
-    await stopping.wait()
+    well = await until_stopped(stopping, [*tasks, *server.background])
     for task in tasks:
         task.cancel()
     await server.stop()
@@ -192,6 +193,8 @@ async def serve(settings: CoordinatorSettings, place: Place) -> None:
     if meter is not None:
         await asyncio.to_thread(meter.stop)
     directory.close()
+    if not well:
+        raise SystemExit(1)
 
 
 def run_folder() -> RunFolder | None:

@@ -172,6 +172,12 @@ class HttpServer:
         if self.app.batches is not None:
             self.app.batches.start()
 
+    @property
+    def background(self) -> list[asyncio.Task[None]]:
+        """Tasks of which none may fail; after ``start``."""
+        batches = self.app.batches.task if self.app.batches is not None else None
+        return [*self._following, *([batches] if batches is not None else [])]
+
     async def stop(self, grace_s: float = 5.0) -> None:
         """Ends open requests as ``HttpApp.drain`` says, then all connections."""
         for task in self._following:

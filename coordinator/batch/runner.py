@@ -63,7 +63,7 @@ class BatchRunner:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._changed = asyncio.Event()
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
         self._lock: IO[bytes] | None = None
         self.failures = ListenerFailures()
 
@@ -81,14 +81,14 @@ class BatchRunner:
         self._changed.set()
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self.task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
         """What runs is given up; it will run again."""
-        for task in (self._task, *self._running.values()):
+        for task in (self.task, *self._running.values()):
             if task is not None:
                 task.cancel()
-        await asyncio.gather(*(task for task in (self._task, *self._running.values()) if task is not None), return_exceptions=True)
+        await asyncio.gather(*(task for task in (self.task, *self._running.values()) if task is not None), return_exceptions=True)
         self._thread.shutdown()
         self._store.close()
         if self._lock is not None:
