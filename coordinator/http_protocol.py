@@ -24,6 +24,7 @@ from .limits import MIN_BYTES_PER_S
 
 MAX_HEADER_BYTES = 64 << 10
 WEBSOCKET_PATH = b"/v1/stream"
+TOO_LARGE = "the request's headers are too large"
 MAX_PIPELINED = 16  # requests that a client may send ahead on one connection
 MAX_CHUNK_OVERHEAD = 64 << 10
 """Bytes of chunk sizes and chunk extensions that a body may have, beside 8 for each byte of it."""
@@ -66,7 +67,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         in_body, message = self._has_head and self._since is not None, self._num_messages
         try:
-            self._parse(data)
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._parse_behind(memoryview(data)[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response(self._fault or "This is not a valid HTTP/1.1 request.")
             return
@@ -75,21 +79,19 @@ class HttpProtocol(HttpToolsProtocol):
             if self._num_wire_bytes > MAX_CHUNK_OVERHEAD + 9 * self._num_body_bytes:
                 self._break_off(InvalidRequest("The body's chunks are mostly chunk extensions; send larger chunks, and no extensions."))
 
-    def _parse(self, data: bytes | memoryview) -> None:
-        """Raises httptools.HttpParserError."""
-        while True:
+    def _parse_behind(self, data: memoryview) -> None:
+        """``data``: what came behind a head with an ``Upgrade``. Raises httptools.HttpParserError."""
+        while not self._should_upgrade():
+            self._parse_without_upgrade()
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
-                data = memoryview(data)[upgrade.args[0] :]
-                if self._should_upgrade():
-                    if data:
-                        self._refuse_message("A WebSocket client must wait for the answer to its handshake.")
-                    self._open_websocket()
-                    return
-                self._parse_without_upgrade()
+                data = data[upgrade.args[0] :]
             else:
                 return
+        if data:
+            self._refuse_message("A WebSocket client must wait for the answer to its handshake.")
+        self._open_websocket()
 
     def _open_websocket(self) -> None:
         self._begin_scope()
@@ -120,13 +122,21 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_wire_bytes, self._upgrades = 0, False
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._num_header_bytes += len(url)
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            raise ValueError(TOO_LARGE)
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)  # ": " and the end of the line
-        if not self._has_head:  # trailers are counted and dropped: nothing here is to be believed after the body (RFC 9110, 6.5.1)
-            super().on_header(name, value)
+        self._num_header_bytes += len(name) + len(value) + 4  # ": " and the end of the line
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            raise ValueError(TOO_LARGE)
+        if self._has_head:
+            return  # trailers are counted and dropped: nothing here is to be believed after the body (RFC 9110, 6.5.1)
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self._is_crowded and self.url.partition(b"?")[0] not in HEALTH:
@@ -143,7 +153,7 @@ class HttpProtocol(HttpToolsProtocol):
         endpoint = ENDPOINTS.get(self.url) or _endpoint_of(self.url)
         handler: CallHandler | None = cast(Any, self.config.app).generation
         method = self.parser.get_method().decode("ascii")
-        if endpoint is None or handler is None or is_preflight(method, headers):
+        if endpoint is None or handler is None or (method == "OPTIONS" and is_preflight(headers)):
             self._begin_scope()
             super().on_headers_complete()
             return
@@ -305,11 +315,6 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse_message(self, fault: str) -> NoReturn:
         self._fault = fault
         raise httptools.HttpParserError(fault)
-
-    def _count(self, num_bytes: int) -> None:
-        self._num_header_bytes += num_bytes
-        if self._num_header_bytes > MAX_HEADER_BYTES:
-            raise ValueError("the request's headers are too large")
 
 
 def _endpoint_of(url: bytes) -> Endpoint | None:

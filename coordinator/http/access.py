@@ -96,9 +96,9 @@ class Access:
         return self._has_origins and self._origins.fullmatch(origin.decode("latin-1").lower()) is not None
 
 
-def is_preflight(method: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a browser asks if a page may send a request."""
-    return method == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers
+def is_preflight(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether an OPTIONS request is a browser's, which asks if a page may send another one."""
+    return b"origin" in headers and b"access-control-request-method" in headers
 
 
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:

@@ -34,7 +34,7 @@ class AccessGate:
             send = _with_headers(send, cors)
         try:
             self._access.check(method, headers)
-            preflight = self._access.preflight(headers) if is_preflight(method, headers) else None
+            preflight = self._access.preflight(headers) if method == "OPTIONS" and is_preflight(headers) else None
         except ApiError as error:
             await refuse(error, scope, receive, send)
             return
