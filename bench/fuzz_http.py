@@ -2,6 +2,7 @@
 
     python -m splitserve.bench.fuzz_http [--requests 1000000] [--minutes 60] [--json bench/results/fuzz_http.json]
 
+Another client reads streams meanwhile: the record has its longest gap (this process plays the workers, so its own stalls are in it).
 Valid, changed, cut short, wrongly framed, huge, deep, slow, stalled, pipelined, half closed (see ``hostile_requests``). No answer is a 500,
 none fails to come, no connection stays open, nothing is left running, the log has no error, and memory is bounded: all else is a
 failure, and the command ends with status 1. Each run is added to the record; its seed is the number of requests before it.
@@ -30,6 +31,7 @@ import psutil
 from ..coordinator.tenants.store import TenantStore
 from ..deploy.operator_access import OperatorAuth
 from ..deploy.up import free_port
+from .bystander import beside
 from .environment import environment
 from .fake_workers import FakeWorkers
 from .hostile_client import HostileClient, Tally
@@ -77,7 +79,9 @@ def fuzz(num_requests: int, seed: int, num_connections: int = 64, stalls: bool =
         with workers_of(server, Path(name)) as workers:
             client = HostileClient(server.port, HostileRequests(Random(seed), key, stalls), num_requests, num_connections)
             num_files, cpu_s, begin = server.process.num_fds(), server.cpu_s(), time.monotonic()
-            memory = attack(server, client, workers, num_requests, begin + longest_s)
+            with beside(server.port, CONTEXT // 2, key) as bystander:
+                memory = attack(server, client, workers, num_requests, begin + longest_s)
+                seen = bystander.seen
             seconds, cpu_s = time.monotonic() - begin, server.cpu_s() - cpu_s
             client.close()
             failures = [*client.tally.failures, *_left_behind(server, workers, num_files), *_growth(memory)]
@@ -89,6 +93,7 @@ def fuzz(num_requests: int, seed: int, num_connections: int = 64, stalls: bool =
             "seconds": round(seconds, 1),
             "coordinator_cpu_s": round(cpu_s, 1),
             "memory_mb": memory,
+            "bystander": seen._asdict(),
             "failures": failures + errors,
         }
 

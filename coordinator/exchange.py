@@ -28,6 +28,8 @@ from .tenants.usage_record import UsageRecord
 from .time_ledger import NAMES, Stages, TimeLedger, server_timing
 from .timeouts import OnTimeout
 
+MAX_PER_TURN = 64
+"""Sequences that are submitted or cancelled before streams are served again: some milliseconds."""
 logger = logging.getLogger(__name__)
 _USAGE_KEYS = [f"{name}_s" for name in NAMES]
 
@@ -103,11 +105,13 @@ class HttpExchange:
         return choice
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """One request a choice. A refusal of one ends the exchange."""
-        for request in requests:
+        """One request a choice, some with each turn of the loop: there may be thousands. A refusal of one ends the exchange."""
+        for request in requests[:MAX_PER_TURN]:
             if not self._over:
                 self._num_running += 1
                 self._dispatcher.submit(request)
+        if len(requests) > MAX_PER_TURN and not self._over:
+            self._loop.call_soon(self.submit, requests[MAX_PER_TURN:])
         self._look_if_done()
 
     def begin(self) -> None:

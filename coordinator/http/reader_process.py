@@ -33,6 +33,8 @@ NICENESS = 5
 """Streams come first: they write with every token, and large bodies arrive now and then."""
 MAX_VALUES = 1 << 20
 """JSON values in one body: bounds the memory that parsing takes, some 100 bytes each. A prompt as ids has one for each token."""
+MEMBER_VALUES = 3
+"""Values that a member of an object counts as, beside its own: it takes so much more memory."""
 SCAN_BYTES = 1 << 20
 
 
@@ -94,13 +96,14 @@ def check_size(body: bytes | bytearray) -> None:
     """Raises InvalidRequest where it holds more values than any request needs."""
     if (count := num_values(body)) > MAX_VALUES:
         raise InvalidRequest(
-            f"The body holds about {count} JSON values; at most {MAX_VALUES} are allowed. Send fewer prompts or entries in one request.",
+            f"The body holds {count} JSON values (members of objects count {1 + MEMBER_VALUES} times); at most {MAX_VALUES} are allowed. "
+            "Send fewer prompts or entries in one request.",
             code="request_too_large",
         )
 
 
 def num_values(body: bytes | bytearray) -> int:
-    """Commas and opening brackets outside of strings: as many values there are at least, and at most one more. Piece by piece."""
+    """One for each comma and opening bracket outside of strings, and MEMBER_VALUES for each member of an object. Piece by piece."""
     inside, count = False, 1
     plain = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # now a quote begins or ends a string
     for at in range(0, len(plain), SCAN_BYTES):
@@ -108,6 +111,7 @@ def num_values(body: bytes | bytearray) -> int:
         in_string = np.logical_xor.accumulate(np.concatenate(([inside], piece == ord('"'))))
         found = (piece == ord(",")) | (piece == ord("[")) | (piece == ord("{"))
         count += int(np.count_nonzero(found & ~in_string[1:]))
+        count += MEMBER_VALUES * int(np.count_nonzero((piece == ord(":")) & ~in_string[1:]))
         inside = bool(in_string[-1])
     return count
 

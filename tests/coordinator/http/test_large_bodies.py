@@ -21,7 +21,7 @@ from support.http_fakes import FakeDispatcher
 from splitserve.coordinator.bodies.completion import CompletionRequest
 from splitserve.coordinator.http import reader_process
 from splitserve.coordinator.http.body_reader import LARGE_BODY_BYTES
-from splitserve.coordinator.http.reader_process import num_values
+from splitserve.coordinator.http.reader_process import MEMBER_VALUES, num_values
 from splitserve.coordinator.limits import HttpLimits
 from splitserve.coordinator.server import HttpServer
 
@@ -148,11 +148,12 @@ def test_values_are_counted_without_parsing(value: Any, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader_process, "SCAN_BYTES", piece)
         counted = num_values(body)
-    assert counted == 1 + commas_and_brackets(value)
+    assert counted == 1 + weight(value)
 
 
-def commas_and_brackets(value: Any) -> int:
+def weight(value: Any) -> int:
     if not isinstance(value, list | dict):
         return 0
     parts = list(value.values()) if isinstance(value, dict) else value
-    return 1 + max(0, len(parts) - 1) + sum(map(commas_and_brackets, parts))
+    members = MEMBER_VALUES * len(parts) if isinstance(value, dict) else 0
+    return 1 + max(0, len(parts) - 1) + members + sum(map(weight, parts))
