@@ -182,6 +182,10 @@ class Clients:
 
     def _problems(self, client: Client, ended: Ended, coordinator: CoordinatorProcess) -> Iterable[str]:
         request, now = client.request, coordinator.now
+        if (ledger := ended.ledger) is not None and (
+            min(ended.stages) < 0.0 or abs(ended.stages.total - (ledger.end - ledger.begin)) > 1e-6 or ledger.end > now
+        ):
+            yield f"its stages are not its time: {ended.stages}"
         if ended.error == "failed" and self.world.scenario.product_limits:
             if not self._was_due(client, ended.message):
                 yield f"given up too soon: {ended.message}"
