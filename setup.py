@@ -49,6 +49,7 @@ class SdistWithCommit(sdist):
 
 
 setup(
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
     cmdclass={"build_py": BuildWithCommit, "sdist": SdistWithCommit},
     ext_modules=[
         Extension(
@@ -59,6 +60,8 @@ setup(
             # errno and traps of floating-point functions are never looked at; nothing else of -ffast-math is asked for
             extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"],
             extra_link_args=["-pthread"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],  # one wheel for every Python from 3.11 on
+            py_limited_api=True,
             optional=True,
         )
     ],

@@ -107,6 +107,7 @@ install_package() {
     if [[ "$1" == *"[test]" ]] && ! has_gpu && ! "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null; then
         also=("$TRITON_CPU") # a CPU build of torch brings none
     fi
+    rm -f "$ROOT"/kernels/_cpu.cpython-*.so # of an earlier build: it would be found before the one that is made now
     say "installing splitserve and what it needs"
     pip_install --editable "$1" "${also[@]}"
 }

@@ -184,7 +184,7 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
 
 // Use another instruction set than the best; packed weights of the one before are of no use to it. Returns its panel width.
 PyObject* use_instruction_set(PyObject*, PyObject* name) {
-  const char* wanted = PyUnicode_AsUTF8(name);
+  const char* wanted = PyUnicode_AsUTF8AndSize(name, nullptr);
   if (!wanted) return nullptr;
   for (const Kernels* kernels : kAll)
     if (supported(kernels) && std::string(kernels->name) == wanted) {

@@ -102,6 +102,10 @@ def test_the_wheel_has_every_file_that_a_clone_has(wheel: Path) -> None:
     }
 
 
+def test_one_wheel_is_for_every_python(wheel: Path) -> None:
+    assert re.match(r"splitserve-[^-]+-cp311-abi3-", wheel.name)
+
+
 def test_what_serves_needs_few_packages(wheel: Path) -> None:
     [metadata] = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA")]
     text = zipfile.ZipFile(wheel).read(metadata).decode()
