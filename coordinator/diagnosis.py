@@ -23,7 +23,8 @@ QUEUE_SHARE, QUEUE_TTFT_SHARE, QUEUE_S = 0.2, 0.5, 1.0
 HANDOFF_SHARE, HANDOFF_S = 0.1, 0.01
 COORDINATOR_SHARE, COORDINATOR_S = 0.15, 0.01
 CLIENT_SHARE, CLIENT_S = 0.15, 0.05
-REFUSED_SHARE = 0.01
+TROUBLE_SHARE = 0.01
+"""Of requests: fewer failed, refused or preempted ones are left to the log of events."""
 BUSY = 0.7
 """Mean busy share from which on requests queue for prefill because it is busy."""
 FULL = 0.9
@@ -95,14 +96,14 @@ def _missing(w: Window) -> Iterator[Finding]:
 
 def _failing(w: Window) -> Iterator[Finding]:
     tried = w.num_measured + w.num_failed + w.num_refused
-    if w.num_failed and w.num_failed >= REFUSED_SHARE * tried:
+    if w.num_failed and w.num_failed >= TROUBLE_SHARE * tried:
         yield Finding(
             "failed",
             "bad",
             f"{_requests(w.num_failed)} of {tried:,} failed with 5xx in the last minute.",
             "The coordinator's log has a line with the reason for each.",
         )
-    if w.num_refused and w.num_refused >= REFUSED_SHARE * tried:
+    if w.num_refused and w.num_refused >= TROUBLE_SHARE * tried:
         yield Finding(
             "refused",
             "bad",
@@ -124,8 +125,8 @@ def _queue(w: Window) -> Iterator[Finding]:
         return
     decode, prefill = w.pools["decode"], w.pools["prefill"]
     head = _of_time(w, share, "queueing", of_ttft)
-    if decode.kv >= FULL or w.grown.get("preemptions", 0.0) > 0:
-        preempted = int(w.grown.get("preemptions", 0.0))
+    preempted = int(w.grown.get("preemptions", 0.0))
+    if decode.kv >= FULL or preempted > TROUBLE_SHARE * w.num_measured:
         more = f", and {preempted:,} sequence{'s were' if preempted != 1 else ' was'} preempted" if preempted else ""
         what = f"{head}: the decode workers' KV cache is full ({_percent(decode.kv)} in use{more})."
         remedy = f"{_one_more(w, 'decode', decode.kv)}; or give workers more KV memory (`--kv-cache-gib`)."

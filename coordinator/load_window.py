@@ -21,7 +21,7 @@ from .system_snapshot import SystemSnapshot, WorkerSnapshot
 from .time_ledger import NAMES
 
 WINDOW_S = 60.0
-MAX_MEASURED = 500
+MAX_MEASURED = 200
 """Requests of a period whose own times are kept: the newest ones, where there were more."""
 ROLES = ("prefill", "decode")
 LIFECYCLE = ("workers_lost", "redispatches", "recoveries")
@@ -46,7 +46,7 @@ class Tally(NamedTuple):
     num_ended: int  # requests of any status
     num_measured: int  # of these, requests that were answered whole
     stages: NDArray[np.float64]  # [num_stages] seconds, over the measured ones
-    ttft_s: float  # sum over the measured ones
+    ttft_s: float  # sum over the measured ones, from the mean of ``times``
     times: NDArray[np.float64]  # [<= MAX_MEASURED, 4]: TTFT, TPOT, the operator's TTFT bound for the request's class, whole stay
     num_failed: int  # 5xx
     num_refused: int  # 429
@@ -109,6 +109,7 @@ class LoadWindow:
         """Ends a period. ``refusals``: requests of this period that were answered with 429 or 5xx, by status."""
         measured = [r for r in records if r.status == "200" and r.first_token_at]
         newest = measured[-MAX_MEASURED:]
+        times = np.array([(_ttft(r), _tpot(r), self.objectives.ttft_of(r.priority_class), r.total) for r in newest]).reshape(-1, 4)
         counters = system.counters
         before, self._before = self._before or counters, dict(counters)
         tally = Tally(
@@ -117,8 +118,8 @@ class LoadWindow:
             num_ended=len(records),
             num_measured=len(measured),
             stages=np.array([r.stages for r in measured]).sum(axis=0) if measured else np.zeros(len(NAMES)),
-            ttft_s=sum(_ttft(r) for r in measured),
-            times=np.array([(_ttft(r), _tpot(r), self.objectives.ttft_of(r.priority_class), r.total) for r in newest]).reshape(-1, 4),
+            ttft_s=float(times[:, 0].mean()) * len(measured) if len(times) else 0.0,
+            times=times,
             num_failed=sum(count for status, count in refusals.items() if status >= "500"),
             num_refused=refusals.get("429", 0),
             num_waiting=system.num_waiting,

@@ -90,6 +90,11 @@ def test_kv_memory_bound() -> None:
     assert "--kv-cache-gib" in found.remedy
 
 
+def test_a_single_preemption_is_no_cause_of_a_queue() -> None:
+    assert first(window(QUEUEING, prefill={"busy": 0.9}, grown={"preemptions": 1.0})).kind == "prefill"
+    assert first(window(QUEUEING, prefill={"busy": 0.9}, grown={"preemptions": 30.0})).kind == "kv_memory"
+
+
 def test_kv_memory_bound_is_seen_in_the_handoff_too() -> None:
     stages = {**HEALTHY, "handoff": 1.5}
     assert first(window(stages, decode={"kv": 0.95})).kind == "kv_memory"
