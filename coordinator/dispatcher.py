@@ -191,28 +191,37 @@ class SocketDispatcher:
         """All of them, whatever a sink or a listener raises: the lifecycle never says an action twice."""
         touched: dict[Sink, GenerationRequest] = {}
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, Push):
+                request = action.request
+                sink = request.sink
+                try:
+                    sink.push(action.token, action.logprobs)
+                    touched[sink] = request
+                except Exception:
+                    touched.pop(sink, None)
+                    self._sink_failed(request)
+            elif isinstance(action, Send):
                 self._post(action)
-                continue
-            request = action.request
-            try:
-                if type(action) is Push:
-                    request.sink.push(action.token, action.logprobs)
-                    touched[request.sink] = request
-                elif type(action) is PushPromptLogprobs:
-                    request.sink.push_prompt_logprobs(action.logprobs)
-                elif type(action) is End:
-                    touched.pop(request.sink, None)
-                    request.sink.end(action.ended)
-            except Exception:
-                self._sink_failed(request)
-            if type(action) is End:
-                self.listeners(request, action.ended)
+            else:
+                self._carry_out_rare(action, touched)
         for sink, request in touched.items():
             try:
                 sink.flush()
             except Exception:
                 self._sink_failed(request)
+
+    def _carry_out_rare(self, action: PushPromptLogprobs | End, touched: dict[Sink, GenerationRequest]) -> None:
+        request = action.request
+        try:
+            if isinstance(action, End):
+                touched.pop(request.sink, None)
+                request.sink.end(action.ended)
+            else:
+                request.sink.push_prompt_logprobs(action.logprobs)
+        except Exception:
+            self._sink_failed(request)
+        if isinstance(action, End):
+            self.listeners(request, action.ended)
 
     def _sink_failed(self, request: GenerationRequest) -> None:
         """A defect of ours ends this request alone, with an error; nothing more is pushed to its sink."""
