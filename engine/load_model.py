@@ -76,6 +76,8 @@ def _computing_model(
 
         on_device = cache.pool.view(torch.uint8).view(cache.num_blocks, cache.layout.num_layers, -1)
         mirror, device_blocks = HostMirror(on_device, allocate), DeviceBlocks(on_device)
+        if allocate is not None:
+            runner.claims.committed(cache.num_bytes)
         runner.phases.done("mirror")
     _log.info("%s in %s on %s, ready in %s", settings.model, runner.dtype, runner.device, runner.phases)
     _log.info("KV cache: %d blocks of %d tokens, %.2f GiB", cache.num_blocks, cache.layout.block_size, cache.num_bytes / 2**30)

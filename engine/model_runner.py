@@ -90,7 +90,7 @@ class ModelRunner:
         self.device = select_device(engine.device)
         self._use_this_thread()
         model_len = _max_model_len(engine.max_model_len, self.config)
-        self._claims = MemoryClaims(engine.cluster)
+        self.claims = MemoryClaims(engine.cluster)
         self.fingerprint = model_fingerprint(engine.model_path)
         self.phases.done("fingerprint")
         if engine.quantization == "fp8":
@@ -108,8 +108,8 @@ class ModelRunner:
             layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], cache_dtype)
             longest = available_bytes(self.device) // layout.block_bytes * layout.block_size  # no table of angles for more
             weights = weight_bytes(self.config, self.dtype.itemsize) if self.device.type == "cpu" else 0
-            with self._claims.turn():
-                self._claims.claim(weights)
+            with self.claims.turn():
+                self.claims.claim(weights)
             load = LayerLoader(checkpoint, kernels, self.dtype, self.device, LOADING_THREADS[self.device.type])
             self._model = _load_model(self.config, load, min(model_len, max(longest, 1)), fp8_cache=engine.kv_dtype == "fp8")
         self.phases.done("weights")
@@ -124,7 +124,7 @@ class ModelRunner:
             )  # fmt: skip
         self.kv_cache = KVCache(layout, size.num_blocks, self.device, engine.pool_allocator)
         if engine.pool_allocator is not None:
-            self._claims.committed(self.kv_cache.num_bytes)
+            self.claims.committed(self.kv_cache.num_bytes)
         self.phases.done("KV cache")
         self._max_decode_seqs, self._max_prefill_tokens = engine.max_decode_seqs, engine.max_prefill_tokens
         self._graphs: DecodeGraphs | None = None
@@ -252,7 +252,7 @@ class ModelRunner:
     def _size(self, engine: EngineConfig, wish: KVCacheWish, weights: int) -> KVCacheSize:
         """Of the KV cache, by what is free now; claims its host memory (a GPU's cache has a mirror there). Raises OutOfMemoryError."""
         utilization, sharers = engine.cpu_memory_utilization, engine.memory_shared_by
-        with self._claims.turn() as others:
+        with self.claims.turn() as others:
             room = host_room(
                 free=free_host_bytes(),
                 pending=others.pending,
@@ -272,7 +272,7 @@ class ModelRunner:
                     logger.warning("the KV cache that was asked for does not fit any more: it starts with %.2f GiB", gib)
                 wish = cut
             size = kv_cache_size(wish, room)
-            self._claims.claim(weights, size.num_blocks * wish.block_bytes)
+            self.claims.claim(weights, size.num_blocks * wish.block_bytes)
         return size
 
 

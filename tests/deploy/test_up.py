@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.decode.settings import DecodeSettings
-from splitserve.deploy import gpus, up
+from splitserve.deploy import gpus, model_source, up
 from splitserve.deploy.cli import cli
 from splitserve.deploy.config import ConfigError, Sources, Value, load
 from splitserve.deploy.flexible_settings import FlexibleSettings
@@ -228,3 +228,24 @@ def test_options_of_one_role_exist_for_every_worker_setting() -> None:
     assert {"--device", "--prefill-device", "--decode-device", "--decode-max-num-seqs", "--prefill-max-batch-tokens", "--routing"} <= names
     assert not {"--name", "--coordinator", "--listen"} & names
     assert "--decode-device" not in CliRunner().invoke(cli, ["up", "--help"]).output.split("Workers:")[1]
+
+
+def test_a_model_of_the_hub_is_resolved_once_for_all(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, bool]] = []
+
+    def resolved(name: str, revision: str = "", *, weights: bool = True) -> Path:
+        asked.append((name, revision, weights))
+        return model
+
+    monkeypatch.setattr(model_source, "resolved", resolved)
+    made = planned(Path("ours/big"), tmp_path, {"SPLITSERVE_REVISION": "v1"}, decode="2")
+    assert asked == [("ours/big", "v1", True)]
+    assert made.coordinator.model_name == "ours/big"
+    assert {(settings.model, settings.revision) for settings in (made.coordinator, *made.workers)} == {(model, "")}
+
+
+def test_workers_share_this_hosts_memory_in_equal_parts(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {worker.memory_shared_by for worker in planned(model, tmp_path, decode="3").workers} == {4}
+    monkeypatch.setattr(up, "num_gpus", lambda _: 2)
+    shares = [worker.gpu_memory_utilization for worker in planned(model, tmp_path, device="cuda", decode="2").workers]
+    assert sorted(shares) == [0.45, 0.45, 0.9]
