@@ -25,6 +25,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     _since: float | None = None  # part of a message is here, and not all of it: seconds of the loop's clock
     _num_unfinished = 0  # bytes of such a message
+    _has_ended = False
     _num_queued = 0  # bytes of messages that are whole and were not received by the application
 
     @property
@@ -39,13 +40,14 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.frames = []
-        self._hold(0, 0)
+        self._forget()
         self.overload.closed(self)
 
     def data_received(self, data: bytes) -> None:
         if self.handshake_initiated and not self.handshake_complete:
             self.transport.close()  # frames before the handshake's answer: no WebSocket client does so, and uvicorn cannot take it
+            return
+        if self._has_ended:
             return
         super().data_received(data)
         if self.disconnected or self.close_sent:
@@ -107,10 +109,18 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _end(self, code: int, reason: str) -> None:
         """At once: it is in the middle of a message."""
+        self._has_ended = True
         if not self.close_sent and self.handshake_complete:
             self.conn.send_close(code, reason[:100])
             self.transport.write(b"".join(self.conn.data_to_send()))
         self.transport.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Frees what has come of a message: the connection's objects refer to each other, and stay until the collector finds them."""
+        self.frames = []
+        self.conn.reader.buffer.clear()
+        self._hold(0, 0)
 
 
 def _is_text(data: bytes) -> bool:

@@ -49,9 +49,15 @@ class BodyReader:
             raise Overloaded("Too many large requests are being read; try again soon.", retry_after_s=1)
         try:
             future = self._threads.submit(self._ask, work, arguments, body)
-            return await asyncio.wrap_future(future)
+            answer = await asyncio.wrap_future(future)
         finally:
             self._overload.give_back("tokenizer_bytes", len(body))
+        if not isinstance(answer, ApiError):
+            return answer
+        try:
+            raise answer
+        finally:
+            del answer, body  # else the error, by its traceback, would hold both until the collector finds them
 
     def close(self) -> None:
         """Ends the processes, in the middle of a body too."""
@@ -61,7 +67,7 @@ class BodyReader:
             process.end()
 
     def _ask(self, work: str, arguments: tuple[Any, ...], body: bytes | bytearray) -> Any:
-        """On a thread."""
+        """On a thread. An ApiError is returned."""
         process = self._idle.pop() if self._idle else self._start()
         try:
             answer = process.ask(work, (self._model.workers_hold(), *arguments), body)
@@ -71,8 +77,6 @@ class BodyReader:
             _log.error("the process that reads large requests has ended or does not answer (%s): the next request starts another", error)
             raise Unavailable("The process that reads large requests has ended; try again.", retry_after_s=1) from error
         self._idle.append(process)
-        if isinstance(answer, ApiError):
-            raise answer
         return answer
 
     def _start(self) -> _Process:

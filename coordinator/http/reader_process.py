@@ -6,6 +6,7 @@ large body took is given back to the system before the next one.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -135,6 +136,7 @@ def serve(connection: socket.socket) -> None:
         del body
         send(connection, pickle.dumps(answer))
         del answer, head
+        gc.collect()
         trim()
 
 
