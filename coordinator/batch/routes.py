@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Message, Receive
 
 from ..bodies.fields import Body
 from ..body import held_body
@@ -24,6 +26,8 @@ from .runner import BatchRunner
 from .store import BatchStore, StoredBatch, StoredFile
 
 MAX_FILE_BYTES = 200 << 20
+FORM_BYTES = 1 << 20
+"""Of a form beside its file."""
 MAX_BODY_BYTES = 1 << 20
 WINDOW_S = 24 * 3600
 PAGE, MAX_PAGE = 20, 100
@@ -45,6 +49,7 @@ class BatchRoutes:
 
     def __init__(self, runner: BatchRunner, overload: Overload) -> None:
         self._runner, self._overload = runner, overload
+        self._storing = asyncio.Lock()  # a file is whole in memory only while it is stored: one at a time
         self._unknown = UnknownFields()
 
     def routes(self) -> list[Route]:
@@ -62,22 +67,26 @@ class BatchRoutes:
 
     async def _upload(self, request: Request) -> Response:
         announced = request.headers.get("content-length", "")
-        if announced.isdigit() and int(announced) > MAX_FILE_BYTES + (1 << 20):
+        if announced.isdigit() and int(announced) > MAX_FILE_BYTES + FORM_BYTES:
             raise BodyTooLarge(MAX_FILE_BYTES)
         try:
-            async with request.form(max_files=1, max_fields=10) as form:
+            async with Request(request.scope, _bounded(request.receive)).form(max_files=1, max_fields=10) as form:
                 file, purpose = form.get("file"), form.get("purpose")
-                content = await file.read(MAX_FILE_BYTES + 1) if isinstance(file, UploadFile) else b""
+                if not isinstance(file, UploadFile):
+                    raise InvalidRequest("file: must be a file of a multipart/form-data body", param="file")
+                if purpose != "batch":
+                    raise InvalidRequest("purpose: must be 'batch' on this server", param="purpose")
+                return _json(_file(await self._store(file, _account(request).tenant)))
         except HTTPException as error:
             raise InvalidRequest(f"The body must be multipart/form-data: {error.detail}") from error
-        if not isinstance(file, UploadFile):
-            raise InvalidRequest("file: must be a file of a multipart/form-data body", param="file")
-        if purpose != "batch":
-            raise InvalidRequest("purpose: must be 'batch' on this server", param="purpose")
-        name, tenant = file.filename or "file", _account(request).tenant
-        if len(content) > MAX_FILE_BYTES:
-            raise BodyTooLarge(MAX_FILE_BYTES)
-        return _json(_file(await self._runner.call(lambda store: store.add_file(tenant, name[:255], "batch", content, time.time()))))
+
+    async def _store(self, file: UploadFile, tenant: str) -> StoredFile:
+        name = (file.filename or "file")[:255]
+        async with self._storing:
+            content = await file.read(MAX_FILE_BYTES + 1)
+            if len(content) > MAX_FILE_BYTES:
+                raise BodyTooLarge(MAX_FILE_BYTES)
+            return await self._runner.call(lambda store: store.add_file(tenant, name, "batch", content, time.time()))
 
     async def _list_files(self, request: Request) -> Response:
         query, tenant = request.query_params, _account(request).tenant
@@ -149,6 +158,21 @@ class BatchRoutes:
         if batch is None:
             raise NotFound(f"There is no batch {id!r}.", param="batch_id")
         return await self._runner.call(lambda store: _batch(store, batch))
+
+
+def _bounded(receive: Receive) -> Receive:
+    """The same, which raises BodyTooLarge once more than a file and its form have come: the form lies on disk until it is whole."""
+    num_bytes = 0
+
+    async def receive_bounded() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > MAX_FILE_BYTES + FORM_BYTES:
+            raise BodyTooLarge(MAX_FILE_BYTES)
+        return message
+
+    return receive_bounded
 
 
 def _account(request: Request) -> Account:

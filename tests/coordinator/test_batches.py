@@ -16,8 +16,10 @@ import httpx
 import msgpack
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
+from starlette.datastructures import UploadFile
 from support.http_fakes import ANSWER, FakeDispatcher
 
+from splitserve.coordinator.batch import routes
 from splitserve.coordinator.batch.lines import Line, read_lines
 from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner
 from splitserve.coordinator.batch.store import BatchStore
@@ -296,3 +298,28 @@ def test_its_file_is_private_whatever_the_umask(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(OSError, match=rf"the batch file {path} is open to other users \(mode 0644\); run: chmod 600 {path}$"):
         BatchStore(path)
+
+
+async def test_an_upload_without_an_announced_length_ends_at_the_bound(client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "MAX_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(routes, "FORM_BYTES", 1 << 16, raising=False)
+    kept = 0
+    write = UploadFile.write
+
+    async def count(file: UploadFile, data: bytes) -> None:
+        nonlocal kept
+        kept += len(data)
+        await write(file, data)
+
+    monkeypatch.setattr(UploadFile, "write", count)
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        for _ in range(256):
+            yield b"x" * (1 << 16)
+        yield b"\r\n--x--\r\n"
+
+    async with httpx.AsyncClient(verify=False, timeout=60) as http:
+        answer = await http.post(f"{client.base_url}files", content=body(), headers={"content-type": "multipart/form-data; boundary=x"})
+    assert answer.status_code == 413
+    assert kept < 2 << 20
