@@ -148,7 +148,9 @@ def _sentence(problem: Mapping[str, Any], chosen: Mapping[str, Value], model: ty
     if problem["type"] == "missing":
         return f"{flag_of(name)} is needed: {variable_of(name)} or a line `{name}:` in the configuration file do as well"
     if problem["type"] == "string_pattern_mismatch":  # the pattern is for machines
-        message = f"it has another form. {model.model_fields[name].description}"
+        field = model.model_fields[name]
+        example = f" Such as {field.default}." if field.default and not field.is_required() else ""
+        message = f"it has another form. {field.description}{example}"
     message = message[0].lower() + message[1:]
     return f"{chosen[name].origin}: {chosen[name].value!r} cannot be used: {message}"
 

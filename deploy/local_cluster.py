@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -52,10 +53,10 @@ def run(plan: Plan) -> int:
 
 async def _run(plan: Plan) -> int:
     interactive = plan.up.chat or plan.up.prompt is not None
-    names = ["coordinator", *(worker.name for worker in plan.workers)]
+    names = ["coordinator", *(worker.name for worker in plan.workers), "up"]
     stream = open(plan.run_dir / "log", "a", encoding="utf-8", opener=private) if interactive else sys.stdout  # noqa: SIM115
     log = json_log(stream) if plan.coordinator.log_format == "json" else prefixed_log(stream, names)
-    forks = WorkerForks(say) if plan.up.fork_workers else None
+    forks = WorkerForks(lambda text: log("up", f"{time.strftime('%H:%M:%S')} WARNING {text}")) if plan.up.fork_workers else None
     supervisor = Supervisor(
         commands(plan, forks.start if forks else None),
         is_ready=lambda: is_ready(plan.url, plan.coordinator.tls_cert),

@@ -92,7 +92,8 @@ def _from_hub(model: str, revision: str, wanted: tuple[str, ...]) -> Path:
             _log.warning("%s, using what is cached of %s", reason, model)
             return Path(cached).parent
         home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-        reason += f", and {home} has no copy; run `hf download {model}` where there is a network, then copy its folder; or set HF_ENDPOINT"
+        reason += f", and {home} has no copy; run `hf download {model}` where there is a network, then copy its folder; "
+        reason += "or set HF_ENDPOINT to a mirror"
     raise ConfigError(f"--model {model}: {reason}") from failure
 
 

@@ -46,7 +46,7 @@ function status(state, words) {
 
 function notice(text) {
   if ($("notice").textContent !== text.replaceAll("`", "")) $("notice").replaceChildren(el("span", {}, ...words(text)));
-  $("notice").hidden = false;
+  $("notice").hidden = !text;
 }
 
 function tiles(state, history) {

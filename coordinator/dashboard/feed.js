@@ -10,7 +10,7 @@ const MAX_REQUESTS = 120;
 export class Feed {
   /** `onState(state, history)` after each answer; `onTrouble(kind, sentence)`: kind is "lost" or "denied". */
   constructor(onState, onTrouble) {
-    Object.assign(this, { onState, onTrouble, boot: "", points: [], requests: [], timer: 0, lastHeard: 0, slo: null });
+    Object.assign(this, { onState, onTrouble, boot: "", points: [], requests: [], timer: 0, lastHeard: 0, slo: null, refused: "" });
     document.addEventListener("visibilitychange", () => document.hidden || this.ask());
   }
 
@@ -18,8 +18,9 @@ export class Feed {
   async login(key) {
     const options = { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ key }) };
     const response = await fetch("dashboard/login", options).catch(() => null);
-    if (response && !response.ok) this.onTrouble("denied", (await response.json().catch(() => null))?.error?.message ?? `the coordinator answered ${response.status}`);
-    else this.ask();
+    this.refused = "";
+    if (response && !response.ok) this.refused = (await response.json().catch(() => null))?.error?.message ?? `the coordinator answered ${response.status}`;
+    this.ask();
   }
 
   /** The viewer's objectives, in the notation of --steer-slo; null: the operator's. */
@@ -63,7 +64,8 @@ export class Feed {
   }
 
   fail(error) {
-    if (error.status === 401 || error.status === 403) this.onTrouble("denied", error.message);
+    if (error.status === 401) this.onTrouble("denied", this.refused); // the form says what is needed
+    else if (error.status === 403) this.onTrouble("denied", error.message);
     else if (error.status) this.onTrouble("lost", `The coordinator refuses: ${error.message}`);
     else {
       const since = this.lastHeard ? ` for ${Math.round((Date.now() - this.lastHeard) / 1000)} s; what you see is from then` : "";

@@ -6,6 +6,7 @@ large body took is given back to the system before the next one.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -119,25 +120,23 @@ def num_values(body: bytes | bytearray) -> int:
 
 def serve(connection: socket.socket) -> None:
     """Answers until the other end closes."""
-    work = Work(pickle.loads(receive(connection)[0]))
-    trim = trimmer()
-    while True:
-        try:
+    with contextlib.suppress(EOFError, ConnectionError):  # the other end has closed
+        work = Work(pickle.loads(receive(connection)[0]))
+        trim = trimmer()
+        while True:
             head, body = receive(connection)
-        except EOFError:
-            return
-        name, (work.workers_hold, *arguments) = pickle.loads(head)
-        try:
-            answer: Any = getattr(work, name)(*arguments, body)
-        except ApiError as error:
-            answer = error
-        except (MemoryError, RecursionError) as error:
-            answer = InvalidRequest(f"The body cannot be read: it takes too much memory or is too deep ({type(error).__name__}).")
-        del body
-        send(connection, pickle.dumps(answer))
-        del answer, head
-        gc.collect()
-        trim()
+            name, (work.workers_hold, *arguments) = pickle.loads(head)
+            try:
+                answer: Any = getattr(work, name)(*arguments, body)
+            except ApiError as error:
+                answer = error
+            except (MemoryError, RecursionError) as error:
+                answer = InvalidRequest(f"The body cannot be read: it takes too much memory or is too deep ({type(error).__name__}).")
+            del body
+            send(connection, pickle.dumps(answer))
+            del answer, head
+            gc.collect()
+            trim()
 
 
 def main(fd: int) -> None:

@@ -107,11 +107,16 @@ async def test_the_admin_key_opens_the_page_for_this_browser(dispatcher: FakeDis
     async with browser(tmp_path) as page:
         await page.open(f"http://127.0.0.1:{server.port}")
         await page.until("!document.querySelector('#unlock').hidden")
+        assert await page.value("document.querySelector('#notice').hidden")  # the form says it all
         for key, seen in (("wrong", "'not the admin key'"), (ADMIN_KEY, "'ready'")):
             await page.value("document.querySelector('#admin-key').focus()")
             await page.write(key)
             await page.press("Enter")
             await page.until(f"document.body.innerText.includes({seen})")
+            if key == "wrong":  # the next look at the feed, a second later, must not wipe it out
+                await page.value("window.asked = performance.getEntriesByType('resource').length")
+                await page.until("performance.getEntriesByType('resource').length > window.asked + 1")
+                assert "not the admin key" in await page.text("#notice")
         assert await page.value("document.querySelector('#unlock').hidden")
         assert await page.value("document.cookie") == ""  # no script can read it
         await page.value("window.before = location.reload()")

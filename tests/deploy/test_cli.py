@@ -84,6 +84,7 @@ def test_a_model_that_is_not_there_is_one_line_and_status_2(tmp_path: Path) -> N
     result = splitserve("up", "--model", str(tmp_path / "none"))
     assert result.returncode == 2
     assert result.stderr.startswith("splitserve: --model: there is no folder")
+    assert "a model of the hub (ORG/NAME) or s3://BUCKET/PREFIX" in result.stderr
     assert result.stderr.count("\n") == 1
 
 

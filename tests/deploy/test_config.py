@@ -127,6 +127,10 @@ def test_a_value_of_another_form_is_answered_with_the_form_in_words() -> None:
         ConfigError, match=r"--steer-slo: 'fast' cannot be used: it has another form\. What requests may take, .*ttft=2,tpot=0"
     ):
         load("coordinator", {**FLAGS, "steer_slo": Value("fast", "--steer-slo")}, Sources.read(None, {}))
+    with pytest.raises(ConfigError, match=r"--url: 'h:1' cannot be used: .* The server's address\. Such as http://127\.0\.0\.1:8000\.$"):
+        load("chat", {"url": Value("h:1", "--url")}, Sources.read(None, {}))
+    with pytest.raises(ConfigError, match=r"--tenant: 'a/b' cannot be used: .* is made\.$"):
+        load("keys_create", {"tenant": Value("a/b", "--tenant")}, Sources.read(None, {}))
 
 
 def test_what_is_needed_is_said() -> None:

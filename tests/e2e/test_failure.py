@@ -85,7 +85,7 @@ def test_kill_the_fork_server_in_mid_stream(cluster: Cluster, expected: list[str
     server.kill()
     assert streams.texts() == expected
     assert {worker["worker_id"]: worker["pid"] for worker in cluster.state()["workers"]} == before, "no worker has ended"
-    cluster.wait_log(f"the fork server (process {server.pid}) has ended")
+    cluster.wait_log(f" WARNING the fork server (process {server.pid}) has ended")
     os.kill(before["decode-1"], signal.SIGKILL)
     wait_for("its loss is noticed", lambda: before["decode-1"] not in [w["pid"] for w in cluster.workers("decode")])
     cluster.wait_whole(2, 2)  # another server has forked it

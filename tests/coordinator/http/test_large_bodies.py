@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import time
 from typing import Any
 
@@ -91,6 +92,15 @@ async def test_a_killed_reader_fails_one_request_and_is_replaced(http: httpx.Asy
     refused = await http.post("/v1/completions", json={**TEXT, **PADDING})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
     assert (await http.post("/v1/completions", json={**TEXT, **PADDING})).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"a part"])
+def test_a_reader_whose_coordinator_is_killed_ends_without_a_traceback(sent: bytes) -> None:
+    ours, other = socket.socketpair()
+    with ours:
+        ours.sendall(sent)
+    with other:
+        reader_process.serve(other)
 
 
 @pytest.mark.parametrize("kind", ["logit_bias", "ids"])
