@@ -81,8 +81,8 @@ class ChaosCluster:
 
     def kill_fork_server(self) -> bool:
         """Whether there was one: it is started again with the next worker."""
-        servers = [child for child in psutil.Process().children() if "multiprocessing.forkserver" in str(child.cmdline())]
-        ours = [server for server in servers if server.pid not in {child.pid for child in self._supervisor.children}]
+        workers = {child.pid for child in self._supervisor.children}
+        ours = [child for child in psutil.Process().children() if child.pid not in workers and _is_fork_server(child)]
         for server in ours:
             server.kill()
         return bool(ours)
@@ -138,3 +138,10 @@ async def read_state(url: str) -> dict[str, Any]:
     async with httpx.AsyncClient(timeout=30, trust_env=False, verify=False, auth=OperatorAuth()) as client:
         state: dict[str, Any] = (await client.get(f"{url}/debug/state")).json()
         return state
+
+
+def _is_fork_server(process: psutil.Process) -> bool:
+    try:
+        return "multiprocessing.forkserver" in str(process.cmdline())
+    except psutil.Error:  # it has ended, or is about to be reaped
+        return False
