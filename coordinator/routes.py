@@ -6,7 +6,7 @@ import sqlite3
 import tempfile
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import orjson
 from starlette.applications import Starlette
@@ -19,6 +19,7 @@ from .. import __version__
 from .bodies.fields import Body
 from .bodies.tokens import DetokenizeRequest, TokenizeRequest
 from .body import ClientGone, held_body
+from .call import Endpoint
 from .errors import ApiError, InternalError, MethodNotAllowed, NotFound, StorageFull, Unavailable
 from .full_disk import is_full
 from .generate import GenerationApi
@@ -162,10 +163,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
         return _error(MethodNotAllowed(f"{request.url.path} takes {allow}, not {request.method}.", allow))
     path, why = request.url.path, ""
     paths = [getattr(route, "path", "") for route in request.app.routes]
+    if "/v1/models" in paths:  # the HTTP port, whose protocol answers these before any route
+        paths += get_args(Endpoint)
     if path.startswith(("/v1/files", "/v1/batches")) and "/v1/batches" not in paths:
         why = " on this server: it was started without --batch-file"
     elif path.startswith("/admin/") and not any(each.startswith("/admin/") for each in paths):
         why = " here: this server's admin API has a port of its own (--admin-port)"
+    elif near := next((each for each in (path.rstrip("/"), f"/v1{path.rstrip('/')}", path.removeprefix("/v1")) if each in paths), ""):
+        why = f": use {near}"  # a base URL without /v1, or with two
     return _error(NotFound(f"There is no {request.method} {path}{why}.", code="unknown_url"))
 
 

@@ -104,7 +104,7 @@ def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
         return await answer_once(settings, plan.up.prompt or "", plan.coordinator.tls_cert)
 
     async def chat() -> int:
-        say(f"ready at {plan.url} (OpenAI-compatible); logs in {plan.run_dir / 'log'}")
+        say(f"ready at {plan.url} (OpenAI-compatible); logs in {plan.run_dir / 'log'}\n{dashboard_hint(plan, link=sys.stderr.isatty())}")
         return await converse(settings, plan.coordinator.tls_cert)
 
     return chat if plan.up.chat else answer if plan.up.prompt is not None else serve

@@ -227,6 +227,13 @@ async def test_a_body_beyond_the_limit_is_413(http: httpx.AsyncClient) -> None:
     assert (await http.post("/v1/completions", json={**TEXT, "prompt": [5] * 10, "user": None, "x": "y" * 900_000})).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/"])
+async def test_a_wrong_base_url_is_told_the_right_path(http: httpx.AsyncClient, path: str) -> None:
+    answer = await http.post(path, json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == f"There is no POST {path}: use /v1/chat/completions."
+
+
 async def test_nulls_and_unknown_fields_are_accepted(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
     names = ["temperature", "top_p", "n", "stop", "max_tokens", "seed", "logit_bias", "stream", "stream_options", "user", "logprobs"]
     nulls = dict.fromkeys([*names, "presence_penalty", "frequency_penalty"])
