@@ -110,7 +110,8 @@ class Membership:
         self._state.forecast.forget(worker)
         self.flips.gone(worker, now)
         self.num_workers_lost += 1
-        self._remember_lost(worker, reason)
+        held = len(worker.dispatches)
+        self._remember_lost(worker, f"{reason}; requests it held, now tried again: {held}" if held else reason)
         told = f"{worker.role} worker {worker.hello.worker_id} was lost ({reason})"
         for flight in self._state.suspicion.charge(worker):
             ever = f" ({flight.num_deaths_ever} in all)" if flight.num_deaths_ever > flight.num_deaths else ""
