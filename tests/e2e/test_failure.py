@@ -140,7 +140,7 @@ def test_coordinator_restart(cluster: Cluster) -> None:
     os.kill(before["pid"], signal.SIGKILL)
     streams.wait_ended()  # the clients see broken connections, and wait for nothing
     wait_for("the coordinator is back", cluster.ready)
-    assert cluster.state()["coordinator"]["incarnation"] > before["incarnation"]
+    assert cluster.state()["coordinator"]["incarnation"] != before["incarnation"]
     cluster.wait_whole(2, 2)
     cluster.wait_at_rest()  # what the old coordinator's requests held is free
     answer = cluster.client.completions.create(model=MODEL_NAME, prompt="again", max_tokens=4)
