@@ -37,7 +37,7 @@ class Attempts:
     def retry(self, flight: Flight, reason: str, now: float, counts: bool = True, of_network: bool = False) -> None:
         """A new epoch: prompt plus the tokens the client has. The first is at once, later ones after a while, and rather elsewhere."""
         flight.avoid = flight.decode if counts else None
-        self.detach(flight)
+        self.detach(flight, now)
         flight.early, flight.early_finish = [], None
         self._state.suspicion.credit(flight)
         flight.num_failures += counts
@@ -75,7 +75,7 @@ class Attempts:
         self.end(flight, Ended(finish_reason=reason), now)
 
     def fail(self, flight: Flight, error: ErrorKind, message: str, now: float) -> None:
-        self.detach(flight)
+        self.detach(flight, now)
         retry_after = 1.0 if error in ("unavailable", "overloaded") else None
         self.end(flight, Ended(error=error, message=message, retry_after_s=retry_after), now)
 
@@ -93,8 +93,9 @@ class Attempts:
         ended.num_prompt_tokens, ended.model = len(flight.request.prompt_token_ids), flight.model
         self._state.actions.append(End(flight.request, ended))
 
-    def detach(self, flight: Flight) -> None:
+    def detach(self, flight: Flight, now: float) -> None:
         """The workers are to drop this dispatch; whatever they still say of it is old."""
+        self._state.book_stall(flight, now)
         if flight.dispatch >= 0:
             for worker in (flight.prefill, flight.decode):
                 self._state.disown(worker, [flight.dispatch])

@@ -28,7 +28,7 @@ from .flight import Action, End, Flight
 from .flips import FlipRecord
 from .lifecycle_limits import LifecycleLimits as LifecycleLimits
 from .lifecycle_limits import shortest_timeout
-from .lifecycle_state import LifecycleState
+from .lifecycle_state import LATE_TICK_S, LifecycleState
 from .membership import Membership
 from .placement import Placement
 from .pools import Pools
@@ -39,9 +39,6 @@ from .routing import Policy
 from .worker import Worker, WorkerId
 
 CHARGE_EVERY_S = 0.25
-
-LATE_TICK_S = 0.2
-"""Ticks come at least ten times a second: after so long without one the coordinator itself stood still."""
 
 
 class Lifecycle:
@@ -57,6 +54,7 @@ class Lifecycle:
         self._placement = Placement(self._state, policy)
         self._unserved_since: float | None = None
         self._ticked: float | None = None
+        self._caught_up_at = 0.0
         self._charged = float("-inf")
         self._patience = shortest_timeout(self.limits)
         self._look_at = float("inf")  # the first deadline of any request; or earlier
@@ -217,7 +215,7 @@ class Lifecycle:
         """The client has gone, or has enough."""
         flight = self._state.table.flights.get(request_id)
         if flight is not None:
-            self._attempts.detach(flight)
+            self._attempts.detach(flight, now)
             self._attempts.end(flight, Ended(), now)
             self._placement.serve_line(now)
         return self._state.take()
@@ -286,8 +284,7 @@ class Lifecycle:
 
     def tick(self, now: float) -> list[Action]:
         """At least ten times a second, once what has arrived was received: dead workers, deadlines, lost dispatches, the queue."""
-        self._forgive_own_stall(now)
-        self._state.heard_all_at = now
+        self._note_own_stall(now)
         self._members.look(now)
         self._serve_or_give_up(now)
         self._state.suspicion.credit_all()
@@ -318,10 +315,14 @@ class Lifecycle:
         flights = dict.fromkeys(by_dispatch[dispatch] for dispatch in sorted(unheard))  # one that moves has two dispatches
         return [flight for flight in flights if flight.dispatch >= 0 and self._is_lost(flight, now)]
 
-    def _forgive_own_stall(self, now: float) -> None:
-        """A worker was not silent while nobody listened."""
-        if self._ticked is not None and (stall := now - self._ticked) > max(self.limits.heartbeat_s, LATE_TICK_S):
+    def _note_own_stall(self, now: float) -> None:
+        """After a stall no worker was silent. What was sent meanwhile arrives within as long again: ZeroMQ's thread stood still too."""
+        stall = now - self._ticked if self._ticked is not None else 0.0
+        if stall > max(self.limits.heartbeat_s, LATE_TICK_S):
             self.pools.forgive(stall)
+            self._state.resumed_at, self._caught_up_at = now, now + stall
+        if now >= self._caught_up_at:
+            self._state.heard_all_at = now
         self._ticked = now
 
     def _is_lost(self, flight: Flight, now: float) -> bool:

@@ -165,6 +165,7 @@ class Placement:
             flight.recovery.dispatched = now
             flight.recovery.absent_s = max(0.0, self._state.gap_ended - flight.recovery.noticed)
             flight.recovery.num_attempts += 1
+        self._state.book_stall(flight, now)
         flight.enter("prefill", now)
         flight.times = AttemptTimes(flight.ledger)
         self._state.actions.append(Send(prefill.id, Prefill(spec=flight.spec(self._state.incarnation, now), decode=decode.peer)))

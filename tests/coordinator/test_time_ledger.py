@@ -122,6 +122,56 @@ def test_a_blocked_event_loop_is_charged_to_the_coordinator() -> None:
     assert ended.stages == Stages(queue=0.125, prefill=0.25, handoff=0.125, decode=0.5, coordinator=2.0)
 
 
+@pytest.mark.parametrize("ticks", [[5.0], [5.0, 5.05, 5.1]])
+def test_messages_that_arrive_after_a_stall_are_charged_to_the_coordinator(ticks: list[float]) -> None:
+    """It ticks before ZeroMQ's thread, which was stopped with it, delivers the last token."""
+    bench = Bench()
+    bench.core.tick(0.0)
+    bench.submit()
+    bench.first(1)
+    bench.joined(1)
+    for now in ticks:
+        bench.core.tick(now)
+    bench.now = 5.125
+    rows = {"dispatches": u32([1]), "indices": u32([1]), "tokens": u32([7])}
+    (ended,) = ends(bench.say("d", StepTokens(coordinator=7, finished={0: "stop"}, decode_s={0: 0.125}, **rows)))
+    assert ended.stages == Stages(decode=0.125, coordinator=5.0)
+
+
+def test_a_stall_is_the_coordinators_also_where_no_worker_says_what_it_took() -> None:
+    """One waits for room; one is tried again, since its connection did not outlast the stall; one arrives once it is over."""
+    bench = Bench(max_num_seqs=1)
+    bench.core.tick(0.0)
+    bench.submit("tried again")
+    bench.submit("waits")
+    bench.first(1)
+    bench.joined(1)
+    bench.core.tick(5.0)
+    bench.now = 5.125
+    bench.submit("new")
+    bench.say("d", RequestFailed(coordinator=7, dispatch=1, kind="internal", message="broke"))
+    bench.now = 5.25
+    ended = {name: ends(bench.core.cancel(name, bench.now))[0].stages for name in ("tried again", "waits", "new")}
+    assert ended["tried again"] == Stages(decode=0.125, coordinator=5.0, prefill=0.125)
+    assert ended["waits"] == Stages(queue=0.25, coordinator=5.0)
+    assert ended["new"] == Stages(queue=0.125)
+
+
+def test_once_a_stall_is_caught_up_a_late_message_is_its_workers_own() -> None:
+    bench = Bench()
+    for now in (0.0, 0.5, 0.75, 1.0):
+        bench.core.tick(now)
+    bench.now = 1.0
+    bench.submit()
+    for now in (1.25, 1.5, 1.75, 2.0):
+        bench.core.tick(now)
+    bench.now = 2.0
+    bench.first(1, prefill_s=0.25)
+    bench.joined(1)
+    (ended,) = ends(bench.step(1, 1, 7, "stop"))
+    assert ended.stages == Stages(prefill=0.25, queue=0.75)
+
+
 def test_a_request_that_is_tried_again_has_all_of_its_attempts_in_the_ledger() -> None:
     bench = Bench()
     bench.submit()
