@@ -16,7 +16,7 @@ from setuptools.command.sdist import sdist
 FOLDER = "src/splitserve/kernels/cpu"
 HEADERS = ("kernels.h", "calls.h", "decoder.h", "thread_pool.h", "simd.h", "linear.h", "attention.h", "elementwise.h")
 SOURCES = ("module.cpp", "isa_generic.cpp", "isa_avx2.cpp", "isa_avx512.cpp")
-COMMIT_FILE = "src/splitserve/deploy/commit.txt"
+COMMIT_FILE = "src/splitserve/cli/commit.txt"
 """In a wheel and in an sdist, not in a clone: `splitserve version` reads it."""
 
 
@@ -37,7 +37,7 @@ class BuildWithCommit(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            (Path(self.build_lib) / "splitserve" / "deploy" / "commit.txt").write_text(commit())
+            (Path(self.build_lib) / "splitserve" / "cli" / "commit.txt").write_text(commit())
 
 
 class SdistWithCommit(sdist):

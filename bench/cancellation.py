@@ -27,9 +27,9 @@ from typing import Any
 
 import httpx
 
-from ..deploy.operator_access import OperatorAuth
-from ..deploy.settings import DEMO_MODEL_NAME
-from ..deploy.up import free_port
+from ..cli.operator_access import OperatorAuth
+from ..cli.settings import DEMO_MODEL_NAME
+from ..cli.up import free_port
 from .environment import environment
 
 HEARTBEAT_S = 0.05
@@ -42,7 +42,7 @@ START_S, FREED_S = 120.0, 30.0
 def cluster() -> Iterator[int]:
     """One prefill and one decode worker; the HTTP port."""
     port = free_port("127.0.0.1")
-    command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--port", str(port), "--heartbeat-s", str(HEARTBEAT_S)]
+    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--port", str(port), "--heartbeat-s", str(HEARTBEAT_S)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         deadline = time.monotonic() + START_S

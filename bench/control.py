@@ -21,10 +21,10 @@ import zmq
 from rich.console import Console
 from rich.table import Table
 
-from ..transport.channels import DealerChannel, RouterChannel
-from ..transport.codec import decode, encode
-from ..transport.keys import ClusterKey, new_key
-from ..transport.messages import FROM_COORDINATOR, FROM_WORKER, StepTokens, Welcome, u32
+from ..transport.channels.channels import DealerChannel, RouterChannel
+from ..transport.channels.keys import ClusterKey, new_key
+from ..transport.messages.codec import decode, encode
+from ..transport.messages.messages import FROM_COORDINATOR, FROM_WORKER, StepTokens, Welcome, u32
 from .environment import environment
 
 ROWS = list(range(64))

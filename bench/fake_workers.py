@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..transport.channels import DealerChannel
-from ..transport.coordinator_link import identity_of
-from ..transport.incarnation import incarnations
-from ..transport.messages import (
+from ..transport.channels.channels import DealerChannel
+from ..transport.channels.coordinator_link import identity_of
+from ..transport.channels.incarnation import incarnations
+from ..transport.messages.messages import (
     FROM_COORDINATOR,
     Cancel,
     FinishReason,

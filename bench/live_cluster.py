@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from ..deploy.up import free_port
+from ..cli.up import free_port
 
 READY_S = 300.0
 
@@ -22,7 +22,7 @@ READY_S = 300.0
 def live_cluster(options: Sequence[str], log: Path) -> Iterator[str]:
     """``splitserve up`` with these options until the block ends; its address. What it says goes to ``log``."""
     port = free_port("127.0.0.1")
-    command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--port", str(port), *options]
+    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--port", str(port), *options]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     url = f"http://127.0.0.1:{port}"

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..engine.batch import Batch, StepOutput
+from ..engine.step.batch import Batch, StepOutput
 from ..engine.worker_model import WorkerModel
 
 TOKEN = 65

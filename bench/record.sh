@@ -24,4 +24,4 @@ until "$python" -c "import sys, httpx; sys.exit(httpx.get('http://127.0.0.1:$por
     kill -0 "$server" || { cat "$model.log"; exit 1; }
     sleep 0.5
 done
-"$python" -m splitserve.bench.peer --url "http://127.0.0.1:$port" --name splitserve --json "$results/peer-splitserve.json"
+"$python" -m splitserve.bench.peers.peer --url "http://127.0.0.1:$port" --name splitserve --json "$results/peer-splitserve.json"

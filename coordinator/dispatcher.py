@@ -14,20 +14,20 @@ from typing import Any
 
 import msgspec
 
-from ..transport.channels import RouterChannel
-from ..transport.coordinator_link import identity_of, worker_of
-from ..transport.event_loop import Attachment, attach
-from ..transport.keys import ClusterKey
-from ..transport.messages import FROM_WORKER, Message, Role
-from .flight import Action, End, Push, PushPromptLogprobs, Send
-from .flips import FlipRecord
-from .lifecycle import Lifecycle
+from ..transport.channels.channels import RouterChannel
+from ..transport.channels.coordinator_link import identity_of, worker_of
+from ..transport.channels.event_loop import Attachment, attach
+from ..transport.channels.keys import ClusterKey
+from ..transport.messages.messages import FROM_WORKER, Message, Role
+from .lifecycle.flight import Action, End, Push, PushPromptLogprobs, Send
+from .lifecycle.flips import FlipRecord
+from .lifecycle.lifecycle import Lifecycle
+from .lifecycle.membership import DRAINED
+from .lifecycle.request import Ended, GenerationRequest, Sink
+from .lifecycle.worker import Worker, WorkerId
 from .listeners import Listeners
-from .membership import DRAINED
+from .metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
 from .process_watch import ProcessWatch
-from .request import Ended, GenerationRequest, Sink
-from .system_snapshot import SystemSnapshot, WorkerSnapshot
-from .worker import Worker, WorkerId
 
 TICK_S = 0.05
 TICK_LIMIT = 10_000  # messages

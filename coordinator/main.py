@@ -15,40 +15,40 @@ from pathlib import Path
 import uvloop
 
 from ..engine.latency_profile import Profile
-from ..transport.collector import settle_heap
+from ..steering.hooks import Hooks
+from ..steering.shell import SteeringShell
+from ..steering.steering import Steering
+from ..transport.channels.incarnation import incarnations
+from ..transport.channels.keys import KeyFile
 from ..transport.errors import KeyFileError
-from ..transport.incarnation import incarnations
-from ..transport.keys import KeyFile
-from ..transport.messages import Sampling
-from ..transport.otel import Tracing
-from ..transport.private_files import OpenToOthers
-from .admin_server import admin_server
+from ..transport.messages.messages import Sampling
+from ..transport.process.collector import settle_heap
+from ..transport.process.otel import Tracing
+from ..transport.process.private_files import OpenToOthers
 from .background import until_stopped
 from .batch.runner import BatchOptions
 from .dispatcher import SocketDispatcher, prove
-from .http.access import Access
-from .http.allocator import give_memory_back
-from .http.body_log import BodyLog
-from .http.forwarded import TrustedProxies
+from .generate.limits import HttpLimits
+from .http.access.access import Access
+from .http.access.forwarded import TrustedProxies
+from .http.access.operators import Operators, admin_key, make_admin_key
+from .http.access.tls import TlsFiles
+from .http.access.url import url_of
 from .http.front_door import FrontDoor
-from .http.operators import Operators, admin_key, make_admin_key
 from .http.overload import Overload, OverloadLimits
-from .http.tls import TlsFiles
-from .http.url import url_of
-from .lifecycle import Lifecycle, LifecycleLimits
-from .limits import HttpLimits
+from .http.reader.allocator import give_memory_back
+from .http.server import HttpServer, create_app
+from .lifecycle.lifecycle import Lifecycle, LifecycleLimits
+from .lifecycle.request import GenerationRequest, Sink
 from .listeners import ListenerFailures
+from .metrics.body_log import BodyLog
+from .metrics.request_log import log_request
+from .metrics.request_trace import end_trace
+from .metrics.trace_log import TraceLog
 from .processes import CannotStart, Place, Serve, run_all
-from .request import GenerationRequest, Sink
-from .request_log import log_request
-from .request_trace import end_trace
+from .routes.admin_server import admin_server
 from .run_folder import ADMIN_KEY, Door, RunFolder, announce
-from .served_model import ServedModel
-from .server import HttpServer, create_app
 from .settings import CoordinatorSettings, is_loopback, listed
-from .steering.hooks import Hooks
-from .steering.shell import SteeringShell
-from .steering.steering import Steering
 from .tenants.admin_api import tenant_routes
 from .tenants.directory import KeyDirectory, directory_of
 from .tenants.limiter import Limiter, NoLimits
@@ -57,7 +57,7 @@ from .tenants.shared_limiter import SharedLimiter
 from .tenants.tenancy import Tenancy
 from .tenants.usage_api import usage_routes
 from .tenants.usage_database import SQLITE
-from .trace_log import TraceLog
+from .text.served_model import ServedModel
 
 PROBE_TOKENS = 4
 DAY_S = 86_400.0

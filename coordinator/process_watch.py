@@ -6,9 +6,9 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from ..transport.host import host_identity
-from ..transport.messages import Hello
-from .worker import WorkerId
+from ..transport.channels.host import host_identity
+from ..transport.messages.messages import Hello
+from .lifecycle.worker import WorkerId
 
 
 class ProcessWatch:

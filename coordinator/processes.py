@@ -18,7 +18,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import NamedTuple
 
-from .listening_server import bind
+from .http.listening_server import bind
 from .settings import CoordinatorSettings
 
 RESTART_S, RESTART_MAX_S = 0.5, 30.0  # doubling, while a process dies again and again

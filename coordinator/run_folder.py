@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..transport.private_files import write_private
+from ..transport.process.private_files import write_private
 
 LOCK = "lock"
 ADMIN_KEY = "admin.key"

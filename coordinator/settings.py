@@ -1,4 +1,4 @@
-"""The coordinator's settings: frozen, checked once; ``deploy/config.py`` fills them from flags, environment and file."""
+"""The coordinator's settings: frozen, checked once; ``cli/config.py`` fills them from flags, environment and file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .objectives import Objectives
-from .steering.latency_bounds import LatencyBound, attainment, notation, parse_bounds
-from .steering.options import SteeringOptions
+from ..steering.latency_bounds import LatencyBound, attainment, notation, parse_bounds
+from ..steering.options import SteeringOptions
+from .metrics.objectives import Objectives
 
 Routing = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -9,16 +9,15 @@ from collections.abc import Iterator
 
 from msgspec.structs import asdict, replace
 
-from ..engine.batch import SamplingParams, SamplingState, StepOutput
-from ..engine.block_manager import BlockManager
-from ..engine.constraint import CompileGrammar, TokenMatcher
-from ..engine.draining import Draining
-from ..engine.step_failures import StepFailures
-from ..transport.actions import Join, ReceiverAction, SenderAction, Supersede, TellTokens, ToCoordinator
-from ..transport.block_hash import root_hash
-from ..transport.handoff import Key, PeerId, Wait
-from ..transport.handoff_receiver import HandoffReceiver
-from ..transport.messages import (
+from ..engine.cache.block_manager import BlockManager
+from ..engine.sampling.constraint import CompileGrammar, TokenMatcher
+from ..engine.step.batch import SamplingParams, SamplingState, StepOutput
+from ..engine.step.step_failures import StepFailures
+from ..transport.handoff.actions import Join, ReceiverAction, SenderAction, Supersede, TellTokens, ToCoordinator
+from ..transport.handoff.block_hash import root_hash
+from ..transport.handoff.handoff import Key, PeerId, Wait
+from ..transport.handoff.receiver import HandoffReceiver
+from ..transport.messages.messages import (
     BlockEvents,
     Cancel,
     Drain,
@@ -32,6 +31,7 @@ from ..transport.messages import (
     from_u32,
     u32_array,
 )
+from ..worker.draining import Draining
 from .foretold import Foretold
 from .heartbeat import Heartbeat
 from .moving import Moving

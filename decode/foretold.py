@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..engine.block_manager import BlockManager
+from ..engine.cache.block_manager import BlockManager
 from .rows import DecodeRows, DecodeSequence
 
 TOKEN_ID = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..transport.handoff import Key, PeerId
-from ..transport.handoff_receiver import HandoffReceiver
-from ..transport.messages import Load, u32
-from ..transport.reports import CacheReporter
+from ..transport.handoff.handoff import Key, PeerId
+from ..transport.handoff.receiver import HandoffReceiver
+from ..transport.messages.messages import Load, u32
+from ..transport.process.reports import CacheReporter
 from .moving import Moving
 from .scheduler import DecodeScheduler
 

@@ -10,16 +10,16 @@ from collections.abc import Callable
 import zmq
 
 from ..engine.worker_model import WorkerModel
-from ..transport.actions import CloseLease, ExpectAgain, OpenLease, ToPeer, Verify
-from ..transport.channels import RouterChannel
-from ..transport.coordinator_link import opened_to, worker_of
+from ..transport.channels.channels import RouterChannel
+from ..transport.channels.coordinator_link import opened_to, worker_of
+from ..transport.channels.host import EVERYWHERE, advertised_address, host_identity, host_towards
+from ..transport.channels.incarnation import has_ended, same_process
+from ..transport.channels.keys import ClusterKey
+from ..transport.channels.liveness import ProcessIdentity
 from ..transport.errors import AddressError
-from ..transport.handoff import PeerId
-from ..transport.host import EVERYWHERE, advertised_address, host_identity, host_towards
-from ..transport.incarnation import has_ended, same_process
-from ..transport.keys import ClusterKey
-from ..transport.liveness import ProcessIdentity
-from ..transport.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Message, Met, Retire, Retired
+from ..transport.handoff.actions import CloseLease, ExpectAgain, OpenLease, ToPeer, Verify
+from ..transport.handoff.handoff import PeerId
+from ..transport.messages.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Message, Met, Retire, Retired
 from ..transport.movers.checksum import checksums
 from ..transport.movers.opening import ON_DEVICE, offered
 from ..transport.movers.shm import SharedPool

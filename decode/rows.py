@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.batch import Batch, SamplingState
-from ..transport.handoff import Key
-from ..transport.messages import TokenLogprobs
+from ..engine.step.batch import Batch, SamplingState
+from ..transport.handoff.handoff import Key
+from ..transport.messages.messages import TokenLogprobs
 
 KNOWN = -1
 

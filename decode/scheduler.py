@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..engine.batch import SamplingState, StepOutput
-from ..engine.block_manager import BlockManager
-from ..engine.stopping import finish_reason, last_output_index, stop_set
-from ..transport.block_hash import chain
-from ..transport.handoff import Key, Wait
-from ..transport.messages import FinishReason, u32
-from ..transport.sliding_window import NO_BLOCK, held, num_behind
+from ..engine.cache.block_manager import BlockManager
+from ..engine.step.batch import SamplingState, StepOutput
+from ..engine.step.stopping import finish_reason, last_output_index, stop_set
+from ..transport.handoff.block_hash import chain
+from ..transport.handoff.handoff import Key, Wait
+from ..transport.handoff.sliding_window import NO_BLOCK, held, num_behind
+from ..transport.messages.messages import FinishReason, u32
 from .foretold import TOKEN_ID, Foretold
 from .rows import DecodeRows, DecodeSequence, DecodeStep
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 
 from ..engine.errors import DeviceLostError
-from ..engine.step_forecast import StepForecast
-from ..engine.step_thread import Finished, StepThread
+from ..engine.step.step_forecast import StepForecast
+from ..engine.step.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
 from .core import DecodeCore
 from .rows import DecodeStep

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..transport.actions import TellTokens, TokenRun
-from ..transport.messages import FinishReason, StepTokens, TokenLogprobs
-from ..transport.reports import logprobs_message
+from ..transport.handoff.actions import TellTokens, TokenRun
+from ..transport.messages.messages import FinishReason, StepTokens, TokenLogprobs
+from ..transport.process.reports import logprobs_message
 from .foretold import TOKEN_ID
 from .rows import DecodeSequence
 from .scheduler import DecodeResult

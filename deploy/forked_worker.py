@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
-FORK_SERVER_MODULES = ("splitserve.deploy.fork_server", "splitserve.deploy.cli", "splitserve.prefill.worker", "splitserve.decode.worker")
+FORK_SERVER_MODULES = ("splitserve.deploy.fork_server", "splitserve.cli.main", "splitserve.prefill.worker", "splitserve.decode.worker")
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ADOPTED_EVERY_S = 1e-4
 
@@ -27,7 +27,7 @@ def be_worker(
 
     Sends (process id, fork server's process id) through ``born`` once it is the supervisor's child. Ends with SystemExit.
     """
-    from . import fork_server
+    from ..deploy import fork_server
 
     _move_to(supervisor, fork_server.libc.prctl)
     os.setsid()  # Ctrl-C reaches the supervisor alone, which stops its children in good order
@@ -42,7 +42,7 @@ def be_worker(
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = ["splitserve", *arguments]
-    from .cli import main
+    from ..cli.main import main
 
     main()
 

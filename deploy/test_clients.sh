@@ -9,7 +9,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 CLIENTS="$ROOT/.venv-clients"
-OURS=(tests/coordinator/test_openai_client.py tests/coordinator/test_schemathesis.py tests/clients/test_node.py)
+OURS=(tests/coordinator/generate/test_openai_client.py tests/coordinator/routes/test_schemathesis.py tests/clients/test_node.py)
 OTHERS=(tests/clients/test_python_clients.py)
 
 # What it does not have itself, it takes from .venv.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..kernels.select import cpu_multiplies_bfloat16, cpu_widens_bfloat16
+from .cache.host_memory import free_host_bytes
 from .errors import ModelConfigError
-from .host_memory import free_host_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -21,8 +21,8 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .batch import Batch
 from .errors import EngineError
+from .step.batch import Batch
 
 _log = logging.getLogger(__name__)
 SHIPPED = Path(__file__).resolve().parent / "profiles"

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import torch
 
+from .cache.host_mirror import HostMirror
+from .cache.kv_cache import PoolAllocator
 from .device import select_device
-from .grammar import GrammarCompiler
-from .host_mirror import HostMirror
-from .kv_cache import PoolAllocator
-from .model_runner import EngineConfig, ModelRunner
-from .paced_runner import paced_model
+from .sampling.grammar import GrammarCompiler
 from .settings import WorkerSettings
-from .step_log import logged
+from .step.model_runner import EngineConfig, ModelRunner
+from .step.paced_runner import paced_model
+from .step.step_log import logged
 from .worker_model import WorkerModel
 
 LEAST_SEQS = 64  # a cache is made large enough for: those that are cached, where fewer run
@@ -72,7 +72,7 @@ def _computing_model(
     cache = runner.kv_cache
     mirror, device_blocks = None, None
     if on_gpu:
-        from .device_blocks import DeviceBlocks  # needs Triton
+        from .cache.device_blocks import DeviceBlocks  # needs Triton
 
         on_device = cache.pool.view(torch.uint8).view(cache.num_blocks, cache.layout.num_layers, -1)
         mirror, device_blocks = HostMirror(on_device, allocate), DeviceBlocks(on_device)

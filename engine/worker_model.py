@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .grammar import GrammarCompiler
-from .host_mirror import HostMirror
-from .step_thread import Launch, Runner
+from .cache.host_mirror import HostMirror
+from .sampling.grammar import GrammarCompiler
+from .step.step_thread import Launch, Runner
 
 if TYPE_CHECKING:
-    from .device_blocks import DeviceBlocks
+    from .cache.device_blocks import DeviceBlocks
 
 CPU = torch.device("cpu")
 

@@ -206,7 +206,7 @@ def _contention(
 
 def _power(model: WorkerModel, found: Sequence[Repeats], block_size: int) -> Power | None:
     """In the largest steps of each role; None without a GPU whose driver tells."""
-    from ..engine.gpu_telemetry import telemetry_of
+    from ..worker.gpu_telemetry import telemetry_of
     from .profile.measure import batch_of
     from .profile.power import measure_power
 

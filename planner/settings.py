@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..coordinator.routing import Policy as Routing
+from ..coordinator.lifecycle.routing import Policy as Routing
 from .slo import NOTATION
 from .workload.notation import LENGTHS
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ..engine.latency_profile import Profile
-from ..transport.collector import seldom_collected
+from ..transport.process.collector import seldom_collected
 from .errors import SimulationError
 from .search.demand import arrivals
 from .search.sketch import Sketch, Sketched, SketchPool, StepTimes

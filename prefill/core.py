@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from ..engine.batch import Logprobs, StepOutput
-from ..engine.block_manager import BlockManager
-from ..engine.constraint import CompileGrammar, TokenMatcher
-from ..engine.draining import Draining
-from ..engine.step_failures import StepFailures
-from ..transport.actions import Delivered, SenderAction, ToCoordinator, Undelivered
-from ..transport.handoff import HandoffTimes, Key, PeerId, Wait
-from ..transport.handoff_sender import HandoffSender
-from ..transport.layer_slicing import WHOLE_BLOCKS, LayerSlicing
-from ..transport.messages import (
+from ..engine.cache.block_manager import BlockManager
+from ..engine.sampling.constraint import CompileGrammar, TokenMatcher
+from ..engine.step.batch import Logprobs, StepOutput
+from ..engine.step.step_failures import StepFailures
+from ..transport.handoff.actions import Delivered, SenderAction, ToCoordinator, Undelivered
+from ..transport.handoff.handoff import HandoffTimes, Key, PeerId, Wait
+from ..transport.handoff.layer_slicing import WHOLE_BLOCKS, LayerSlicing
+from ..transport.handoff.past import remember
+from ..transport.handoff.sender import HandoffSender
+from ..transport.messages.messages import (
     BlockEvents,
     Cancel,
     Drain,
@@ -29,7 +29,7 @@ from ..transport.messages import (
     RequestFailed,
     from_u32,
 )
-from ..transport.past import remember
+from ..worker.draining import Draining
 from .first_token import FirstTokens
 from .handoff_feed import HandoffFeed
 from .heartbeat import Heartbeat

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..transport.handoff_sender import HandoffSender
-from ..transport.messages import TokenLogprobs
+from ..transport.handoff.sender import HandoffSender
+from ..transport.messages.messages import TokenLogprobs
 from .scheduler import PrefillSequence, PrefillStep
 
 

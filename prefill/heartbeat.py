@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..transport.handoff import PeerId
-from ..transport.handoff_sender import HandoffSender
-from ..transport.messages import Load, u32
-from ..transport.reports import CacheReporter
-from ..transport.sliding_window import held as held_blocks
+from ..transport.handoff.handoff import PeerId
+from ..transport.handoff.sender import HandoffSender
+from ..transport.handoff.sliding_window import held as held_blocks
+from ..transport.messages.messages import Load, u32
+from ..transport.process.reports import CacheReporter
 from .scheduler import PrefillScheduler, PrefillStep
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..engine.layer_progress import LayerProgress
+from ..engine.step.layer_progress import LayerProgress
 from ..engine.worker_model import WorkerModel
 from .scheduler import PrefillStep
 

@@ -21,12 +21,12 @@ import numpy as np
 from msgspec.structs import asdict
 from numpy.typing import NDArray
 
-from ..engine.batch import Batch, SamplingParams, SamplingState
-from ..engine.block_manager import BlockManager
-from ..transport.block_hash import chain, root_hash
-from ..transport.handoff import Key, PeerId, Wait
-from ..transport.messages import Peer, RequestSpec, u32_array
-from ..transport.sliding_window import NO_BLOCK, held, num_behind
+from ..engine.cache.block_manager import BlockManager
+from ..engine.step.batch import Batch, SamplingParams, SamplingState
+from ..transport.handoff.block_hash import chain, root_hash
+from ..transport.handoff.handoff import Key, PeerId, Wait
+from ..transport.handoff.sliding_window import NO_BLOCK, held, num_behind
+from ..transport.messages.messages import Peer, RequestSpec, u32_array
 
 STEPS_AT_BUDGET = 32  # steps after which a budget that lack of memory had cut is doubled
 

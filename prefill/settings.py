@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from ..engine.settings import WorkerSettings
-from ..transport.layer_slicing import SlicingMode
+from ..transport.handoff.layer_slicing import SlicingMode
 
 DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ..engine.errors import DeviceLostError
-from ..engine.step_thread import Finished, StepThread
+from ..engine.step.step_thread import Finished, StepThread
 from ..engine.worker_model import WorkerModel
 from .core import PrefillCore
 from .running_step import RunningStep

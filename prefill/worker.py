@@ -20,30 +20,30 @@ import time
 import msgspec
 import zmq
 
-from ..engine.block_manager import BlockManager
-from ..engine.constraint import CompileGrammar
-from ..engine.departure import Departure
-from ..engine.gpu_telemetry import telemetry_of
-from ..engine.grammar_thread import GrammarThread
+from ..engine.cache.block_manager import BlockManager
 from ..engine.load_model import load_model
-from ..engine.role_host import RoleHost
+from ..engine.sampling.constraint import CompileGrammar
+from ..engine.sampling.grammar_thread import GrammarThread
 from ..engine.worker_model import WorkerModel
 from ..engine.worker_readings import WorkerReadings
-from ..transport.actions import ToCoordinator
-from ..transport.collector import settle_heap
-from ..transport.coordinator_links import CoordinatorLinks
-from ..transport.host import allow_many_files, host_identity
-from ..transport.incarnation import incarnations
-from ..transport.keys import ClusterKey, load_key
-from ..transport.layer_slicing import LayerSlicing
-from ..transport.messages import Flip, Goodbye, Hello, Meet, ModelIdentity
+from ..transport.channels.coordinator_links import CoordinatorLinks
+from ..transport.channels.host import allow_many_files, host_identity
+from ..transport.channels.incarnation import incarnations
+from ..transport.channels.keys import ClusterKey, load_key
+from ..transport.channels.wakeup import Wakeup
+from ..transport.handoff.actions import ToCoordinator
+from ..transport.handoff.layer_slicing import LayerSlicing
+from ..transport.handoff.retiring_end import RetiringEnd
+from ..transport.handoff.sending_end import SendingEnd
+from ..transport.messages.messages import Flip, Goodbye, Hello, Meet, ModelIdentity
 from ..transport.movers.opening import offered
-from ..transport.otel import Tracing
-from ..transport.retiring_end import RetiringEnd
-from ..transport.sending_end import SendingEnd
-from ..transport.wakeup import Wakeup
-from ..transport.worker_reports import WorkerReports
-from ..transport.worker_trace import WorkerTrace
+from ..transport.process.collector import settle_heap
+from ..transport.process.otel import Tracing
+from ..transport.process.worker_reports import WorkerReports
+from ..transport.process.worker_trace import WorkerTrace
+from ..worker.departure import Departure
+from ..worker.gpu_telemetry import telemetry_of
+from ..worker.role_host import RoleHost
 from .core import PrefillAction, PrefillCore
 from .scheduler import PrefillScheduler
 from .settings import PrefillSettings

@@ -1,4 +1,4 @@
-"""Triton's kernels run in its interpreter here (it reads this when it is imported); ``bench/gpu_check.py`` runs them on a GPU."""
+"""Triton's kernels run in its interpreter here (it reads this when it is imported); ``bench/kernels/gpu_check.py`` runs them on a GPU."""
 
 from __future__ import annotations
 

@@ -11,22 +11,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CORES = {"coordinator", "prefill", "decode", "engine", "transport"}
+SERVING = {"coordinator", "prefill", "decode", "engine", "transport", "worker", "steering"}
 ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "transport": set(),
-    "engine": {"kernels"},
-    "prefill": {"engine", "transport"},
-    "decode": {"engine", "transport"},
-    "coordinator": {"transport"},
-    "planner": CORES,
-    "deploy": {"coordinator", "prefill", "decode", "engine", "transport", "bench", "planner"},
-    "bench": {*CORES, "kernels", "deploy", "planner"},
+    "engine": {"kernels", "transport"},
+    "prefill": {"engine", "transport", "worker"},
+    "decode": {"engine", "transport", "worker"},
+    "worker": {"prefill", "decode", "engine", "transport"},
+    "coordinator": {"transport", "steering"},
+    "steering": {"coordinator", "engine", "transport"},
+    "planner": SERVING,
+    "loadgen": {"transport", "planner", "cli"},
+    "cli": {*SERVING, "planner", "loadgen", "deploy"},
+    "deploy": {"coordinator", "worker", "engine", "transport", "cli"},
+    "bench": {*SERVING, "kernels", "planner", "loadgen", "cli", "deploy"},
 }
-FILES_TOO = {"coordinator": {"splitserve.engine.latency_profile"}, "engine": {"splitserve.transport.sliding_window"}}
-"""The pool controller predicts with the model that the simulator runs on, which knows no torch. What stands for no block in a block table
-is the same wherever there is one."""
-MAY_IMPORT_TORCH = {"kernels", "engine", "bench", "deploy", "planner"}
+FILES_TOO = {"coordinator": {"splitserve.engine.latency_profile"}}
+MAY_IMPORT_TORCH = {"kernels", "engine", "worker", "bench", "cli", "planner"}
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -55,28 +57,28 @@ def test_only_the_drawn_arrows(folder: str) -> None:
 
 
 def test_the_coordinator_starts_without_torch() -> None:
-    code = "import sys, splitserve.coordinator.main, splitserve.deploy.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, splitserve.coordinator.main, splitserve.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=200, check=False).returncode == 0
 
 
 PURE = [
-    "splitserve.coordinator.lifecycle",
-    "splitserve.coordinator.routing",
-    "splitserve.coordinator.pools",
-    "splitserve.coordinator.waiting_line",
-    "splitserve.coordinator.fair_shares",
-    "splitserve.coordinator.forecast",
-    "splitserve.coordinator.diagnosis",
-    "splitserve.coordinator.event_log",
-    "splitserve.coordinator.queueing",
-    "splitserve.coordinator.steering.controller",
-    "splitserve.coordinator.steering.steering",
+    "splitserve.coordinator.lifecycle.lifecycle",
+    "splitserve.coordinator.lifecycle.routing",
+    "splitserve.coordinator.lifecycle.pools",
+    "splitserve.coordinator.lifecycle.waiting_line",
+    "splitserve.coordinator.lifecycle.fair_shares",
+    "splitserve.coordinator.lifecycle.forecast",
+    "splitserve.coordinator.dashboard.diagnosis",
+    "splitserve.coordinator.dashboard.event_log",
+    "splitserve.coordinator.dashboard.queueing",
+    "splitserve.steering.controller",
+    "splitserve.steering.steering",
     "splitserve.coordinator.tenants.buckets",
     "splitserve.prefill.core",
     "splitserve.decode.core",
-    "splitserve.engine.block_manager",
-    "splitserve.transport.handoff_sender",
-    "splitserve.transport.handoff_receiver",
+    "splitserve.engine.cache.block_manager",
+    "splitserve.transport.handoff.sender",
+    "splitserve.transport.handoff.receiver",
 ]
 
 

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
-from ..bodies.fields import Body
-from ..body import held_body
-from ..errors import BodyTooLarge, InvalidRequest, NotFound, from_validation
+from ..generate.bodies.fields import Body
+from ..generate.bodies.unknown_fields import UnknownFields
+from ..http.body import held_body
+from ..http.errors import BodyTooLarge, InvalidRequest, NotFound, from_validation
 from ..http.overload import Overload
 from ..tenants.limits import ANONYMOUS, Account
-from ..unknown_fields import UnknownFields
 from .lines import Used
 from .runner import BatchRunner
 from .store import BatchStore, StoredBatch, StoredFile

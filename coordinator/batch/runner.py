@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from ..call import CallHandler, Endpoint, Headers
-from ..errors import StorageFull
 from ..full_disk import is_full
-from ..inner_call import InnerCall
+from ..generate.bodies.timeouts import ON_TIMEOUT_HEADER
+from ..http.call import CallHandler, Endpoint, Headers
+from ..http.errors import StorageFull
+from ..http.inner_call import InnerCall
 from ..listeners import ListenerFailures
 from ..tenants.directory import Directory
 from ..tenants.limits import Account
-from ..timeouts import ON_TIMEOUT_HEADER
 from .lines import Line, output_line, read_lines, unanswered_line, used_by
 from .store import BatchStore, Status, StoredBatch
 

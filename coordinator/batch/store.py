@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgpack
 import orjson
 
-from ...transport.private_files import make_private
+from ...transport.process.private_files import make_private
 from ..full_disk import is_full
 from .lines import Line, Used
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..detokenizer import Detokenizer
+from ..text.detokenizer import Detokenizer
 from .reasoning import CLOSE, OPEN, SPACE
 
 

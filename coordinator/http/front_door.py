@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .access import Access
-from .forwarded import TrustedProxies
-from .tls import TlsFiles
+from .access.access import Access
+from .access.forwarded import TrustedProxies
+from .access.tls import TlsFiles
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Literal, Protocol, get_args
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ...transport.host import allow_many_files
-from ..errors import ApiError, Unavailable
+from ...transport.channels.host import allow_many_files
+from .errors import ApiError, Unavailable
 
 Resource = Literal["connections", "body_bytes", "websocket_bytes", "tokenizer_bytes"]
 Action = Literal["idle_closed", "sending_ended", "refused"]

@@ -21,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..body import read_body
-from ..errors import NotFound, StorageFull, from_validation
 from ..full_disk import is_full
-from ..request import PriorityClass
+from ..http.body import read_body
+from ..http.errors import NotFound, StorageFull, from_validation
+from ..lifecycle.request import PriorityClass
 from .errors import Unknown
 from .limits import LIMIT_NAMES
 from .store import TenantStore

@@ -13,10 +13,10 @@ from starlette.requests import HTTPConnection
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from ..dashboard_routes import is_open
-from ..errors import ApiError
-from ..http.access_gate import refuse
-from ..http.operators import Operators
+from ..dashboard.routes import is_open
+from ..http.access.gate import refuse
+from ..http.access.operators import Operators
+from ..http.errors import ApiError
 from .directory import Directory
 from .limits import ANONYMOUS
 

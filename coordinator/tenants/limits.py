@@ -7,7 +7,7 @@ from typing import Annotated, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..request import PriorityClass
+from ..lifecycle.request import PriorityClass
 
 Bound = Annotated[int, Field(ge=1, le=1 << 50)] | None
 CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..call import Headers
-from ..errors import ApiError, RateLimited
+from ..http.call import Headers
+from ..http.errors import ApiError, RateLimited
 from .buckets import Room, Shortage
 from .limiter import ASSUMED_OUTPUT_TOKENS
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...transport.private_files import OpenToOthers, make_private
+from ...transport.process.private_files import OpenToOthers, make_private
 from ..full_disk import is_full
-from ..request import PriorityClass
+from ..lifecycle.request import PriorityClass
 from .api_key import digest_of, hint_of, new_key
 from .errors import TenantsFileError, Unknown
 from .limits import LIMIT_NAMES, Account, Limits

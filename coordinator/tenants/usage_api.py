@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..errors import InvalidRequest
+from ..http.errors import InvalidRequest
 from .errors import TenantsFileError
 from .usage_database import SQLITE, By, open_database
 

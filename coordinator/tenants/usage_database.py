@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from ...transport.private_files import OpenToOthers, make_private
+from ...transport.process.private_files import OpenToOthers, make_private
 from ..full_disk import is_full
 from .errors import TenantsFileError
 from .usage_record import FIELDS, SUMS, UsageRecord

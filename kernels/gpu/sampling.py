@@ -1,6 +1,6 @@
 """One token a row from its logits, on the device: edits, penalties, temperature, min-p, top-k, top-p, noise, logprobs.
 
-In the order and with the meaning of ``engine/sampler.py``:
+In the order and with the meaning of ``engine/sampling/sampler.py``:
 
     x = logit + bias (-inf while the token is banned);  seen tokens: x / r where x > 0, x * r elsewhere (repetition penalty r);
     generated tokens: x -= presence + frequency * count;  x /= temperature (0: argmax x, and that is all)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ...engine.batch import Batch
 from ...engine.latency_profile import Contention
-from ...engine.step_thread import Runner
+from ...engine.step.batch import Batch
+from ...engine.step.step_thread import Runner
 from .design import Bounds, Experiment, Role
 from .measure import batch_of
 

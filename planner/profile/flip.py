@@ -7,14 +7,14 @@ import time
 
 from ...decode.settings import DecodeSettings
 from ...decode.worker import DecodeWorker
-from ...engine.block_manager import BlockManager
-from ...engine.role_host import RoleHost
+from ...engine.cache.block_manager import BlockManager
 from ...engine.worker_model import WorkerModel
 from ...prefill.settings import PrefillSettings
 from ...prefill.worker import PrefillWorker
-from ...transport.channels import RouterChannel
-from ...transport.incarnation import incarnations
-from ...transport.messages import FROM_WORKER, Hello
+from ...transport.channels.channels import RouterChannel
+from ...transport.channels.incarnation import incarnations
+from ...transport.messages.messages import FROM_WORKER, Hello
+from ...worker.role_host import RoleHost
 from ..errors import ProfilingError
 
 FLIPS = 10

@@ -14,8 +14,8 @@ import zmq
 from numpy.typing import NDArray
 
 from ...engine.latency_profile import HandoffModel
-from ...transport.channels import DealerChannel, RouterChannel
-from ...transport.messages import SECRET_BYTES, Alive
+from ...transport.channels.channels import DealerChannel, RouterChannel
+from ...transport.messages.messages import SECRET_BYTES, Alive
 from ...transport.movers.checksum import RunningChecksums, block_checksum
 from ...transport.movers.shm import SharedPool, ShmSource, ShmTarget
 from ...transport.movers.tcp_source import TcpSource

@@ -13,10 +13,10 @@ import numpy as np
 
 from ...decode.rows import DecodeStep
 from ...decode.scheduler import DecodeScheduler
-from ...engine.batch import Batch, SamplingParams, SamplingState, StepOutput
-from ...engine.block_manager import BlockManager
+from ...engine.cache.block_manager import BlockManager
 from ...engine.latency_profile import Residuals, StepModel
-from ...engine.step_thread import Runner, StepThread
+from ...engine.step.batch import Batch, SamplingParams, SamplingState, StepOutput
+from ...engine.step.step_thread import Runner, StepThread
 from .design import Bounds, Experiment, Role, decode_knots, prefill_knots
 from .fit import StepPoint, fit_steps, residuals
 

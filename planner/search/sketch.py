@@ -201,7 +201,7 @@ class Sketch:
         return True
 
     def _who_computes(self, arrival: Arrival, request: int, place: _Worker) -> _Worker:
-        """A prefill worker, or the one that generates, where it does both: whichever costs less, as in coordinator/routing.py."""
+        """A prefill worker, or the one that generates, where it does both: whichever costs less, as in coordinator/lifecycle/routing.py."""
         prefill = min(self._prefills, key=lambda w: (w.pending, _turn(w.number, request))) if self._prefills else place
         if self._together[place.pool] and place.pending + arrival.num_new * (1 + len(place.running)) <= prefill.pending + arrival.num_new:
             return place

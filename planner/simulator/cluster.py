@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ...coordinator.routing import Policy
+from ...coordinator.lifecycle.routing import Policy
 from ...engine.latency_profile import Profile
 from ..errors import SimulationError
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from ...coordinator.flight import Action, End, Push, Send
-from ...coordinator.lifecycle import Lifecycle
-from ...coordinator.lifecycle_limits import LifecycleLimits
-from ...coordinator.request import GenerationRequest
-from ...coordinator.steering.steering import Steering
-from ...transport.actions import TellTokens
-from ...transport.handoff import PeerId
-from ...transport.messages import Alive, Message
+from ...coordinator.lifecycle.flight import Action, End, Push, Send
+from ...coordinator.lifecycle.lifecycle import Lifecycle
+from ...coordinator.lifecycle.limits import LifecycleLimits
+from ...coordinator.lifecycle.request import GenerationRequest
+from ...steering.steering import Steering
+from ...transport.handoff.actions import TellTokens
+from ...transport.handoff.handoff import PeerId
+from ...transport.messages.messages import Alive, Message
 from .cluster import Cluster
 from .decode_shell import DecodeShell
 from .events import EventQueue

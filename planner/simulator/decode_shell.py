@@ -7,15 +7,15 @@ from typing import Any
 from ...decode.core import DecodeCore
 from ...decode.rows import DecodeStep
 from ...decode.scheduler import DecodeScheduler
-from ...engine.batch import StepOutput
-from ...engine.block_manager import BlockManager
-from ...engine.departure import Departure
-from ...engine.role_host import RoleHost
-from ...transport import actions as act
-from ...transport.handoff import PeerId
-from ...transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from ...transport.handoff_sender import HandoffSender
-from ...transport.messages import SECRET_BYTES, Handoff, Message, Placed, Renew
+from ...engine.cache.block_manager import BlockManager
+from ...engine.step.batch import StepOutput
+from ...transport.handoff import actions as act
+from ...transport.handoff.handoff import PeerId
+from ...transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from ...transport.handoff.sender import HandoffSender
+from ...transport.messages.messages import SECRET_BYTES, Handoff, Message, Placed, Renew
+from ...worker.departure import Departure
+from ...worker.role_host import RoleHost
 from .cluster import Pool
 from .device import Device
 from .worker_shell import HOST, LEASE, MOVERS, Surroundings, WorkerShell

@@ -1,6 +1,6 @@
 """One device under virtual time: it runs one step at a time, of one worker or of the two that share it.
 
-Two workers' steps take turns, as on ``engine/runner_in_turns.py``: each makes its next step when its last one has ended, and a step that
+Two workers' steps take turns, as on ``worker/runner_in_turns.py``: each makes its next step when its last one has ended, and a step that
 is made while the other one's runs is the next to run. So a sequence waits for at most one step of prompts between two tokens.
 
 Decode steps that differ in nothing but their positions are run many at once (``_Run``): their ends are worked out ahead, and the core
@@ -24,8 +24,8 @@ import numpy as np
 from ...decode.core import DecodeCore
 from ...decode.foretold import Foretold
 from ...decode.rows import DecodeStep
-from ...engine.batch import StepOutput
 from ...engine.latency_profile import StepClock, StepRole
+from ...engine.step.batch import StepOutput
 from ...prefill.core import PrefillCore
 from ...prefill.scheduler import PrefillStep
 from .events import EventQueue

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine.batch import StepOutput
-from ...engine.block_manager import BlockManager
-from ...engine.departure import Departure
-from ...engine.role_host import RoleHost
+from ...engine.cache.block_manager import BlockManager
+from ...engine.step.batch import StepOutput
 from ...prefill.core import PrefillCore
 from ...prefill.scheduler import PrefillScheduler, PrefillStep
-from ...transport import actions as act
-from ...transport.handoff import PeerId
-from ...transport.handoff_sender import HandoffSender
-from ...transport.layer_slicing import LayerSlicing
-from ...transport.messages import Grant, Message
+from ...transport.handoff import actions as act
+from ...transport.handoff.handoff import PeerId
+from ...transport.handoff.layer_slicing import LayerSlicing
+from ...transport.handoff.sender import HandoffSender
+from ...transport.messages.messages import Grant, Message
+from ...worker.departure import Departure
+from ...worker.role_host import RoleHost
 from .cluster import Pool
 from .device import Device
 from .leaving_layers import LeavingLayers

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ...coordinator.request import Ended, GenerationRequest
-from ...transport.messages import Sampling, TokenLogprobs
+from ...coordinator.lifecycle.request import Ended, GenerationRequest
+from ...transport.messages.messages import Sampling, TokenLogprobs
 from ..trace.request import TraceRequest
 
 WORD = (1 << 32) - 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...coordinator.request import Ended
-from ...coordinator.time_ledger import Stages
+from ...coordinator.lifecycle.request import Ended
+from ...coordinator.lifecycle.time_ledger import Stages
 
 COLUMNS = (
     "number", "arrival_s", "num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "outcome", "ttft_s", "tpot_s", "e2e_s",

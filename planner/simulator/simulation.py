@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-from ...coordinator.steering.steering import Steering
-from ...engine.block_manager import BlockManager
+from ...engine.cache.block_manager import BlockManager
 from ...engine.latency_profile import StepClock, StepRole
-from ...engine.role_host import RoleHost, worker_name
-from ...transport.collector import seldom_collected
-from ...transport.huge_heap import collapse_heap
+from ...steering.steering import Steering
+from ...transport.process.collector import seldom_collected
+from ...transport.process.huge_heap import collapse_heap
+from ...worker.role_host import RoleHost, worker_name
 from ..errors import SimulationError
 from ..trace.request import Trace, TraceRequest
 from .cluster import Cluster, Pool

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...coordinator.lifecycle import Lifecycle
-from ...coordinator.steering.controller import Decision
-from ...coordinator.steering.options import SteeringOptions
-from ...coordinator.steering.steering import Steering
+from ...coordinator.lifecycle.lifecycle import Lifecycle
 from ...engine.latency_profile import Profile
+from ...steering.controller import Decision
+from ...steering.options import SteeringOptions
+from ...steering.steering import Steering
 from ..errors import SimulationError
 from ..slo import ServiceLevel
 from .cluster import Cluster

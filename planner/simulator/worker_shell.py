@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ...engine.departure import Departure
-from ...engine.role_host import RoleHost
-from ...transport import actions as act
-from ...transport.handoff import HandoffTimes, PeerId
-from ...transport.handoff_sender import HandoffSender
-from ...transport.messages import Fenced, Flip, Goodbye, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
+from ...transport.handoff import actions as act
+from ...transport.handoff.handoff import HandoffTimes, PeerId
+from ...transport.handoff.sender import HandoffSender
+from ...transport.messages.messages import Fenced, Flip, Goodbye, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
+from ...worker.departure import Departure
+from ...worker.role_host import RoleHost
 from .cluster import Pool
 from .device import Device
 from .events import EventQueue

@@ -9,13 +9,13 @@ import time
 import pytest
 
 from splitserve.coordinator.dispatcher import SocketDispatcher
-from splitserve.coordinator.flight import Action
-from splitserve.coordinator.lifecycle import Lifecycle, LifecycleLimits
-from splitserve.coordinator.membership import DRAINED
-from splitserve.transport.channels import DealerChannel
-from splitserve.transport.coordinator_link import identity_of
-from splitserve.transport.host import host_identity
-from splitserve.transport.messages import FROM_COORDINATOR, Goodbye, Hello, ModelIdentity
+from splitserve.coordinator.lifecycle.flight import Action
+from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
+from splitserve.coordinator.lifecycle.membership import DRAINED
+from splitserve.transport.channels.channels import DealerChannel
+from splitserve.transport.channels.coordinator_link import identity_of
+from splitserve.transport.channels.host import host_identity
+from splitserve.transport.messages.messages import FROM_COORDINATOR, Goodbye, Hello, ModelIdentity
 
 DEADLINE_S = 60.0
 

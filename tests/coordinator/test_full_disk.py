@@ -21,11 +21,12 @@ from e2e.cluster import free_port
 from support.http_fakes import FakeDispatcher
 from support.small_disk import SmallDisk, small_disk
 
+from splitserve.cli.settings import DEMO_MODEL
 from splitserve.coordinator.batch.runner import BatchOptions
-from splitserve.coordinator.limits import HttpLimits
-from splitserve.coordinator.request import Ended, GenerationRequest
-from splitserve.coordinator.served_model import ServedModel
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.generate.limits import HttpLimits
+from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.metrics.trace_log import TraceLog
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.limiter import Admission
 from splitserve.coordinator.tenants.limits import Account, Limits
@@ -34,11 +35,10 @@ from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.usage_database import SQLITE, open_database
 from splitserve.coordinator.tenants.usage_record import UsageRecord
-from splitserve.coordinator.trace_log import TraceLog
-from splitserve.deploy.settings import DEMO_MODEL
+from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.planner.simulator.prompts import SINK
 from splitserve.planner.trace.readers import open_trace
-from splitserve.transport.messages import Sampling
+from splitserve.transport.messages.messages import Sampling
 
 CHAT = "/v1/chat/completions"
 
@@ -259,7 +259,7 @@ def test_a_coordinator_starts_on_a_full_disk(disk: SmallDisk) -> None:
     argv = ["coordinator", "--model", str(DEMO_MODEL), "--insecure", "--port", "0", "--control-address", f"tcp://127.0.0.1:{free_port()}"]
     argv += ["--tenants-file", str(tenants), "--batch-file", str(disk.path / "batches.db"), "--trace-folder", str(disk.path / "traces")]
     environ = {**os.environ, "TMPDIR": str(disk.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "splitserve.deploy.cli", *argv]
+    command = [sys.executable, "-m", "splitserve.cli.main", *argv]
     said: list[str] = []
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stderr is not None

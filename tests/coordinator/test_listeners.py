@@ -11,16 +11,16 @@ import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.choice import Choice
 from splitserve.coordinator.dispatcher import SocketDispatcher
-from splitserve.coordinator.flight import Action, End, Push
-from splitserve.coordinator.lifecycle import Lifecycle
+from splitserve.coordinator.generate.choice import Choice
+from splitserve.coordinator.http.server import HttpServer
+from splitserve.coordinator.lifecycle.flight import Action, End, Push
+from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
+from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
 from splitserve.coordinator.listeners import LOG_EVERY_S, ListenerFailures, Listeners
-from splitserve.coordinator.request import Ended, GenerationRequest
-from splitserve.coordinator.request_record import RequestRecord
-from splitserve.coordinator.server import HttpServer
-from splitserve.coordinator.trace_log import TraceLog
-from splitserve.transport.messages import Sampling
+from splitserve.coordinator.metrics.request_record import RequestRecord
+from splitserve.coordinator.metrics.trace_log import TraceLog
+from splitserve.transport.messages.messages import Sampling
 
 BODY = {"prompt": "quick", "max_tokens": 5}
 
@@ -129,7 +129,7 @@ async def test_a_sink_that_raises_ends_alone(breaks_at: str, heard: list[object]
 async def test_a_response_ends_soon_after_its_deadline_though_nothing_else_ends_it(
     streamed: bool, http: httpx.AsyncClient, server: HttpServer, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("splitserve.coordinator.generate.OVERDUE_S", 0.0)
+    monkeypatch.setattr("splitserve.coordinator.generate.generate.OVERDUE_S", 0.0)
     dispatcher.step_s = 0.1  # some text is here by then; this dispatcher knows no deadlines
     body = {**BODY, "max_tokens": 600, "ignore_eos": True, "stream": streamed, "timeout": 0.5}
     response = await http.post("/v1/completions", json=body)
@@ -145,7 +145,7 @@ async def test_a_response_ends_soon_after_its_deadline_though_nothing_else_ends_
 async def test_a_response_is_given_back_by_limits_though_its_sequence_never_ends(
     http: httpx.AsyncClient, server: HttpServer, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("splitserve.coordinator.generate.OVERDUE_S", 0.0)
+    monkeypatch.setattr("splitserve.coordinator.generate.generate.OVERDUE_S", 0.0)
     monkeypatch.setattr(dispatcher, "submit", lambda request: None)  # it forgets everything
     monkeypatch.setattr(dispatcher, "cancel", lambda request_id: None)
     settled: list[int] = []

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
-from splitserve.engine.batch import Batch, StepOutput
-from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport import actions as act
-from splitserve.transport.handoff import ONE_SIDED_MOVERS
-from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.messages import (
+from splitserve.transport.handoff import actions as act
+from splitserve.transport.handoff.handoff import ONE_SIDED_MOVERS
+from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.messages.messages import (
     FROM_DECODE,
     Cancel,
     Meet,

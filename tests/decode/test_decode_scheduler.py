@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from splitserve.decode.rows import DecodeStep
 from splitserve.decode.scheduler import DecodeScheduler
-from splitserve.engine.batch import SamplingParams, SamplingState, StepOutput
-from splitserve.engine.block_manager import BlockManager
-from splitserve.transport.sliding_window import NO_BLOCK
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.step.batch import SamplingParams, SamplingState, StepOutput
+from splitserve.transport.handoff.sliding_window import NO_BLOCK
 
 BLOCK = 4
 EOS = 0

@@ -9,10 +9,10 @@ import pytest
 from support.worker_pair import WorkerPair, spec
 
 from splitserve.bench.null_workers import NullRunner
-from splitserve.engine.batch import Batch, StepOutput
 from splitserve.engine.errors import DeviceLostError, EngineError
-from splitserve.engine.step_failures import BROKEN_AFTER
-from splitserve.transport.messages import RequestFailed, StepTokens, from_u32
+from splitserve.engine.step.batch import Batch, StepOutput
+from splitserve.engine.step.step_failures import BROKEN_AFTER
+from splitserve.transport.messages.messages import RequestFailed, StepTokens, from_u32
 
 NUM_SEQS, POISON, NUM_TOKENS = 6, 3, 50
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.rows import DecodeStep
 from splitserve.decode.scheduler import DecodeScheduler
-from splitserve.engine.batch import Logprobs, SamplingParams, SamplingState, StepOutput
-from splitserve.engine.block_manager import BlockManager
-from splitserve.transport import actions as act
-from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.messages import (
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.step.batch import Logprobs, SamplingParams, SamplingState, StepOutput
+from splitserve.transport.handoff import actions as act
+from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.messages.messages import (
     Cancel,
     Joined,
     Load,

@@ -7,11 +7,11 @@ from support.lifecycle_bench import Bench
 
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
-from splitserve.engine.batch import Logprobs, SamplingParams, SamplingState, StepOutput
-from splitserve.engine.block_manager import BlockManager
-from splitserve.transport.actions import ToCoordinator
-from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.messages import Cancel, ModelIdentity, StepTokens, from_u32, u32
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.step.batch import Logprobs, SamplingParams, SamplingState, StepOutput
+from splitserve.transport.handoff.actions import ToCoordinator
+from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.messages.messages import Cancel, ModelIdentity, StepTokens, from_u32, u32
 
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=4, layout="l", block_bytes=64)
 

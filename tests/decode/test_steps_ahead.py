@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from splitserve.decode.rows import DecodeStep
 from splitserve.decode.scheduler import MAX_IN_FLIGHT, DecodeScheduler
-from splitserve.engine.batch import SamplingParams, SamplingState, StepOutput
-from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.step.batch import SamplingParams, SamplingState, StepOutput
 
 BLOCK, EOS = 4, 0
 

@@ -9,8 +9,8 @@ import pytest
 from support.worker_pair import DEADLINE_S, WorkerPair, spec
 
 from splitserve.bench.null_workers import NullRunner
-from splitserve.engine.batch import Batch, StepOutput
-from splitserve.transport.messages import FirstToken, Joined, Message, RequestFailed, StepTokens, from_u32
+from splitserve.engine.step.batch import Batch, StepOutput
+from splitserve.transport.messages.messages import FirstToken, Joined, Message, RequestFailed, StepTokens, from_u32
 
 NUM_SEQS = 4
 

@@ -14,8 +14,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from pydantic import TypeAdapter
 
-from splitserve.deploy.cli import cli
-from splitserve.deploy.config import COMMON, CONFIG_VARIABLE, SECTIONS, known_names, variable_of
+from splitserve.cli.config import COMMON, CONFIG_VARIABLE, SECTIONS, known_names, variable_of
+from splitserve.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench/results/README.md", ROOT / "deploy/demo_model/README.md"]
@@ -131,7 +131,7 @@ def takes(program: str, option: str) -> bool:
 @each_page
 def test_every_option_and_variable_exists(page: Path) -> None:
     known = {name for command in every_command(cli) for name in options_of(command)} | OF_OTHERS
-    programs = [path.read_text(encoding="utf-8") for folder in ("bench", "deploy/train_demo") for path in (ROOT / folder).glob("*.py")]
+    programs = [path.read_text(encoding="utf-8") for folder in ("bench", "tools") for path in (ROOT / folder).rglob("*.py")]
     for code in inline_code(page):
         if flag := re.match(r"--[a-z][a-z0-9-]*(?<!-)(?![a-z0-9-])", code):
             assert flag[0] in known or any(takes(program, flag[0]) for program in programs), code

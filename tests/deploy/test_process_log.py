@@ -18,15 +18,15 @@ from starlette.applications import Starlette
 from support.http_fakes import FakeDispatcher
 from support.spawned import signalled_at_once
 
-from splitserve.coordinator.admin import AdminRoutes
+from splitserve.cli.local_cluster import json_log, prefixed_log
+from splitserve.coordinator.lifecycle.time_ledger import TimeLedger
+from splitserve.coordinator.metrics.request_log import log_request
+from splitserve.coordinator.metrics.request_record import RequestRecord
 from splitserve.coordinator.processes import CoordinatorProcess
-from splitserve.coordinator.request_log import log_request
-from splitserve.coordinator.request_record import RequestRecord
-from splitserve.coordinator.routes import error_handlers
+from splitserve.coordinator.routes.admin import AdminRoutes
+from splitserve.coordinator.routes.routes import error_handlers
 from splitserve.coordinator.settings import CoordinatorSettings
-from splitserve.coordinator.time_ledger import TimeLedger
 from splitserve.deploy.child_process import ChildProcess, Command
-from splitserve.deploy.local_cluster import json_log, prefixed_log
 from splitserve.deploy.process_log import JsonFormatter
 
 PROGRAM = """

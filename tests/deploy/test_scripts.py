@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.deploy.reference import PAGE, page
+from splitserve.cli.reference import PAGE, page
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCED = ("setup.sh", "test_packages.sh")
@@ -104,4 +104,4 @@ def test_the_example_for_scaling_starts_a_worker_and_tidies_up(tmp_path: Path) -
 
 
 def test_the_configuration_page_is_current() -> None:
-    assert PAGE.read_text() == page(), "write it again: python -m splitserve.deploy.reference"
+    assert PAGE.read_text() == page(), "write it again: python -m splitserve.cli.reference"

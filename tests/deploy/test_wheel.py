@@ -18,13 +18,13 @@ import pytest
 from support.bare_venv import make_venv
 
 from splitserve import __version__
-from splitserve.deploy.up import free_port
-from splitserve.transport.message_fields import WIRE_VERSION
-from splitserve.transport.private_files import write_private
+from splitserve.cli.up import free_port
+from splitserve.transport.messages.fields import WIRE_VERSION
+from splitserve.transport.process.private_files import write_private
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "__init__.py", "py.typed", "src")
-FOLDERS_OF_DATA = ("deploy/demo_model", "deploy/monitoring", "coordinator/dashboard", "engine/profiles")
+FOLDERS_OF_DATA = ("deploy/demo_model", "deploy/monitoring", "coordinator/dashboard/page", "engine/profiles")
 FILES_OF_DATA = ("deploy/scale.sh", "planner/simulator/view.html", "py.typed")
 BUILD = """
 import sys
@@ -62,7 +62,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, source / name)
-    (source / "deploy" / "commit.txt").write_text(COMMIT)
+    (source / "cli" / "commit.txt").write_text(COMMIT)
     return build("sdist", source, tmp_path_factory.mktemp("sdist") / "out")
 
 
@@ -97,7 +97,7 @@ def test_the_wheel_has_every_file_that_a_clone_has(wheel: Path) -> None:
     assert not missing
     folders = [path.name for path in (ROOT / "src" / "splitserve").iterdir() if (ROOT / path.name).is_dir()]
     modules = {f"splitserve/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")}
-    assert {path for path in modules if "train_demo" not in path} == {
+    assert modules == {
         path for path in inside if path.endswith(".py") and path != "splitserve/__init__.py"
     }
 

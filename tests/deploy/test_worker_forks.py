@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from splitserve.cli.settings import DEMO_MODEL
 from splitserve.deploy.child_process import NOT_STARTED, ChildProcess, Command, reap_adopted
-from splitserve.deploy.settings import DEMO_MODEL
 from splitserve.deploy.worker_forks import WorkerForks
 
 ENVIRON = {"PATH": os.environ["PATH"], "SPLITSERVE_LOG_LEVEL": "info"}

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-from splitserve.deploy.operator_access import OperatorAuth
+from splitserve.cli.operator_access import OperatorAuth
 
 MODEL_NAME = "tiny"
 START_S = 200.0  # five processes that all read torch from a disk; a test has 300
@@ -147,7 +147,7 @@ def running(model: Path, folder: Path, *arguments: str) -> Iterator[Cluster]:
     """`splitserve up` with these arguments, until the block ends; then it must stop cleanly."""
     port, control = free_port(), free_port(MOST_PROCESSES)
     log = folder / "up.log"
-    command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL_NAME]
+    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--model", str(model), "--served-model-name", MODEL_NAME]
     command += ["--control-address", f"tcp://127.0.0.1:{control}"]
     command += ["--dead-after-s", str(DEAD_AFTER_S), "--hung-after-s", "600"]  # who is frozen here is thawed by the test
     command += ["--dtype", "float32"]  # as transformers beside it, also where the processor multiplies bfloat16; the last one given counts

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from e2e.cluster import DEAD_AFTER_S, MODEL_NAME, START_S, Cluster, free_port, wait_for
 
-from splitserve.transport.keys import generate_key
+from splitserve.transport.channels.keys import generate_key
 
 TESTS = Path(__file__).parent.parent
 LOOK_S = 0.03
@@ -47,7 +47,7 @@ class ForkedCluster(Cluster):
 
     def start_coordinator(self) -> subprocess.Popen[bytes]:
         """As the only one, or after it was killed."""
-        command = [sys.executable, "-m", "splitserve.deploy.cli", "coordinator", *self._common, "--served-model-name", MODEL_NAME]
+        command = [sys.executable, "-m", "splitserve.cli.main", "coordinator", *self._common, "--served-model-name", MODEL_NAME]
         command += ["--port", str(self._port), "--control-address", self.control_address, "--heartbeat-s", str(HEARTBEAT_S)]
         command += ["--progress-timeout-s", str(PROGRESS_TIMEOUT_S), "--dead-after-s", str(DEAD_AFTER_S)]
         with (self._folder / "coordinator.log").open("ab") as log:

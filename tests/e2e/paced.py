@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from splitserve.deploy.settings import DEMO_MODEL
+from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
 
 MODEL = DEMO_MODEL

@@ -1,6 +1,6 @@
 """Workers are killed, frozen and told to leave, one after the other, while clients stream: every byte is as without a fault.
 
-(Ten minutes of it, with a network that loses packets: ``python -m splitserve.bench.chaos``.)
+(Ten minutes of it, with a network that loses packets: ``python -m splitserve.bench.chaos.chaos``.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from e2e.cluster import wait_for
 from e2e.forked_cluster import ForkedCluster
 from e2e.test_exact_streams import BODIES, Answer, Streams
 
-from splitserve.bench import chaos_clocks
+from splitserve.bench.chaos.chaos import chaos_clocks
 
 FAULTS = [
     ("decode", signal.SIGKILL),

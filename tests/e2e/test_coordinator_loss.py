@@ -9,9 +9,9 @@ from e2e.cluster import wait_for
 from e2e.forked_cluster import ORPHANED_AFTER_S, ForkedCluster
 from e2e.test_failure import Streams
 
-from splitserve.transport.channels import RouterChannel
-from splitserve.transport.keys import load_key
-from splitserve.transport.messages import FROM_WORKER, Hello, Load
+from splitserve.transport.channels.channels import RouterChannel
+from splitserve.transport.channels.keys import load_key
+from splitserve.transport.messages.messages import FROM_WORKER, Hello, Load
 
 STARVED_S = 30.0  # where other programs have the machine's cores
 NAMES = {"prefill-0", "prefill-1", "decode-0", "decode-1"}

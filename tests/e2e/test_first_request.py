@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, Cluster, running, wait_for
 
-from splitserve.deploy.settings import DEMO_MODEL
+from splitserve.cli.settings import DEMO_MODEL
 from splitserve.kernels.huge_pages import POPULATING
 
 REQUESTS = 8

@@ -12,7 +12,7 @@ from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, Cluster, running, wait_for
 from e2e.test_failure import Streams
 from transformers import PreTrainedModel
 
-from splitserve.deploy.cli import cli
+from splitserve.cli.main import cli
 
 NUM_TOKENS = 1500  # so long that some of it is left to move
 CAUGHT_WITHIN_S = 200.0  # on a machine where whoever looks waits longer for a core than whoever runs

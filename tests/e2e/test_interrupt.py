@@ -59,7 +59,7 @@ def test_what_a_killed_up_leaves_behind_goes_with_the_next_start(
     request.addfinalizer(lambda: shutil.rmtree(places))
     monkeypatch.setattr(tempfile, "tempdir", str(places))
     port, log = free_port(), tmp_path / "log"
-    command = [sys.executable, "-m", "splitserve.deploy.cli", "up", "--model", str(tiny[0]), "--port", str(port), "--kv-cache-gib", "0.05"]
+    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--model", str(tiny[0]), "--port", str(port), "--kv-cache-gib", "0.05"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(places)}
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from e2e import paced
 from e2e.cluster import NEVER_DEAD, Cluster, running, wait_for
 
-from splitserve.deploy.cli import cli
-from splitserve.transport.keys import generate_key, load_key
+from splitserve.cli.main import cli
+from splitserve.transport.channels.keys import generate_key, load_key
 
 NUM_TOKENS, DECODE_STEP_S, NUM_STREAMS = 60, 0.05, 2
 RENEWED_WITHIN_S = 120.0  # two processes that start one after the other

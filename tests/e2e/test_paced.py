@@ -8,7 +8,7 @@ from pathlib import Path
 
 from e2e.cluster import MODEL_NAME, running
 
-from splitserve.deploy.settings import DEMO_MODEL
+from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
 from splitserve.planner.trace.readers import open_trace
 

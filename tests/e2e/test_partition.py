@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.bench import packet_network
+from splitserve.bench.handoff import packet_network
 
 TESTS = Path(__file__).parent.parent
 WITHIN_S = 60.0  # noticed in 3 s, then tried elsewhere; the rest is for a machine with other work

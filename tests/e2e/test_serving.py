@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from splitserve.coordinator.lifecycle_limits import LifecycleLimits
+from splitserve.coordinator.lifecycle.limits import LifecycleLimits
 from splitserve.transport.movers import nixl
 from splitserve.transport.movers.opening import IN_THE_CLEAR
 
@@ -150,7 +150,7 @@ def test_nonsense_is_refused_in_openais_words(cluster: Cluster, body: dict[str, 
 def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(tiny: Tiny, tmp_path: Path) -> None:
     port, control = free_port(), free_port()
     common = ["--model", str(tiny[0]), "--insecure"]
-    spawn = [sys.executable, "-m", "splitserve.deploy.cli"]
+    spawn = [sys.executable, "-m", "splitserve.cli.main"]
     with (tmp_path / "log").open("wb") as log:
         roles = [
             ["coordinator", *common, "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"],
@@ -178,7 +178,7 @@ def test_a_coordinator_alone_answers_503_at_once_and_serves_when_workers_come(ti
 
 def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, tmp_path: Path) -> None:
     port, control = free_port(), free_port()
-    common = [sys.executable, "-m", "splitserve.deploy.cli"]
+    common = [sys.executable, "-m", "splitserve.cli.main"]
     worker = ["--model", str(tiny[0]), "--insecure", "--coordinator", f"tcp://127.0.0.1:{control}", "--kv-cache-gib", "0.05"]
     roles = [
         ["coordinator", "--model", str(tiny[0]), "--insecure", "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"],

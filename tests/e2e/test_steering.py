@@ -17,9 +17,9 @@ import httpx
 import pytest
 from e2e.cluster import NEVER_DEAD, PATIENCE_S, Cluster, free_port, running, wait_for
 
-from splitserve.bench.steer_live import Streamed, stream
-from splitserve.deploy.operator_access import OperatorAuth
-from splitserve.deploy.settings import DEMO_MODEL
+from splitserve.bench.studies.steer_live import Streamed, stream
+from splitserve.cli.operator_access import OperatorAuth
+from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Memory, Piece, Profile, StepModel
 from splitserve.planner.trace.request import TraceRequest
 
@@ -67,7 +67,7 @@ def command_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """`splitserve` is on the path; what it has started in the background ends with the test."""
     pids = tmp_path / "pids"
     pids.touch()
-    (tmp_path / "splitserve").write_text(f'#!/bin/sh\necho $$ >>{pids}\nexec {sys.executable} -m splitserve.deploy.cli "$@"\n')
+    (tmp_path / "splitserve").write_text(f'#!/bin/sh\necho $$ >>{pids}\nexec {sys.executable} -m splitserve.cli.main "$@"\n')
     (tmp_path / "splitserve").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     yield

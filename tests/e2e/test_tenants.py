@@ -13,7 +13,7 @@ import pytest
 from e2e.cluster import HTTP, MODEL_NAME, NEVER_DEAD, Cluster, answers, free_port, running, wait_for
 from transformers import PreTrainedModel
 
-from splitserve.bench.mixed import Place, mix
+from splitserve.bench.handoff.mixed import Place, mix
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.usage_database import open_database
 
@@ -87,7 +87,7 @@ def test_limits_hold_across_processes(front: Front) -> None:
 
 
 async def test_what_clients_of_all_kinds_saw_is_what_is_metered_and_counted(front: Front) -> None:
-    """(10,000 of them: ``python -m splitserve.bench.mixed``.)"""
+    """(10,000 of them: ``python -m splitserve.bench.handoff.mixed``.)"""
     place = Place(front.cluster.url, front.admin, front.keys, MODEL_NAME, f"sqlite:///{front.folder}/tenants-usage")
     result = await mix(place, 150, seed=2)
     assert result["failures"] == []

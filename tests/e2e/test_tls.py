@@ -11,7 +11,7 @@ from support.certificates import write_certificate
 
 def test_up_speaks_tls_with_its_own_coordinator(tmp_path: Path) -> None:
     certificate, key = write_certificate(tmp_path, "llm.example")
-    command = [sys.executable, "-m", "splitserve.deploy", "up", "--port", "0", "--prompt", "def f("]
+    command = [sys.executable, "-m", "splitserve.cli", "up", "--port", "0", "--prompt", "def f("]
     run = subprocess.run(
         [*command, "--tls-cert", str(certificate), "--tls-key", str(key)], capture_output=True, text=True, timeout=240, check=False
     )

@@ -9,7 +9,7 @@ import torch
 from support.failing_runner import EMPTY, Failing, OneStep
 
 from splitserve.engine.errors import DeviceLostError
-from splitserve.engine.step_thread import Finished, StepThread
+from splitserve.engine.step.step_thread import Finished, StepThread
 
 ADVICE = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
 

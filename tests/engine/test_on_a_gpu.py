@@ -14,12 +14,12 @@ from support.batches import HandSequence, make_batch
 from support.models import VOCAB_SIZE, make_checkpoint
 from support.played_gpu import OnGpu, PlayedGpu, played_gpu
 
-from splitserve.bench import triton_interpreter
-from splitserve.engine import model_runner
-from splitserve.engine.batch import SamplingParams, StepOutput
+from splitserve.bench.kernels import triton_interpreter
 from splitserve.engine.load_model import load_model
-from splitserve.engine.model_runner import EngineConfig, ModelRunner
 from splitserve.engine.settings import WorkerSettings
+from splitserve.engine.step import model_runner
+from splitserve.engine.step.batch import SamplingParams, StepOutput
+from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.engine.worker_model import WorkerModel
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape

@@ -10,15 +10,15 @@ import pytest
 import torch
 from support.models import make_checkpoint
 
-from splitserve.engine import model_runner
-from splitserve.engine.batch import Batch, StepOutput
+from splitserve.engine.cache.kv_cache import KVCache, KVCacheLayout
 from splitserve.engine.errors import OutOfMemoryError
-from splitserve.engine.kv_cache import KVCache, KVCacheLayout
-from splitserve.engine.layers import LayerLoader
-from splitserve.engine.model_runner import EngineConfig, ModelRunner
-from splitserve.engine.models.decoder import DecoderLayer, DecoderModel
-from splitserve.engine.warm_up import run_first_steps
-from splitserve.engine.weights import Checkpoint
+from splitserve.engine.model.decoder import DecoderLayer, DecoderModel
+from splitserve.engine.model.layers import LayerLoader
+from splitserve.engine.model.weights import Checkpoint
+from splitserve.engine.step import model_runner
+from splitserve.engine.step.batch import Batch, StepOutput
+from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.engine.step.warm_up import run_first_steps
 from splitserve.kernels.reference import TorchKernels
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from splitserve.bench.attention_variants import Attention, covering, every
-from splitserve.bench.compile_bounds import faults_of
-from splitserve.bench.compile_kernels import OTHERS
-from splitserve.bench.sm90 import SHARED_MEMORY
+from splitserve.bench.kernels.attention_variants import Attention, covering, every
+from splitserve.bench.kernels.compile_bounds import faults_of
+from splitserve.bench.kernels.compile_kernels import OTHERS
+from splitserve.bench.kernels.sm90 import SHARED_MEMORY
 
 Kernels = list[dict[str, Any]]
 USUAL = [str(Attention(family, 128)) for family in ("decode", "prefill")]
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(400)  # forty seconds of compiling, on a machin
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Kernels]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "splitserve.bench.compile_kernels", *TESTED]
+    command = [sys.executable, "-m", "splitserve.bench.kernels.compile_kernels", *TESTED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return {line["case"]: line["kernels"] for line in map(json.loads, done.stdout.splitlines())}

@@ -10,11 +10,11 @@ import torch
 from support.batches import HandSequence, make_batch
 from support.models import VOCAB_SIZE, make_checkpoint
 
-from splitserve.bench import triton_interpreter
-from splitserve.bench.kernel_inputs import randn, relative_error
-from splitserve.engine import model_runner
-from splitserve.engine.batch import SamplingParams, StepOutput
-from splitserve.engine.model_runner import EngineConfig, ModelRunner
+from splitserve.bench.kernels import triton_interpreter
+from splitserve.bench.kernels.kernel_inputs import randn, relative_error
+from splitserve.engine.step import model_runner
+from splitserve.engine.step.batch import SamplingParams, StepOutput
+from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
 from splitserve.kernels.cuda import CudaKernels
 from splitserve.kernels.gpu.attention_tiles import TileShape
 from splitserve.kernels.gpu.gumbel_argmax import SLICE, gumbel_argmax

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from splitserve.bench import triton_interpreter
-from splitserve.bench.engine_figures import engine_figures
-from splitserve.bench.gpu_check import Report, Section, exact_costs, measure, run_parts, sections
-from splitserve.bench.gpu_timing import Ceilings, Figure, measure_ceilings
-from splitserve.bench.kernel_checks import Check, checks
-from splitserve.bench.transformers_peer import PeerFailed, peer_us
+from splitserve.bench.kernels import triton_interpreter
+from splitserve.bench.kernels.engine_figures import engine_figures
+from splitserve.bench.kernels.gpu_check import Report, Section, exact_costs, measure, run_parts, sections
+from splitserve.bench.kernels.gpu_timing import Ceilings, Figure, measure_ceilings
+from splitserve.bench.kernels.kernel_checks import Check, checks
+from splitserve.bench.peers.transformers_peer import PeerFailed, peer_us
 
 triton_interpreter.install()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -53,8 +53,8 @@ def test_every_figure_of_the_engine_can_be_made() -> None:
 
 def test_a_part_that_is_out_of_time_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = [100.0]
-    monkeypatch.setattr("splitserve.bench.gpu_check.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("splitserve.bench.kernel_checks.checks", lambda big: iter(()))
+    monkeypatch.setattr("splitserve.bench.kernels.gpu_check.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("splitserve.bench.kernels.kernel_checks.checks", lambda big: iter(()))
 
     def figures(seconds: float, count: int) -> Callable[[str, Ceilings, bool], Iterator[Figure]]:
         def make(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
@@ -65,8 +65,8 @@ def test_a_part_that_is_out_of_time_leaves_the_others_theirs(monkeypatch: pytest
         return make
 
     parts = [Section("slow", 1, figures(30, 9)), Section("quick", 1, figures(1, 3)), Section("last", 1, figures(5, 4))]
-    monkeypatch.setattr("splitserve.bench.gpu_check.sections", lambda: parts)
-    monkeypatch.setattr("splitserve.bench.gpu_check.CHECKS_WEIGHT", 0.0)
+    monkeypatch.setattr("splitserve.bench.kernels.gpu_check.sections", lambda: parts)
+    monkeypatch.setattr("splitserve.bench.kernels.gpu_check.CHECKS_WEIGHT", 0.0)
     report = Report(None, deadline=190.0)
     run_parts(report, "cpu")
     said = capsys.readouterr().out
@@ -105,8 +105,8 @@ def test_a_peer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     def other_program(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         return ours([sys.executable, "-S", "-c", code or "import time; time.sleep(60)"], **options)
 
-    monkeypatch.setattr("splitserve.bench.transformers_peer.subprocess.run", other_program)
-    monkeypatch.setattr("splitserve.bench.transformers_peer.PATIENCE_S", 60.0 if code else 0.2)
+    monkeypatch.setattr("splitserve.bench.peers.transformers_peer.subprocess.run", other_program)
+    monkeypatch.setattr("splitserve.bench.peers.transformers_peer.PATIENCE_S", 60.0 if code else 0.2)
     with pytest.raises(PeerFailed, match=why):
         peer_us(tmp_path, "cpu", 1, 1, 1)
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from splitserve.bench import triton_interpreter
-from splitserve.bench.kernel_inputs import randn, relative_error
+from splitserve.bench.kernels import triton_interpreter
+from splitserve.bench.kernels.kernel_inputs import randn, relative_error
 from splitserve.kernels.gpu.exact_linear import ExactLinear
 from splitserve.kernels.gpu.fp8_linear import Fp8Linear, quantize_rows
 

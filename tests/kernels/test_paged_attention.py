@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from splitserve.bench import triton_interpreter
-from splitserve.bench.kernel_inputs import LAYER, AttentionCase, attention_case, relative_error
+from splitserve.bench.kernels import triton_interpreter
+from splitserve.bench.kernels.kernel_inputs import LAYER, AttentionCase, attention_case, relative_error
 from splitserve.kernels.gpu.attention_tiles import TileShape
 from splitserve.kernels.gpu.decode_attention import MAX_PARTIALS, decode_attention, decode_tile, plan_decode
 from splitserve.kernels.gpu.prefill_attention import plan_prefill, prefill_attention

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from splitserve.bench import triton_interpreter
-from splitserve.bench.kernel_inputs import randn, relative_error
+from splitserve.bench.kernels import triton_interpreter
+from splitserve.bench.kernels.kernel_inputs import randn, relative_error
 from splitserve.kernels.gpu.block_checksum import block_checksums
 from splitserve.kernels.gpu.block_copy import pack_blocks, unpack_blocks
 from splitserve.kernels.gpu.elementwise import embedding, silu_mul

@@ -7,16 +7,16 @@ import random
 import pytest
 from planner.test_simulator import assert_no_block_is_lost
 
-from splitserve.coordinator.lifecycle import Lifecycle
-from splitserve.coordinator.steering.controller import Decision
-from splitserve.coordinator.steering.options import SteeringOptions
-from splitserve.coordinator.steering.steering import Steering, fleet_of
+from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
 from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
 from splitserve.planner.simulator.cluster import Cluster, Pool, PoolRole
 from splitserve.planner.simulator.records import RequestRecord
 from splitserve.planner.simulator.simulation import Simulation
 from splitserve.planner.trace.request import Trace, TraceRequest
-from splitserve.transport.messages import Role
+from splitserve.steering.controller import Decision
+from splitserve.steering.options import SteeringOptions
+from splitserve.steering.steering import Steering, fleet_of
+from splitserve.transport.messages.messages import Role
 
 WORKER = Profile(
     name="small",
@@ -28,7 +28,7 @@ WORKER = Profile(
     flip_s=0.05,
 )
 LINGER_S = 1.0
-"""So long a role that has nothing left answers its peers: see ``engine/role_host.py``."""
+"""So long a role that has nothing left answers its peers: see ``worker/role_host.py``."""
 OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 
 

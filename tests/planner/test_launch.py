@@ -10,9 +10,8 @@ import pytest
 from planner.test_plan import question
 from planner.test_simulator import profile
 
-from splitserve.deploy.config import Sources, Value, load
-from splitserve.deploy.flexible_settings import FlexibleSettings
-from splitserve.deploy.up import plan as up
+from splitserve.cli.config import Sources, Value, load
+from splitserve.cli.up import plan as up
 from splitserve.engine.latency_profile import Numerics
 from splitserve.planner.plan_command import plan as plan_command
 from splitserve.planner.search.candidates import Candidate, Hardware, Kind
@@ -20,6 +19,7 @@ from splitserve.planner.search.launch import write_launch
 from splitserve.planner.settings import PlanSettings
 from splitserve.planner.trace.own_format import write_trace
 from splitserve.planner.trace.request import Trace
+from splitserve.worker.flexible_settings import FlexibleSettings
 
 
 def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from planner.test_profile_measuring import BOUNDS, TRUTH
 
-from splitserve.deploy.settings import DEMO_MODEL
-from splitserve.engine.batch import Batch, StepOutput
+from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.latency_profile import Contention, Profile, ProfileError, StepClock
 from splitserve.engine.settings import WorkerSettings
+from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.contention import MAX_ROUNDS, MIN_ROUNDS, Beside, contention_of, measure_contention, shapes
 from splitserve.planner.profile.design import Bounds, Role

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from splitserve.cli.settings import DEMO_MODEL
 from splitserve.decode.settings import DecodeSettings
 from splitserve.decode.worker import DecodeWorker
-from splitserve.deploy.settings import DEMO_MODEL
-from splitserve.engine.batch import Batch, StepOutput
 from splitserve.engine.latency_profile import Memory, Numerics, Piece, Profile, StepClock, StepModel
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
+from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.planner.profile.design import Bounds, experiments
 from splitserve.planner.profile.flip import measure_flip
 from splitserve.planner.profile.handoff import MAX_REPEATS as MAX_PUTS

@@ -15,8 +15,8 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from splitserve.engine.batch import Batch, SamplingParams, SamplingState
 from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, ProfileError, StepClock, StepModel, shipped_names
+from splitserve.engine.step.batch import Batch, SamplingParams, SamplingState
 from splitserve.planner.errors import ProfilingError
 from splitserve.planner.profile.fit import PutPoint, StepPoint, fit_puts, fit_steps
 from splitserve.planner.profile.published import import_published, splitwise_curves

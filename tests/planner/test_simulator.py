@@ -33,7 +33,7 @@ from splitserve.planner.simulator.simulation import Simulation
 from splitserve.planner.simulator.tallies import Distribution, Slo
 from splitserve.planner.slo import parse_slo
 from splitserve.planner.trace.request import Trace, TraceRequest
-from splitserve.transport import past
+from splitserve.transport.handoff import past
 
 PREFILL_S, TOKEN_S, DECODE_S = 0.05, 1e-4, 0.02
 SECOND = HandoffModel(put_s=0.0, bytes_per_s=1e6, message_s=0.001, check_bytes_per_s=1e12)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.bench.splitwise_designs import Machines, Task, rates_of, run
-from splitserve.bench.splitwise_machine import Job
-from splitserve.bench.splitwise_slo import NineSlos
+from splitserve.bench.studies.splitwise_designs import Machines, Task, rates_of, run
+from splitserve.bench.studies.splitwise_machine import Job
+from splitserve.bench.studies.splitwise_slo import NineSlos
 
 MACHINES = Machines(price_a100=1.0, price_h100=2.0, power_a100=10.0, power_h100=17.5, capped=0.7)
 

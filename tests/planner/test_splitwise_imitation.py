@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.bench.splitwise_cluster import Imitation
-from splitserve.bench.splitwise_machine import Clock, Job, LlmShape, Machine, Work
+from splitserve.bench.studies.splitwise_cluster import Imitation
+from splitserve.bench.studies.splitwise_machine import Clock, Job, LlmShape, Machine, Work
 from splitserve.engine.latency_profile import Piece, StepModel
 from splitserve.planner.trace.request import Trace, TraceRequest
 

@@ -1,4 +1,4 @@
-"""The pool controller on the simulated cluster: the short form of ``python -m splitserve.bench.steer``."""
+"""The pool controller on the simulated cluster: the short form of ``python -m splitserve.bench.studies.steer``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from splitserve.bench import steer
-from splitserve.bench.steer import run
-from splitserve.bench.steer_verdict import missed_in_simulation, missed_live, num_undone
-from splitserve.bench.steer_workload import CHAT, CODE, load, worker
-from splitserve.coordinator.steering.controller import Decision
+from splitserve.bench.studies import steer
+from splitserve.bench.studies.steer import run
+from splitserve.bench.studies.steer_verdict import missed_in_simulation, missed_live, num_undone
+from splitserve.bench.studies.steer_workload import CHAT, CODE, load, worker
 from splitserve.planner.errors import SimulationError
 from splitserve.planner.settings import SimulateSettings
 from splitserve.planner.simulate_command import simulate
 from splitserve.planner.trace.own_format import write_trace
-from splitserve.transport.messages import Role
+from splitserve.steering.controller import Decision
+from splitserve.transport.messages.messages import Role
 
 PHASE_S, NUM_WORKERS = 45.0, 4
 BUSY = [replace(CODE, rate=1.0), replace(CHAT, rate=1.15, output=450)]  # no single ratio serves both, be they ever so short

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 from support.traces import AZURE, MOONCAKE, written
 
-from splitserve.deploy.cli import cli
-from splitserve.deploy.config import ConfigError
+from splitserve.cli.config import ConfigError
+from splitserve.cli.main import cli
 from splitserve.planner.errors import PlannerError
 from splitserve.planner.trace.readers import open_trace
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_done_is_told(azure: Path, arguments: list[object], messa
 
 def test_a_bad_row_is_one_line_and_status_1(tmp_path: Path) -> None:
     path = written(tmp_path / "bad.csv", AZURE + "2023-11-16 18:19:00,x,2\n")
-    command = [sys.executable, "-m", "splitserve.deploy.cli", "trace", "stats", str(path)]
+    command = [sys.executable, "-m", "splitserve.cli.main", "trace", "stats", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (result.returncode, result.stderr) == (1, f"splitserve: {path}, line 5, ContextTokens: should be a number, not 'x'\n")
 

@@ -9,14 +9,25 @@ from typing import Any
 
 import pytest
 
-from splitserve.bench import validate_live
-from splitserve.bench.live_pace import LivePace, processor_times, stolen_share
-from splitserve.bench.load_sample import Sample
-from splitserve.bench.settings import LoadSettings
-from splitserve.bench.validate_live import BOUNDS, LATE_S, PACED, late, limited, missed, parsed, simulated, simulated_cluster, validated
-from splitserve.bench.workload import planned_requests
+from splitserve.bench.handoff.live_pace import LivePace, processor_times, stolen_share
+from splitserve.bench.studies import validate_live
+from splitserve.bench.studies.validate_live import (
+    BOUNDS,
+    LATE_S,
+    PACED,
+    late,
+    limited,
+    missed,
+    parsed,
+    simulated,
+    simulated_cluster,
+    validated,
+)
 from splitserve.engine.latency_profile import Contention
-from splitserve.engine.step_log import LoggedStep
+from splitserve.engine.step.step_log import LoggedStep
+from splitserve.loadgen.sample import Sample
+from splitserve.loadgen.settings import LoadSettings
+from splitserve.loadgen.workload import planned_requests
 from splitserve.planner.trace.readers import open_trace
 from splitserve.planner.trace.request import Trace, TraceRequest
 

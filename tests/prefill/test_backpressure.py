@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from support.lifecycle_bench import MODEL, Bench, sent
 
-from splitserve.coordinator.flight import Action
-from splitserve.engine.batch import StepOutput
-from splitserve.engine.block_manager import BlockManager
+from splitserve.coordinator.lifecycle.flight import Action
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.step.batch import StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport import actions as act
-from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.messages import Meet, Message, Placed, Prefill, u64
+from splitserve.transport.handoff import actions as act
+from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.messages.messages import Meet, Message, Placed, Prefill, u64
 
 BLOCK, NUM_BLOCKS = MODEL.block_size, 32
 PROMPT_TOKENS = 4 * BLOCK

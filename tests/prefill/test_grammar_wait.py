@@ -7,13 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from splitserve.engine.batch import StepOutput
-from splitserve.engine.block_manager import BlockManager
-from splitserve.engine.constraint import CompileGrammar
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.sampling.constraint import CompileGrammar
+from splitserve.engine.step.batch import StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport import actions as act
-from splitserve.transport.messages import FirstToken, Meet, ModelIdentity, Peer, Prefill, RequestFailed, RequestSpec, Sampling, u32
+from splitserve.transport.handoff import actions as act
+from splitserve.transport.messages.messages import (
+    FirstToken,
+    Meet,
+    ModelIdentity,
+    Peer,
+    Prefill,
+    RequestFailed,
+    RequestSpec,
+    Sampling,
+    u32,
+)
 
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=4, layout="l", block_bytes=64)
 MEET = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("shm",))

@@ -5,13 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from splitserve.engine.batch import StepOutput
-from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.step.batch import StepOutput
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport import actions as act
-from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.messages import Meet, Message, ModelIdentity, Offer, Peer, Prefill, RequestFailed, RequestSpec, Sampling, u32, u64
+from splitserve.transport.handoff import actions as act
+from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.messages.messages import (
+    Meet,
+    Message,
+    ModelIdentity,
+    Offer,
+    Peer,
+    Prefill,
+    RequestFailed,
+    RequestSpec,
+    Sampling,
+    u32,
+    u64,
+)
 
 BLOCK = 4
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)

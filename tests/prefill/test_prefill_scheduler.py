@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
-from splitserve.transport.messages import Peer, RequestSpec, Sampling, u32
+from splitserve.transport.messages.messages import Peer, RequestSpec, Sampling, u32
 
 BLOCK = 4
 PEER = Peer(worker_id="d", incarnation=1, address="x")

@@ -19,17 +19,27 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.models import make_checkpoint
 
-from splitserve.engine.batch import StepOutput
-from splitserve.engine.block_manager import BlockManager
-from splitserve.engine.host_copies import passed
-from splitserve.engine.host_mirror import HostMirror
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.engine.cache.host_copies import passed
+from splitserve.engine.cache.host_mirror import HostMirror
 from splitserve.engine.load_model import load_model
 from splitserve.engine.settings import WorkerSettings
+from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.worker_model import WorkerModel
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.running_step import RunningStep
 from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
-from splitserve.transport.messages import Cancel, Meet, ModelIdentity, Peer, Prefill, RequestFailed, RequestSpec, Sampling, u32
+from splitserve.transport.messages.messages import (
+    Cancel,
+    Meet,
+    ModelIdentity,
+    Peer,
+    Prefill,
+    RequestFailed,
+    RequestSpec,
+    Sampling,
+    u32,
+)
 
 BLOCK = 4
 PEER = Peer(worker_id="d", incarnation=1, address="inproc://d")

@@ -13,16 +13,16 @@ from simulation.model import NUM_LAYERS
 
 from splitserve.decode import scheduler as decode_scheduler
 from splitserve.prefill.core import PrefillCore
-from splitserve.transport import granting
-from splitserve.transport.contacts import Contacts
-from splitserve.transport.handoff_receiver import HandoffReceiver
-from splitserve.transport.handoff_sender import HandoffSender
-from splitserve.transport.lease_table import LeaseTable
+from splitserve.transport.handoff import granting
+from splitserve.transport.handoff.contacts import Contacts
+from splitserve.transport.handoff.lease_table import LeaseTable
+from splitserve.transport.handoff.outgoing import Outgoing
+from splitserve.transport.handoff.receiver import HandoffReceiver
+from splitserve.transport.handoff.sender import HandoffSender
+from splitserve.transport.handoff.sliding_window import num_behind
+from splitserve.transport.handoff.ways_in import WaysIn
 from splitserve.transport.movers.lease_book import Claim, LeaseBook
 from splitserve.transport.movers.sending_session import SendingSession
-from splitserve.transport.outgoing import Outgoing
-from splitserve.transport.sliding_window import num_behind
-from splitserve.transport.ways_in import WaysIn
 
 Patch = pytest.MonkeyPatch
 

@@ -10,22 +10,22 @@ import pytest
 from msgspec.structs import replace
 from simulation.host import Host
 
-from splitserve.coordinator.attempts import Attempts
-from splitserve.coordinator.flight import Flight
-from splitserve.coordinator.flight_table import FlightTable
-from splitserve.coordinator.lifecycle import Lifecycle
-from splitserve.coordinator.progress import Progress
-from splitserve.coordinator.suspicion import Suspicion
+from splitserve.coordinator.lifecycle.attempts import Attempts
+from splitserve.coordinator.lifecycle.flight import Flight
+from splitserve.coordinator.lifecycle.flight_table import FlightTable
+from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
+from splitserve.coordinator.lifecycle.progress import Progress
+from splitserve.coordinator.lifecycle.suspicion import Suspicion
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.rows import DecodeRows
 from splitserve.decode.scheduler import DecodeScheduler
-from splitserve.engine.block_manager import BlockManager, CacheEvents
+from splitserve.engine.cache.block_manager import BlockManager, CacheEvents
 from splitserve.prefill.core import PrefillCore
-from splitserve.transport import incarnation
-from splitserve.transport.handoff_sender import HandoffSender
-from splitserve.transport.messages import u32
-from splitserve.transport.retirement import Retirement
-from splitserve.transport.writers import Writers
+from splitserve.transport.channels import incarnation
+from splitserve.transport.handoff.retirement import Retirement
+from splitserve.transport.handoff.sender import HandoffSender
+from splitserve.transport.handoff.writers import Writers
+from splitserve.transport.messages.messages import u32
 
 Patch = pytest.MonkeyPatch
 

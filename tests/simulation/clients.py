@@ -10,10 +10,10 @@ from simulation.model import EOS, VOCABULARY, expected_output, logprob
 from simulation.poison import FUSES, PoisonousRequest
 from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN, PeerId
 
-from splitserve.coordinator.flight import End, Push, PushPromptLogprobs
-from splitserve.coordinator.lifecycle_limits import LifecycleLimits
-from splitserve.coordinator.request import Ended, GenerationRequest
-from splitserve.transport.messages import Prefill, Sampling
+from splitserve.coordinator.lifecycle.flight import End, Push, PushPromptLogprobs
+from splitserve.coordinator.lifecycle.limits import LifecycleLimits
+from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.transport.messages.messages import Prefill, Sampling
 
 if TYPE_CHECKING:
     from simulation.coordinator_process import CoordinatorProcess

@@ -16,9 +16,9 @@ from simulation.model import NUM_LAYERS
 from simulation.movers import PARCEL, Item, Source
 from simulation.network import LATE_S
 
-from splitserve.transport import actions as act
 from splitserve.transport.errors import MoverError
-from splitserve.transport.messages import Message
+from splitserve.transport.handoff import actions as act
+from splitserve.transport.messages.messages import Message
 from splitserve.transport.movers.lease_book import LeaseBook
 from splitserve.transport.movers.receiving_sessions import BeginSession, HearEntry, Receive, ReceivingSession, ReceivingSessions
 from splitserve.transport.movers.sending_session import LeavingParcel, SendingSession

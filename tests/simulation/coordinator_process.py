@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from simulation.process import Process
 from simulation.worker_process import HEARTBEAT_S, PeerId
 
-from splitserve.coordinator.flight import Action, End, Push, PushPromptLogprobs, Send
-from splitserve.coordinator.flips import FlipRecord
-from splitserve.coordinator.lifecycle import Lifecycle, LifecycleLimits
-from splitserve.coordinator.request import GenerationRequest
-from splitserve.transport.messages import Message, Prefill, Role
+from splitserve.coordinator.lifecycle.flight import Action, End, Push, PushPromptLogprobs, Send
+from splitserve.coordinator.lifecycle.flips import FlipRecord
+from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
+from splitserve.coordinator.lifecycle.request import GenerationRequest
+from splitserve.transport.messages.messages import Message, Prefill, Role
 
 if TYPE_CHECKING:
     from simulation.world import World

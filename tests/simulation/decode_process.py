@@ -16,12 +16,12 @@ from simulation.worker_process import BLOCK_SIZE, DRAIN_S, MAX_MODEL_LEN, MODEL,
 
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
-from splitserve.transport import actions as act
-from splitserve.transport.handoff import Key
-from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.incarnation import has_ended, same_process
-from splitserve.transport.messages import BETWEEN_MOVERS, FROM_DECODE, Meet, Message, Met, Retire, Retired
-from splitserve.transport.ways_in import Way, WaysIn
+from splitserve.transport.channels.incarnation import has_ended, same_process
+from splitserve.transport.handoff import actions as act
+from splitserve.transport.handoff.handoff import Key
+from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.handoff.ways_in import Way, WaysIn
+from splitserve.transport.messages.messages import BETWEEN_MOVERS, FROM_DECODE, Meet, Message, Met, Retire, Retired
 
 if TYPE_CHECKING:
     from simulation.flexible_process import FlexibleProcess

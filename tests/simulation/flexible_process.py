@@ -13,8 +13,8 @@ from simulation.retiring_role import RetiringRole
 from simulation.watched_blocks import WatchedBlocks
 from simulation.worker_process import BLOCK_SIZE, WorkerProcess
 
-from splitserve.engine.role_host import worker_name
-from splitserve.transport.messages import Role
+from splitserve.transport.messages.messages import Role
+from splitserve.worker.role_host import worker_name
 
 if TYPE_CHECKING:
     from simulation.world import World

@@ -1,4 +1,5 @@
-"""A worker's lines to all coordinators, as thin as the live ones (transport/coordinator_links.py): who has welcomed it, who is silent, and
+"""A worker's lines to all coordinators, as thin as the live ones (transport/channels/coordinator_links.py): who has welcomed it,
+who is silent, and
 who hears what. Each coordinator is the owner of what it asked for, and of nothing else."""
 
 from __future__ import annotations
@@ -6,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from splitserve.transport.messages import FirstToken, Joined, Load, Message, RequestFailed, StepTokens
+from splitserve.transport.messages.messages import FirstToken, Joined, Load, Message, RequestFailed, StepTokens
 
 if TYPE_CHECKING:
     from simulation.worker_process import PeerId, WorkerProcess

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from simulation.model import MASK, NUM_LAYERS, deeper, first_layer, logprob, next_token
 
-from splitserve.engine.batch import Batch, Logprobs, StepOutput
+from splitserve.engine.step.batch import Batch, Logprobs, StepOutput
 
 
 class Memory:

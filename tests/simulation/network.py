@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from splitserve.transport.codec import decode, encode
-from splitserve.transport.messages import Message
+from splitserve.transport.messages.codec import decode, encode
+from splitserve.transport.messages.messages import Message
 
 if TYPE_CHECKING:
     from simulation.world import World

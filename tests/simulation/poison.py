@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from splitserve.coordinator.lifecycle_limits import LifecycleLimits
+from splitserve.coordinator.lifecycle.limits import LifecycleLimits
 
 if TYPE_CHECKING:
     from simulation.worker_process import PeerId, WorkerProcess

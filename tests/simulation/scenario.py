@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from splitserve.coordinator.routing import Policy
+from splitserve.coordinator.lifecycle.routing import Policy
 
 
 @dataclass(frozen=True)

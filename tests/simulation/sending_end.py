@@ -14,11 +14,11 @@ from simulation.memory import Memory
 from simulation.model import MASK, NUM_LAYERS
 from simulation.movers import ParcelSource, SharedMemorySource, Source
 
-from splitserve.transport import actions as act
+from splitserve.transport.channels.incarnation import is_earlier, same_process
 from splitserve.transport.errors import MoverError
-from splitserve.transport.handoff_sender import HandoffSender
-from splitserve.transport.incarnation import is_earlier, same_process
-from splitserve.transport.messages import BETWEEN_MOVERS, Ack, Message, Met, Placed, Release, u64
+from splitserve.transport.handoff import actions as act
+from splitserve.transport.handoff.sender import HandoffSender
+from splitserve.transport.messages.messages import BETWEEN_MOVERS, Ack, Message, Met, Placed, Release, u64
 
 if TYPE_CHECKING:
     from simulation.retiring_role import RetiringRole

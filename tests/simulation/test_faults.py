@@ -16,7 +16,7 @@ from simulation.campaign import REQUESTS, Report, run, simulate_named
 from simulation.scenario import EVERYTHING, NAMED, Faults, Scenario, draw_scenario
 from simulation.world import World
 
-from splitserve.transport.messages import FROM_COORDINATOR, FROM_DECODE, FROM_PREFILL, FROM_WORKER, Goodbye
+from splitserve.transport.messages.messages import FROM_COORDINATOR, FROM_DECODE, FROM_PREFILL, FROM_WORKER, Goodbye
 
 FIRST_SEED = int(os.environ.get("SPLITSERVE_SIMULATION_SEED", secrets.randbelow(1 << 32)))
 SMALL_WORLD = 50

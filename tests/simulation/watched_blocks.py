@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.cache.block_manager import BlockManager
 
 if TYPE_CHECKING:
     from simulation.flexible_process import FlexibleProcess

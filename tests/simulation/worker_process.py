@@ -16,9 +16,9 @@ from simulation.sending_end import SendingEnd
 from simulation.steps import FAILED, NO_MEMORY, SKIPPED, Steps
 from simulation.watched_blocks import WatchedBlocks
 
-from splitserve.transport.actions import ToCoordinator
-from splitserve.transport.handoff import HandoffTimes, Key
-from splitserve.transport.messages import (
+from splitserve.transport.handoff.actions import ToCoordinator
+from splitserve.transport.handoff.handoff import HandoffTimes, Key
+from splitserve.transport.messages.messages import (
     Alive,
     Cancel,
     Fenced,

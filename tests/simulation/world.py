@@ -34,7 +34,7 @@ from simulation.prefill_process import PrefillProcess
 from simulation.scenario import Faults, Scenario
 from simulation.worker_process import PeerId, WorkerProcess
 
-from splitserve.transport.messages import Message, Role
+from splitserve.transport.messages.messages import Message, Role
 
 
 class World:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from splitserve.engine.attention_metadata import AttentionMetadata
-from splitserve.engine.batch import Batch, SamplingParams, SamplingState
-from splitserve.engine.model_runner import ModelRunner
+from splitserve.engine.step.attention_metadata import AttentionMetadata
+from splitserve.engine.step.batch import Batch, SamplingParams, SamplingState
+from splitserve.engine.step.model_runner import ModelRunner
 
 
 @dataclass

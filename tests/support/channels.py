@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import zmq
 
-from splitserve.transport.channels import DealerChannel, RouterChannel
-from splitserve.transport.keys import ClusterKey, new_key
-from splitserve.transport.messages import FROM_COORDINATOR, FROM_WORKER, RequestFailed, Welcome
+from splitserve.transport.channels.channels import DealerChannel, RouterChannel
+from splitserve.transport.channels.keys import ClusterKey, new_key
+from splitserve.transport.messages.messages import FROM_COORDINATOR, FROM_WORKER, RequestFailed, Welcome
 
 T = TypeVar("T")
 DEADLINE_S = 60.0  # against hanging alone

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from splitserve.engine.batch import Batch, StepOutput
+from splitserve.engine.step.batch import Batch, StepOutput
 
 EMPTY = Batch(
     token_ids=np.zeros(1, np.int32),

@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 from support.messages import EXAMPLES
 
-from splitserve.transport.codec import WIRE, decode, encode
-from splitserve.transport.coordinator_link import identity_of, opened_to, worker_of
+from splitserve.transport.channels.coordinator_link import identity_of, opened_to, worker_of
+from splitserve.transport.channels.keys import key_from_text, new_key
 from splitserve.transport.errors import BadMessage, KeyFileError, MoverError
-from splitserve.transport.keys import key_from_text, new_key
+from splitserve.transport.messages.codec import WIRE, decode, encode
 from splitserve.transport.movers.cuda_ipc import CudaIpcSource, CudaIpcTarget
 from splitserve.transport.movers.cuda_runtime import HANDLE_BYTES
 from splitserve.transport.movers.data_address import DataAddress

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from splitserve.engine.block_manager import BlockManager
-from splitserve.transport import actions as act
-from splitserve.transport.block_hash import chain, root_hash
-from splitserve.transport.handoff import HandoffTimes
-from splitserve.transport.handoff_receiver import HandoffReceiver, MoverEndpoints
-from splitserve.transport.handoff_sender import HandoffSender
-from splitserve.transport.layer_slicing import WHOLE_BLOCKS, LayerSlicing
-from splitserve.transport.messages import (
+from splitserve.engine.cache.block_manager import BlockManager
+from splitserve.transport.handoff import actions as act
+from splitserve.transport.handoff.block_hash import chain, root_hash
+from splitserve.transport.handoff.handoff import HandoffTimes
+from splitserve.transport.handoff.layer_slicing import WHOLE_BLOCKS, LayerSlicing
+from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
+from splitserve.transport.handoff.sender import HandoffSender
+from splitserve.transport.messages.messages import (
     Meet,
     Message,
     ModelIdentity,

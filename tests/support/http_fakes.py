@@ -12,10 +12,10 @@ from typing import get_args
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from splitserve.coordinator.request import Ended, GenerationRequest
-from splitserve.coordinator.system_snapshot import SystemSnapshot, WorkerSnapshot
-from splitserve.coordinator.time_ledger import Stage, TimeLedger
-from splitserve.transport.messages import TokenLogprobs
+from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.lifecycle.time_ledger import Stage, TimeLedger
+from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
+from splitserve.transport.messages.messages import TokenLogprobs
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, again and again, while naïve cats watch.",

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from splitserve.coordinator.flight import Action, End, Push, Send
-from splitserve.coordinator.lifecycle import Lifecycle, LifecycleLimits
-from splitserve.coordinator.request import Ended, GenerationRequest
-from splitserve.transport.messages import FirstToken, Hello, Joined, Load, Message, ModelIdentity, Role, Sampling, StepTokens, u32
+from splitserve.coordinator.lifecycle.flight import Action, End, Push, Send
+from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
+from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.transport.messages.messages import (
+    FirstToken,
+    Hello,
+    Joined,
+    Load,
+    Message,
+    ModelIdentity,
+    Role,
+    Sampling,
+    StepTokens,
+    u32,
+)
 
 MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=4, layout="l", block_bytes=8)
 

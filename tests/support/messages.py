@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitserve.transport import messages as m
+from splitserve.transport.messages import messages as m
 
 MODEL = m.ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="block-major/v1", block_bytes=4096)
 SAMPLING = m.Sampling(max_tokens=5, logit_bias={7: -1.5}, stop_token_ids=(1, 2), seed=3, logprobs=2, grammar=b'start: "a"')

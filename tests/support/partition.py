@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from splitserve.bench.chaos_cluster import ChaosCluster, read_state
-from splitserve.bench.chaos_streams import Clients, questions
-from splitserve.bench.packet_network import PacketNetwork, Weather, enter
+from splitserve.bench.chaos.chaos_cluster import ChaosCluster, read_state
+from splitserve.bench.chaos.chaos_streams import Clients, questions
+from splitserve.bench.handoff.packet_network import PacketNetwork, Weather, enter
 
 HOST_OF = {"coordinator": 0, "prefill-0": 1, "decode-0": 2, "decode-1": 1}
 NUM_STREAMS = 8

@@ -51,7 +51,7 @@ def be_worker(order: dict[str, Any]) -> None:
     try:
         catch(KILLS[order["role"]], HANGS[order["role"]], Path(order["log"]))
         sys.argv = ["splitserve", order["role"], *order["argv"]]
-        from splitserve.deploy.cli import main as splitserve
+        from splitserve.cli.main import main as splitserve
 
         splitserve()
     except SystemExit as ended:
@@ -64,8 +64,8 @@ def be_worker(order: dict[str, Any]) -> None:
 
 def catch(kills: int, hangs: int, log: Path) -> None:
     """From now on a batch with a sequence of such a seed is this process's last."""
-    from splitserve.engine.batch import Batch
-    from splitserve.engine.model_runner import ModelRunner
+    from splitserve.engine.step.batch import Batch
+    from splitserve.engine.step.model_runner import ModelRunner
 
     execute, hung = ModelRunner.execute, log.with_name(f"{log.name.partition('-')[0]} has hung")
 

@@ -18,12 +18,12 @@ from splitserve.bench.null_workers import null_model
 from splitserve.decode.settings import DecodeSettings
 from splitserve.decode.worker import DecodeWorker
 from splitserve.engine.errors import EngineError
-from splitserve.engine.step_thread import Runner
+from splitserve.engine.step.step_thread import Runner
 from splitserve.prefill.settings import PrefillSettings
 from splitserve.prefill.worker import PrefillWorker
-from splitserve.transport import channels
-from splitserve.transport.channels import RouterChannel
-from splitserve.transport.messages import FROM_WORKER, Hello, Message, Peer, Prefill, RequestSpec, Sampling, Welcome, u32
+from splitserve.transport.channels import channels
+from splitserve.transport.channels.channels import RouterChannel
+from splitserve.transport.messages.messages import FROM_WORKER, Hello, Message, Peer, Prefill, RequestSpec, Sampling, Welcome, u32
 from splitserve.transport.movers.shm import SharedPool
 
 DEADLINE_S = 60.0

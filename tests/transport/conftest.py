@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from splitserve.transport import channels
+from splitserve.transport.channels import channels
 from splitserve.transport.movers import parcel, tcp_source, tcp_target
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MoverError, PeerEnded
-from ..handoff import PeerId
+from ..handoff.handoff import PeerId
 from .cuda_runtime import HANDLE_BYTES, CudaRuntime
 from .interface import Arrival, Item, layer_slice
 from .runs import runs

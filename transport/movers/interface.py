@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MoverError
-from ..handoff import PeerId
-from ..messages import Message
+from ..handoff.handoff import PeerId
+from ..messages.messages import Message
 
 Pool: TypeAlias = NDArray[np.uint8]
 Item: TypeAlias = tuple[int, int, int]

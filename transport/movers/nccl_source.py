@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from ..errors import MoverError
-from ..messages import MAX_PARCEL_POSITIONS, Message
+from ..messages.messages import MAX_PARCEL_POSITIONS, Message
 from .block_memory import BlockMemory
 from .communicator import MEET_S, Communicator, SharedStore
 from .interface import Arrival, Item, layer_slice

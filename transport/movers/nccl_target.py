@@ -10,8 +10,8 @@ from collections import Counter
 
 import torch
 
-from ..handoff import PeerId
-from ..messages import Message
+from ..handoff.handoff import PeerId
+from ..messages.messages import Message
 from .block_memory import BlockMemory
 from .communicator import Communicator, SharedStore
 from .nccl_source import CLOSE_S, PARCEL_BYTES, PARCEL_S

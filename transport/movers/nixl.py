@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..errors import MoverError
-from ..handoff import PeerId
+from ..handoff.handoff import PeerId
 from .interface import Arrival, Item, Pool, layer_slice
 from .runs import runs
 from .target_kinds import OneSidedTarget

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ..errors import MoverError
-from ..messages import Met
+from ..messages.messages import Met
 from . import nixl
 from .block_memory import DevicePool, HostMemory
 from .cuda_ipc import CudaIpcSource

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..messages import SECRET_BYTES
+from ..messages.messages import SECRET_BYTES
 from .interface import Pool
 
 _HEADER = struct.Struct(f"<4sB3xQ{SECRET_BYTES}sQQ")

@@ -11,9 +11,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from ..handoff import PeerId
-from ..incarnation import is_earlier
-from ..messages import Message, ParcelComing, RendezvousEntry, SessionOver, from_u32
+from ..channels.incarnation import is_earlier
+from ..handoff.handoff import PeerId
+from ..messages.messages import Message, ParcelComing, RendezvousEntry, SessionOver, from_u32
 from .interface import Arrival
 from .lease_book import Claim, LeaseBook
 from .parcel import ParcelHeader

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import MoverError
-from ..messages import Message, ParcelComing, RendezvousEntry, SessionOver, u32
+from ..messages.messages import Message, ParcelComing, RendezvousEntry, SessionOver, u32
 from .interface import Arrival, Item
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import MoverError, PeerEnded
-from ..handoff import PeerId
+from ..handoff.handoff import PeerId
 from .interface import Arrival, Item, Pool, layer_slice
 from .target_kinds import OneSidedTarget
 

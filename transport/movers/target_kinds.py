@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from ..wakeup import Wakeup
+from ..channels.wakeup import Wakeup
 from .interface import Arrival
 from .lease_book import LeaseBook
 

@@ -8,12 +8,12 @@ from collections.abc import Set as AbstractSet
 
 from msgspec.structs import replace
 
+from ..channels.host import host_identity
 from ..errors import MoverError
-from ..handoff import FALLBACK_MOVER, PeerId
-from ..handoff_receiver import MoverEndpoints
-from ..host import host_identity
-from ..messages import Message, Met
-from ..ways_in import WaysIn
+from ..handoff.handoff import FALLBACK_MOVER, PeerId
+from ..handoff.receiver import MoverEndpoints
+from ..handoff.ways_in import WaysIn
+from ..messages.messages import Message, Met
 from .block_memory import DevicePool, HostMemory
 from .cuda_ipc import CudaIpcTarget
 from .cuda_runtime import LoadedCudart

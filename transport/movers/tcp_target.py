@@ -19,9 +19,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from ..channels.wakeup import Wakeup
 from ..errors import AddressError, MoverError
-from ..handoff import PeerId
-from ..wakeup import Wakeup
+from ..handoff.handoff import PeerId
 from .data_address import SECRET_BYTES, DataAddress, endpoint
 from .inbound import BadPeer, Desk, Inbound
 from .interface import Arrival, Pool

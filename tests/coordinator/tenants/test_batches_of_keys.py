@@ -13,12 +13,12 @@ import pytest
 from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.batch.runner import BatchOptions
-from splitserve.coordinator.served_model import ServedModel
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.http.server import HttpServer, create_app
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import NewKey, TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy
+from splitserve.coordinator.text.served_model import ServedModel
 
 NUM_LINES = 40
 LINES = [

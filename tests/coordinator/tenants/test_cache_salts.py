@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from splitserve.coordinator.tenants.store import TenantStore
-from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.transport.block_hash import chain, root_hash
-from splitserve.transport.messages import Peer, RequestSpec, Sampling, u32
+from splitserve.transport.handoff.block_hash import chain, root_hash
+from splitserve.transport.messages.messages import Peer, RequestSpec, Sampling, u32
 
 PROMPT = list(range(1, 34))
 

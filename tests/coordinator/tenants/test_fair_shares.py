@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lifecycle_bench import Bench, Sink, ends, sent
 
-from splitserve.coordinator.flight import Flight
-from splitserve.coordinator.forecast import Forecast
-from splitserve.coordinator.lifecycle import CHARGE_EVERY_S
-from splitserve.coordinator.request import GenerationRequest, PriorityClass
-from splitserve.coordinator.waiting_line import LOOK_AHEAD, WEIGHTS, WaitingLine
-from splitserve.transport.messages import Prefill, Sampling
+from splitserve.coordinator.lifecycle.flight import Flight
+from splitserve.coordinator.lifecycle.forecast import Forecast
+from splitserve.coordinator.lifecycle.lifecycle import CHARGE_EVERY_S
+from splitserve.coordinator.lifecycle.request import GenerationRequest, PriorityClass
+from splitserve.coordinator.lifecycle.waiting_line import LOOK_AHEAD, WEIGHTS, WaitingLine
+from splitserve.transport.messages.messages import Prefill, Sampling
 
 
 def flight(tenant: str = "", num_tokens: int = 10, arrival: float = 0.0, **more: Any) -> Flight:

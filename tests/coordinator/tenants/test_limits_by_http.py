@@ -10,12 +10,12 @@ import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.served_model import ServedModel
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.http.server import HttpServer, create_app
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy
+from splitserve.coordinator.text.served_model import ServedModel
 
 URL = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}

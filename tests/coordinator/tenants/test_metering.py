@@ -20,9 +20,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 
-from splitserve.coordinator.http.operators import Operators
-from splitserve.coordinator.served_model import ServedModel
-from splitserve.coordinator.server import HttpServer, create_app
+from splitserve.coordinator.http.access.operators import Operators
+from splitserve.coordinator.http.server import HttpServer, create_app
 from splitserve.coordinator.tenants import usage_database
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.meter import Meter
@@ -31,6 +30,7 @@ from splitserve.coordinator.tenants.tenancy import Tenancy
 from splitserve.coordinator.tenants.usage_database import UsageDatabase, open_database
 from splitserve.coordinator.tenants.usage_journal import UsageJournal, journal_path, left_behind
 from splitserve.coordinator.tenants.usage_record import UsageRecord
+from splitserve.coordinator.text.served_model import ServedModel
 
 NOW = 1.7e9
 

@@ -1,0 +1,137 @@
+"""What the KV handoff adds after the last layer: exposed seconds by prompt length, layer by layer against whole blocks.
+
+    python -m splitserve.bench.handoff.exposed --slicings blocks auto --json bench/results/exposed.json     # 7 minutes on two quiet cores
+    python -m splitserve.bench.handoff.exposed --lengths 512 --movers shm --slicings auto                   # a short one
+
+It starts its own cluster with a random 125M model for each row.
+
+Exposed time is from the first token (the prompt is computed) to the moment the sequence joins the decode batch: the stage
+``handoff_s`` that every answer reports. One request at a time. The goal is at most 2% of TTFT from 2,048 prompt tokens on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ...cli.up import free_port
+from ..environment import environment
+from ..models import make_random_llama
+
+MOVERS = ("shm", "zmq")
+SLICINGS = ("blocks", "layers", "auto")
+LENGTHS = {512: 5, 2048: 3, 8192: 2}  # prompt tokens: requests
+GOAL_FROM_TOKENS, GOAL_OF_TTFT = 2048, 0.02
+MAX_MODEL_LEN = 8192 + 64
+START_S, REQUEST_S = 120.0, 600.0
+
+
+@contextmanager
+def cluster(model: Path, mover: str, slicing: str) -> Iterator[str]:
+    """One prefill and one decode worker; its URL."""
+    port = free_port("127.0.0.1")
+    options = ["--mover", mover, "--prefill-kv-slicing", slicing, "--max-model-len", str(MAX_MODEL_LEN), "--port", str(port)]
+    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--model", str(model), "--served-model-name", "m", *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_S
+        while not _is_ready(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the cluster did not start; run the same command by hand to see why: " + " ".join(command))
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def measure(url: str, lengths: dict[int, int]) -> dict[str, Any]:
+    """Medians by prompt length, in milliseconds."""
+    draw = random.Random(0)
+
+    def ask(length: int) -> dict[str, float]:
+        return _stages(url, [draw.randrange(3, 30_000) for _ in range(length)])
+
+    ask(min(lengths))  # whatever a first request starts up
+    figures = {}
+    for length, count in lengths.items():
+        stages = [ask(length) for _ in range(count)]
+        ttft = statistics.median(s["queue_s"] + s["prefill_s"] for s in stages)
+        exposed = statistics.median(s["handoff_s"] for s in stages)
+        figures[str(length)] = {"ttft_ms": ttft * 1e3, "exposed_ms": exposed * 1e3, "exposed_of_ttft": exposed / ttft}
+    return figures
+
+
+def _stages(url: str, prompt: list[int]) -> dict[str, float]:
+    fields = {"model": "m", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=fields, timeout=REQUEST_S)
+    answer.raise_for_status()
+    stages: dict[str, float] = answer.json()["usage"]["splitserve"]
+    return stages
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS), help="prompt tokens")
+    parser.add_argument("--slicings", nargs="+", choices=SLICINGS, default=list(SLICINGS), help="how blocks are cut")
+    parser.add_argument("--movers", nargs="+", choices=MOVERS, default=list(MOVERS))
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "llama-125m"
+        make_random_llama(model, max_position_embeddings=MAX_MODEL_LEN)
+        for mover in arguments.movers:
+            for slicing in arguments.slicings:
+                with cluster(model, mover, slicing) as url:
+                    figures = measure(url, {length: LENGTHS[length] for length in arguments.lengths})
+                rows.append({"mover": mover, "slicing": slicing, "by_prompt_tokens": figures})
+                _show(rows[-1])
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"environment": environment(), "goal_met": goal_met(rows), "rows": rows}, indent=2) + "\n")
+
+
+def goal_met(rows: list[dict[str, Any]]) -> dict[str, bool]:
+    """By mover, as blocks are cut by default, at each length that the goal is for."""
+    return {
+        row["mover"]: all(
+            f["exposed_of_ttft"] <= GOAL_OF_TTFT for length, f in row["by_prompt_tokens"].items() if int(length) >= GOAL_FROM_TOKENS
+        )
+        for row in rows
+        if row["slicing"] == "auto"
+    }
+
+
+def _show(row: dict[str, Any]) -> None:
+    for length, f in row["by_prompt_tokens"].items():
+        print(
+            f"{row['mover']:4} {row['slicing']:7} {length:>5} tokens: TTFT {f['ttft_ms']:8.1f} ms, "
+            f"exposed {f['exposed_ms']:7.2f} ms = {f['exposed_of_ttft']:.2%}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

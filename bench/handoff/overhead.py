@@ -1,0 +1,306 @@
+"""What the system costs around the model, with a model runner that takes no time.
+
+    python -m splitserve.bench.handoff.overhead            # half a minute; prints JSON
+    python -m splitserve.bench.handoff.overhead --json bench/results/overhead.json
+
+1. Decode steps a second at a batch of 64 through the decode worker's loop: its core, its step thread, its sockets. The coordinator is a
+   stub on the other core that only drains them.
+2. Time to first token of single requests through the real coordinator, prefill worker and handoff: all of it is overhead. Beside it, in the
+   same run, what no code of ours can avoid: a bare HTTP exchange with uvicorn's parser, and a bare ZeroMQ round trip between two processes
+   (what is above the two of them: ``ttft_added_ms``). And what a prefill worker takes by itself for a prompt that is not handed over, from
+   the message to the first token: what is above that and the HTTP exchange is added by coordinator and handoff (``by_control_ms``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import zmq
+
+from ...cli.settings import DEMO_MODEL, DEMO_MODEL_NAME
+from ...cli.up import free_port
+from ...transport.channels.channels import RouterChannel
+from ...transport.messages.messages import (
+    FROM_WORKER,
+    FirstToken,
+    Hello,
+    Load,
+    Message,
+    Peer,
+    Prefill,
+    RequestSpec,
+    Sampling,
+    StepTokens,
+    Welcome,
+    u32,
+)
+from ..environment import environment
+from ..null_workers import start_null_worker
+
+BATCH = 64
+PAUSE_S = 0.003
+WARM_S, WINDOW_S, WINDOWS = 2.0, 1.0, 5
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"  # answered with {"status": ...}
+
+
+def decode_loop() -> dict[str, Any]:
+    """Steps a second of the decode worker's loop, in windows of a second."""
+    os.sched_setaffinity(0, {0})
+    channel = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER)
+    workers = [
+        start_null_worker("prefill", channel.address, 0, 80_000, 20_000),
+        start_null_worker("decode", channel.address, 1, 80_000, 20_000),
+    ]
+    try:
+        return _drive(channel)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+        channel.close()
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+def _drive(channel: RouterChannel) -> dict[str, Any]:
+    hellos: dict[str, tuple[bytes, Hello]] = {}
+    steps: list[float] = []
+    tokens = mark = begun = 0.0
+    deadline = time.monotonic() + 60
+    while len(steps) < WINDOWS and time.monotonic() < deadline:
+        channel.socket.poll(10)
+        for identity, message in channel.receive(256):
+            if isinstance(message, Hello):
+                hellos[message.role] = (identity, message)
+                channel.send(identity, Welcome(coordinator=1, heartbeat_s=0.25))
+                if len(hellos) == 2:
+                    _submit(channel, *hellos["prefill"], hellos["decode"][1])
+            elif isinstance(message, StepTokens):
+                rows = len(message.dispatches) // 4
+                begun = begun or (time.monotonic() if rows == BATCH else 0.0)
+                tokens += rows
+            elif isinstance(message, Load):
+                pass
+        now = time.monotonic()
+        if begun and now - begun >= WARM_S and now - mark >= WINDOW_S:
+            if mark:
+                steps.append(tokens / BATCH / (now - mark))
+            tokens, mark = 0.0, now
+    return {"batch": BATCH, "steps_per_s": statistics.median(steps), "min": min(steps), "max": max(steps)}
+
+
+def _submit(channel: RouterChannel, identity: bytes, prefill: Hello, decode: Hello) -> None:
+    peer = Peer(worker_id=decode.worker_id, incarnation=decode.incarnation, address=decode.peer_address)
+    for dispatch in range(BATCH):
+        channel.send(identity, Prefill(spec=_spec(dispatch, 32, 19_000), decode=peer))
+
+
+def _spec(dispatch: int, num_prompt_tokens: int, max_tokens: int) -> RequestSpec:
+    return RequestSpec(
+        request_id=f"r{dispatch}",
+        epoch=0,
+        dispatch=dispatch,
+        coordinator=1,
+        token_ids=u32([dispatch % 60 + 1] * num_prompt_tokens),
+        num_prompt_tokens=num_prompt_tokens,
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0),
+        deadline_s=600.0,
+    )
+
+
+class LoneWorker:
+    """A null prefill worker whose coordinator is this process."""
+
+    def __init__(self) -> None:
+        self._channel = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER)
+        self._worker = start_null_worker("prefill", self._channel.address, 0, 20_000, 2_000)
+        self._dispatch = 0
+        self._identity, _ = self._await(Hello)
+        self._channel.send(self._identity, Welcome(coordinator=1, heartbeat_s=0.25))
+
+    def first_token(self) -> float:
+        """Seconds from a prompt to its one token, some milliseconds after the last."""
+        time.sleep(PAUSE_S)
+        self._dispatch += 1
+        nobody = Peer(worker_id="nobody", incarnation=1, address="tcp://127.0.0.1:9")
+        message = Prefill(spec=_spec(self._dispatch, 256, 1), decode=nobody)
+        start = time.perf_counter()
+        self._channel.send(self._identity, message)
+        self._await(FirstToken)
+        return time.perf_counter() - start
+
+    def _await(self, kind: type[Message]) -> tuple[bytes, Message]:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            self._channel.socket.poll(1_000)
+            for identity, message in self._channel.receive(256):
+                if isinstance(message, kind):
+                    return identity, message
+        raise TimeoutError(f"the prefill worker said no {kind.__name__}")
+
+    def __enter__(self) -> LoneWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.terminate()
+        self._worker.join()
+        self._channel.close()
+
+
+def time_to_first_token(windows: int = 10, requests: int = 60) -> dict[str, Any]:
+    """Milliseconds from sending a request to its first streamed token, one request at a time, and to the last of four.
+
+    In windows, each with floors of its own, taken right beside: a shared machine is now quicker, now slower, for seconds at a time. Medians
+    over the windows, and each window's.
+    """
+    with (
+        _null_cluster() as port,
+        _echoing() as dealer,
+        LoneWorker() as worker,
+        socket.create_connection(("127.0.0.1", port), timeout=10) as connection,
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _window(connection, dealer, worker, 20)  # warm-up
+        taken = [_window(connection, dealer, worker, requests) for _ in range(windows)]
+    by_window = {name: [window[name] for window in taken] for name in taken[0]}
+    return {
+        "windows": windows,
+        "requests": windows * requests,
+        "prompt_tokens": 256,
+        **{name: {"p50": statistics.median(values), "min": min(values), "max": max(values)} for name, values in by_window.items()},
+    }
+
+
+def _window(connection: socket.socket, dealer: zmq.Socket[bytes], worker: LoneWorker, requests: int) -> dict[str, float]:
+    """Medians, in milliseconds."""
+    answers = [_exchange(connection, _request(i), b"0\r\n\r\n") for i in range(requests)]
+    floors = [_exchange(connection, HEALTH, b"}")[1] for _ in range(requests)]  # GET /health on the same connection
+    round_trips = [_round_trip(dealer) for _ in range(requests)]
+    alone = [worker.first_token() for _ in range(requests)]
+    stages = [_stages(text) for _, _, text in answers]
+    firsts = [first for first, _, _ in answers]
+    ttft, floor, round_trip, own = (statistics.median(times) * 1e3 for times in (firsts, floors, round_trips, alone))
+    return {
+        "http_floor_ms": floor,
+        "zmq_round_trip_ms": round_trip,
+        "worker_alone_ms": own,
+        "ttft_added_ms": ttft - floor - round_trip,
+        "by_control_ms": ttft - floor - own,
+        "ttft_ms": ttft,
+        "e2e_ms": statistics.median(last for _, last, _ in answers) * 1e3,
+        **{f"{name.removesuffix('_s')}_ms": statistics.median(s[name] for s in stages) * 1e3 for name in stages[0]},
+    }
+
+
+@contextmanager
+def _echoing() -> Iterator[zmq.Socket[bytes]]:
+    """A socket to a process that sends back by ZeroMQ what it gets."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    echo = context.Process(target=_echo, args=(sender,), daemon=True)
+    echo.start()
+    try:
+        with zmq.Context() as own, own.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(receiver.recv())
+            yield dealer
+    finally:
+        echo.terminate()
+
+
+def _round_trip(dealer: zmq.Socket[bytes]) -> float:
+    """Seconds that a few bytes take to another process and back by ZeroMQ alone, some milliseconds after the last, as requests come."""
+    time.sleep(PAUSE_S)
+    start = time.perf_counter()
+    dealer.send(b"ping")
+    if not dealer.poll(5_000):
+        raise TimeoutError("no answer from the echoing process")
+    dealer.recv()
+    return time.perf_counter() - start
+
+
+def _echo(sender: Connection) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        sender.send(f"tcp://127.0.0.1:{port}")
+        while True:
+            router.poll()
+            router.send_multipart(router.recv_multipart())
+
+
+def _request(number: int) -> bytes:
+    fields = {"model": DEMO_MODEL_NAME, "prompt": [number % 60 + 1] * 256, "max_tokens": 4, "stream": True}
+    body = json.dumps({**fields, "stream_options": {"include_usage": True}}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def _exchange(connection: socket.socket, request: bytes, end: bytes) -> tuple[float, float, bytes]:
+    """Seconds to the first and to the last bytes of the answer, and the answer."""
+    start = time.perf_counter()
+    connection.sendall(request)
+    text = connection.recv(1 << 16)
+    first = time.perf_counter() - start
+    while end not in text:
+        text += connection.recv(1 << 16)
+    return first, time.perf_counter() - start, text
+
+
+def _stages(text: bytes) -> dict[str, float]:
+    usage = next(json.loads(line[6:])["usage"] for line in text.splitlines() if b'"splitserve"' in line)
+    return {name: usage["splitserve"][name] for name in ("queue_s", "prefill_s", "handoff_s", "decode_s")}
+
+
+@contextmanager
+def _null_cluster() -> Iterator[int]:
+    port, control = free_port("127.0.0.1"), free_port("127.0.0.1")
+    command = [sys.executable, "-m", "splitserve.cli.main", "coordinator", "--model", str(DEMO_MODEL), "--insecure"]
+    arguments = ["--served-model-name", DEMO_MODEL_NAME, "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"]
+    processes: list[Any] = [subprocess.Popen([*command, *arguments, "--log-level", "warning"])]
+    processes.append(start_null_worker("prefill", f"tcp://127.0.0.1:{control}", 0, 20_000, 2_000))
+    processes.append(start_null_worker("decode", f"tcp://127.0.0.1:{control}", 1, 20_000, 2_000))
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 60
+        while not _ready(url):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the cluster of null workers did not become ready")
+            time.sleep(0.1)
+        yield port
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    results = {"environment": environment(), "decode_loop": decode_loop(), "single_request": time_to_first_token()}
+    print(json.dumps(results, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""The coordinator alone: how many tokens a second it streams and how many requests a second it answers, on one core.
+
+    python -m splitserve.bench.http.streaming [--seconds 3] [--json bench/results/streaming.json]
+
+The real coordinator process runs on the first core. On the last one, this process plays both workers (real messages over real
+ZeroMQ, one message a decode step) and the clients, at most so many steps before what the clients have received: two (paced: each
+token is an event and a write of its own) or 32 (saturated: what has piled up may be joined). The floors are the same feed into
+``bare_protocol``, which writes each token by itself, and the same requests to ``bare_http``. Rates are per second of wall clock and,
+for machines that do other work too, per second of the server's processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from ...cli.settings import DEMO_MODEL
+from ...cli.up import free_port
+from ...coordinator.http.call import Endpoint
+from ...coordinator.text.tokenizer import Tokenizer
+from ...transport.channels.channels import DealerChannel
+from ...transport.messages.messages import FROM_COORDINATOR, StepTokens, u32
+from ..environment import environment
+from ..fake_workers import FakeWorkers
+from .raw_client import RawClient, request_bytes
+
+AHEAD = {"paced": 2, "saturated": 32}
+WINDOWS = 5
+POLL_S = 0.02  # how often the fake workers look for messages and heartbeats while they stream
+TEXT = "The quick brown fox explains what os.path.join does, and why list comprehensions are read from left to right. "
+PATH: Endpoint = "/v1/chat/completions"
+CHAT = {"model": "bench", "messages": [{"role": "user", "content": "What does os.path.join do?"}]}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server process under measurement."""
+
+    port: int
+    control: str
+    process: psutil.Process
+
+    def cpu_s(self) -> float:
+        times = self.process.cpu_times()
+        return times.user + times.system
+
+    def rss_mb(self) -> float:
+        return float(self.process.memory_info().rss) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of a measurement's windows, all together")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_folder(Path(folder))
+        results = {"environment": environment(), **measure(model, cores, options.seconds)}
+    print(json.dumps(results, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure(model: Path, cores: list[int], seconds: float) -> dict[str, Any]:
+    """All figures, each with a fresh server."""
+    results: dict[str, Any] = {}
+    for num_streams in (64, 512):
+        for name, ahead in AHEAD.items():
+            with bare_server("bare_protocol", cores) as server:
+                floor = bare_tokens(server, num_streams, ahead, seconds)
+            with coordinator(model, cores) as server, workers_of(server, model) as workers:
+                streamed = streamed_tokens(server, workers, num_streams, ahead, seconds)
+            ratio = streamed["tokens_per_cpu_s"] / floor["tokens_per_cpu_s"]
+            results[f"{num_streams}_streams_{name}"] = {**streamed, "bare_protocol": floor, "ratio_per_cpu_s": round(ratio, 3)}
+    with bare_server("bare_http", cores) as server:
+        bare = answered_requests(server, lambda: None, seconds)
+    with coordinator(model, cores) as server, workers_of(server, model) as workers:
+        answered = answered_requests(server, workers.poll, seconds)
+    ratio = answered["requests_per_cpu_s"] / bare["requests_per_cpu_s"]
+    results["requests"] = {**answered, "bare_http": bare, "ratio_per_cpu_s": round(ratio, 3)}
+    with coordinator(model, cores) as server, workers_of(server, model) as workers:
+        results["memory"] = memory(server, workers)
+    return results
+
+
+# --- measurements --------------------------------------------------------------------------------
+
+
+def streamed_tokens(server: Server, workers: FakeWorkers, num_streams: int, ahead: int, seconds: float, key: str = "") -> dict[str, Any]:
+    """Tokens through all of the coordinator to ``num_streams`` chat streams."""
+    client = RawClient(server.port, num_streams)
+    client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}, key))
+    open_streams(client, workers, num_streams)
+    result = rate(server, client, ahead * num_streams, seconds, workers.step, workers.poll)
+    client.close()
+    return result
+
+
+def bare_tokens(server: Server, num_streams: int, ahead: int, seconds: float) -> dict[str, Any]:
+    """The same feed into the floor."""
+    client = RawClient(server.port, num_streams)
+    await_events(client, num_streams, lambda: None)
+    channel = DealerChannel.connect(server.control, b"bench", None, FROM_COORDINATOR)
+    rows = u32(list(range(num_streams)))
+    step = StepTokens(coordinator=1, dispatches=rows, indices=rows, tokens=rows)
+
+    def send() -> int:
+        channel.send(step)
+        return num_streams
+
+    result = rate(server, client, ahead * num_streams, seconds, send, lambda: None)
+    client.close()
+    channel.close()
+    return result
+
+
+def rate(
+    server: Server, client: RawClient, max_ahead: int, seconds: float, step: Callable[[], int], poll: Callable[[], None]
+) -> dict[str, Any]:
+    """Medians over windows, after a second to warm up."""
+    sent = received = 0
+    polled = 0.0
+    walls: list[float] = []
+    cpus: list[float] = []
+    client.num_reads = client.num_events = 0
+    mark, cpu, before, end = time.perf_counter(), server.cpu_s(), 0, time.perf_counter() + 1
+    while len(walls) < WINDOWS + 1:
+        while sent - received < max_ahead:
+            sent += step()
+        events, blanks = client.count(0.01)
+        received += blanks - events
+        now = time.perf_counter()
+        if now >= polled + POLL_S:
+            poll()
+            polled = now
+        if now >= end:
+            used = server.cpu_s()
+            walls.append((received - before) / (now - mark))
+            cpus.append((received - before) / max(1e-9, used - cpu))
+            mark, cpu, before, end = now, used, received, now + seconds / WINDOWS
+    return {
+        "tokens_per_s": round(statistics.median(walls[1:])),
+        "min": round(min(walls[1:])),
+        "max": round(max(walls[1:])),
+        "tokens_per_cpu_s": round(statistics.median(cpus[1:])),
+        "tokens_per_event": round(received / client.num_events, 2),
+        "events_per_read": round(client.num_events / client.num_reads, 2),
+    }
+
+
+def answered_requests(server: Server, poll: Callable[[], None], seconds: float, num_connections: int = 64) -> dict[str, Any]:
+    """Whole chat requests of one token each, a second: parsed, validated, templated, tokenized, dispatched, answered."""
+    client = RawClient(server.port, num_connections)
+    request = request_bytes(PATH, {**CHAT, "max_tokens": 1})
+    client.send_all(request)
+    walls: list[float] = []
+    cpus: list[float] = []
+    answers = 0
+    mark, cpu, end = time.perf_counter(), server.cpu_s(), time.perf_counter() + 1
+    while len(walls) < WINDOWS + 1:
+        poll()
+        answers += client.answer_and_repeat(request, 0)
+        now = time.perf_counter()
+        if now >= end:
+            used = server.cpu_s()
+            walls.append(answers / (now - mark))
+            cpus.append(answers / max(1e-9, used - cpu))
+            mark, cpu, answers, end = now, used, 0, now + seconds / WINDOWS
+    client.close()
+    return {
+        "connections": num_connections,
+        "requests_per_s": round(statistics.median(walls[1:])),
+        "min": round(min(walls[1:])),
+        "max": round(max(walls[1:])),
+        "requests_per_cpu_s": round(statistics.median(cpus[1:])),
+    }
+
+
+def memory(server: Server, workers: FakeWorkers, num_streams: int = 1000, num_requests: int = 10_000) -> dict[str, Any]:
+    """Resident memory idle, with open streams, and what many requests leave behind."""
+    idle = server.rss_mb()
+    client = RawClient(server.port, num_streams)
+    client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}))
+    open_streams(client, workers, num_streams)
+    sent = received = 0
+    while sent < 100 * num_streams or received < sent:  # a hundred tokens each
+        if sent < 100 * num_streams and sent - received < 2 * num_streams:
+            sent += workers.step()
+        events, blanks = client.count(0.01)
+        received += blanks - events
+        workers.poll()
+    open_mb = server.rss_mb()
+    client.close()
+    while len(workers.dispatches):
+        workers.poll()
+        time.sleep(0.01)
+    requests(server, workers, 2_000)
+    before = server.rss_mb()
+    requests(server, workers, num_requests)
+    after = server.rss_mb()
+    return {
+        "idle_mb": round(idle, 1),
+        "streams": num_streams,
+        "open_streams_mb": round(open_mb, 1),
+        "requests": num_requests,
+        "before_requests_mb": round(before, 1),
+        "after_requests_mb": round(after, 1),
+    }
+
+
+def requests(server: Server, workers: FakeWorkers, count: int) -> None:
+    """So many whole requests of eight tokens each, 32 at a time."""
+    client = RawClient(server.port, 32)
+    request = request_bytes(PATH, {**CHAT, "max_tokens": 8})
+    client.send_all(request)
+    answers = 0
+    while answers < count:
+        workers.poll()
+        if len(workers.dispatches):
+            workers.step()
+        answers += client.answer_and_repeat(request, 0.001)
+    client.close()
+
+
+def open_streams(client: RawClient, workers: FakeWorkers, num_streams: int) -> None:
+    """Returns once each stream has its role and its first token."""
+    await_events(client, 2 * num_streams, workers.poll)
+
+
+def await_events(client: RawClient, num_events: int, poll: Callable[[], None]) -> None:
+    received, deadline = 0, time.monotonic() + 60
+    while received < num_events:
+        poll()
+        received += client.count(0.01)[0]
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{received} of {num_events} first events came")
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def model_folder(folder: Path, context: int = 1_000_000) -> Path:
+    """The demo model's tokenizer; ``context``, in tokens, is long enough that no stream ends while it is measured."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder)
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+    return folder
+
+
+@contextmanager
+def workers_of(server: Server, model: Path) -> Iterator[FakeWorkers]:
+    """Fake workers that say words of TEXT: each token holds one blank, by which the client counts it."""
+    tokenizer = Tokenizer.load(model)
+    texts = tokenizer.table.texts
+    tokens = [t for t in tokenizer.encode([TEXT], add_special_tokens=False)[0] if (texts[t] or "").count(" ") == 1]
+    tokenizer.close()
+    workers = FakeWorkers(server.control, tokens)
+    try:
+        deadline = time.monotonic() + 30
+        while not _ready(server, workers):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the coordinator did not become ready")
+        yield workers
+    finally:
+        workers.close()
+
+
+def _ready(server: Server, workers: FakeWorkers) -> bool:
+    for _ in range(20):
+        workers.poll()
+        if len(workers.dispatches):
+            workers.step()
+        time.sleep(0.01)
+    return httpx.get(f"http://127.0.0.1:{server.port}/ready").status_code == 200
+
+
+@contextmanager
+def coordinator(model: Path, cores: list[int], *more: str) -> Iterator[Server]:
+    """The real one, by its command; ``more``: options."""
+    port, control = free_port("127.0.0.1"), f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    command = [sys.executable, "-m", "splitserve.cli.main", "coordinator", "--model", str(model), "--served-model-name", "bench"]
+    options = ["--port", str(port), "--control-address", control, "--insecure", "--log-level", "warning", "--max-queue", "100000"]
+    with pinned([*command, *options, *more], cores) as process:
+        deadline = time.monotonic() + 60
+        while not _answers(port):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the coordinator did not start")
+            time.sleep(0.1)
+        yield Server(port, control, psutil.Process(process.pid))
+
+
+def _answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def bare_server(module: str, cores: list[int]) -> Iterator[Server]:
+    """A floor."""
+    with pinned([sys.executable, "-m", f"splitserve.bench.{module}"], cores) as process:
+        assert process.stdout is not None
+        port, control = process.stdout.readline().split()
+        yield Server(int(port), control, psutil.Process(process.pid))
+
+
+@contextmanager
+def pinned(command: list[str], cores: list[int], all_cores: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A server on the first core (or wherever it likes), while this process keeps to the last."""
+    os.sched_setaffinity(0, cores if all_cores else cores[:1])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    os.sched_setaffinity(0, cores[-1:])
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(20)
+        if process.stdout is not None:
+            process.stdout.close()
+        os.sched_setaffinity(0, cores)
+
+
+if __name__ == "__main__":
+    main()

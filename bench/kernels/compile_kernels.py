@@ -1,0 +1,135 @@
+"""Compiles the GPU's kernels for sm_90 in the shapes of real models, on a machine without a GPU, and prints what became of them: a line of
+JSON for each case.
+
+python -m splitserve.bench.kernels.compile_kernels [name of a case ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...kernels.gpu.block_checksum import block_checksums
+from ...kernels.gpu.block_copy import pack_blocks
+from ...kernels.gpu.decode_attention import decode_attention, plan_decode
+from ...kernels.gpu.elementwise import embedding, silu_mul
+from ...kernels.gpu.exact_linear import ExactLinear
+from ...kernels.gpu.fp8_linear import quantize_rows
+from ...kernels.gpu.gumbel_argmax import gumbel_argmax
+from ...kernels.gpu.norm import add_rms_norm
+from ...kernels.gpu.prefill_attention import plan_prefill, prefill_attention
+from ...kernels.gpu.rope_store import rope_and_store
+from ...kernels.gpu.sampling import SamplingRows, sample
+from ...kernels.interface import AttentionInputs, RopeInputs
+from . import sm90
+from .attention_variants import VARIANTS, Attention
+
+BFLOAT16, FLOAT16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+NUM_SEQS, MAX_BLOCKS = 64, 64
+
+
+def empty(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def attention(variant: Attention) -> None:
+    """Its plan and itself."""
+    head_dim, group, block_size, num_kv_heads = variant.head_dim, variant.group, variant.block_size, 8
+    num_heads = group * num_kv_heads
+    pool, scales = _pool(head_dim, num_kv_heads, block_size, variant.cache_dtype)
+    starts, lens, tables = (empty(*shape, dtype=torch.int32) for shape in ((NUM_SEQS + 1,), (NUM_SEQS,), (NUM_SEQS, MAX_BLOCKS)))
+    window, softcap = 1000 if variant.window else None, 30.0 if variant.softcap else None
+    inputs = AttentionInputs(starts, lens, tables, 0.1, window, softcap, scales)
+    num_tokens = NUM_SEQS if variant.family == "decode" else 1024
+    q = empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=variant.dtype)[:, :num_heads]
+    out = empty(num_tokens, num_heads * head_dim, dtype=variant.dtype)
+    if variant.family == "decode":
+        plan = plan_decode(inputs, num_heads, num_kv_heads, head_dim, block_size)
+        decode_attention(out, q, pool, 1, inputs, plan, 3 * sm90.NUM_SMS, variant.tile)
+    else:
+        tiles = plan_prefill(inputs, num_tokens, group, variant.tile, singles=True)
+        prefill_attention(out, q, pool, 1, inputs, tiles, variant.exact)
+
+
+def norm(hidden: int, dtype: torch.dtype = BFLOAT16) -> None:
+    x, residual, weight = empty(8, hidden, dtype=dtype), empty(8, hidden, dtype=dtype), empty(hidden, dtype=dtype)
+    add_rms_norm(x, residual, weight, 1e-5)
+
+
+def rope(head_dim: int, cache_dtype: torch.dtype = BFLOAT16, dtype: torch.dtype = BFLOAT16, head_norms: bool = True) -> None:
+    pool, scales = _pool(head_dim, 8, 64, cache_dtype)
+    positions, slots, cos_sin = empty(8, dtype=torch.int32), empty(8, dtype=torch.int64), empty(64, head_dim, dtype=torch.float32)
+    weight = empty(head_dim, dtype=dtype) if head_norms else None
+    inputs = RopeInputs(positions, slots, cos_sin, 32, 8, head_dim, weight, weight, 1e-6, scales)
+    rope_and_store(empty(8, 48 * head_dim, dtype=dtype), pool, 1, inputs)
+
+
+def exact_linear(num_tokens: int, in_features: int = 4096, dtype: torch.dtype = BFLOAT16, bias: bool = False) -> None:
+    weight = empty(6144, in_features, dtype=dtype)
+    ExactLinear(weight, empty(6144, dtype=dtype) if bias else None)(empty(num_tokens, in_features, dtype=dtype))
+
+
+def sampling(n: int = 8, vocab_size: int = 151936) -> None:
+    ints, floats = empty(n, dtype=torch.int32), empty(n, dtype=torch.float32)
+    rows = SamplingRows(
+        empty(n, dtype=torch.int64), ints, floats, ints, floats, floats, floats, floats, floats, ints,
+        empty(n, vocab_size, dtype=torch.int32), empty(n + 1, dtype=torch.int32), ints, ints, floats, edited=True, filtered=True,
+    )  # fmt: skip
+    sample(empty(n, vocab_size, dtype=torch.float32), rows)
+
+
+def block_bytes() -> tuple[Tensor, Tensor]:
+    return empty(4, 1 << 20, dtype=torch.uint8), empty(2, dtype=torch.int64)
+
+
+def _pool(head_dim: int, num_kv_heads: int, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    scales = empty(2, 2, num_kv_heads, dtype=torch.float32) if dtype == FP8 else None
+    return empty(4, 2, 2, block_size, num_kv_heads, head_dim, dtype=dtype), scales
+
+
+OTHERS: dict[str, Callable[[], object]] = {
+    "norm 4096": lambda: norm(4096),
+    "norm 2560": lambda: norm(2560),
+    "norm 896 float16": lambda: norm(896, FLOAT16),
+    "rope 64 float16": lambda: rope(64, FLOAT16, FLOAT16, head_norms=False),
+    "rope 96 fp8": lambda: rope(96, FP8, head_norms=False),
+    "rope 128": lambda: rope(128),
+    "rope 128 fp8": lambda: rope(128, FP8),
+    "rope 256 fp8 float16": lambda: rope(256, FP8, FLOAT16),
+    "silu_mul": lambda: silu_mul(empty(8, 28672)),
+    "silu_mul float16": lambda: silu_mul(empty(8, 2 * 4864, dtype=FLOAT16)),
+    "embedding": lambda: embedding(empty(1000, 4096), empty(8, dtype=torch.int32), BFLOAT16),
+    "embedding float16": lambda: embedding(empty(1000, 896, dtype=FLOAT16), empty(8, dtype=torch.int32), FLOAT16),
+    "gumbel_argmax": lambda: gumbel_argmax(empty(8, 151936, dtype=torch.float32), empty(8, 2, dtype=torch.int64)),
+    "sampling": sampling,
+    "exact linear 64 rows": lambda: exact_linear(64),
+    "exact linear 64 rows float16": lambda: exact_linear(64, dtype=FLOAT16),
+    "exact linear 64 of 1000": lambda: exact_linear(64, 1000),
+    "exact linear 512 rows": lambda: exact_linear(512),
+    "exact linear 512 rows float16": lambda: exact_linear(512, dtype=FLOAT16, bias=True),
+    "exact linear 4096 rows": lambda: exact_linear(4096, bias=True),
+    "exact linear 4096 of 1000": lambda: exact_linear(4096, 1000),
+    "quantize rows": lambda: quantize_rows(empty(64, 14336)),
+    "quantize rows float16": lambda: quantize_rows(empty(64, 4096, dtype=FLOAT16)),
+    "pack": lambda: pack_blocks(*block_bytes(), empty(2, 1 << 19, dtype=torch.uint8), 4096),
+    "checksum": lambda: block_checksums(*block_bytes()),
+}
+
+
+def compile_case(name: str) -> list[sm90.Compiled]:
+    """Its kernels, in the order of their launches."""
+    with sm90.compiling() as kernels:
+        if name in OTHERS:
+            OTHERS[name]()
+        else:
+            attention(VARIANTS[name])
+    return kernels
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:] or (*OTHERS, *VARIANTS):
+        print(json.dumps({"case": case, "kernels": [kernel.as_json() for kernel in compile_case(case)]}), flush=True)

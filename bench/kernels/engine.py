@@ -1,0 +1,173 @@
+"""Decode and prefill time of the engine alone, beside what the machine could do at best.
+
+    python -m splitserve.bench.kernels.engine [--models 125m,500m] [--dtypes bfloat16,float32] [--exact] [--json FILE]
+
+The floors are measured in the same run, on the same core: a decode step cannot be faster than reading the weights and the
+batch's KV cache once at the rate at which a plain sum reads memory; a prefill no faster than its multiply-adds at the rate
+of a large square matrix product. (On a CPU without bfloat16 instructions both dtypes multiply at the rate of float32.) The models are
+random: the time does not depend on the weights. The last row is a decode step of a model so small that its kernels take next to
+nothing: what Python spends on a step. Times are this thread's processor time, the best of several runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...engine.step.batch import Batch, SamplingParams, SamplingState
+from ...engine.step.model_runner import EngineConfig, ModelRunner
+from ..environment import environment
+from ..models import LLAMA_TINY, SHAPES, make_random_llama
+
+CONTEXT = 1024  # tokens in the cache of each decoding sequence
+DECODE_BATCHES = (1, 8, 32)
+PREFILL_TOKENS = (512, 2048)
+BLOCK_SIZE = 16
+OVERHEAD_MS = 0.3
+
+
+@dataclass(frozen=True)
+class Row:
+    model: str
+    dtype: str
+    what: str
+    ms: float
+    floor_ms: float
+    tokens_per_s: float
+
+    @property
+    def fraction(self) -> float:
+        return self.floor_ms / self.ms
+
+
+def best_seconds(run: Callable[[], object], repeats: int) -> float:
+    """The fastest of ``repeats`` runs, in seconds of this thread's CPU time: what other processes take is not ours."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        run()
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def read_rate() -> float:
+    """Bytes a second that one core reads from memory."""
+    block = torch.ones(64 << 20)  # 256 MiB
+    return block.nbytes / best_seconds(block.sum, 5)
+
+
+def multiply_rate(dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a large matrix product: in float32, or in ``dtype`` where the CPU is faster at that."""
+    n = 1024
+
+    def rate(square: torch.Tensor) -> float:
+        return 2 * n**3 / best_seconds(lambda: square @ square, 3)
+
+    return max(rate(torch.randn(n, n)), rate(torch.randn(n, n).to(dtype)))
+
+
+def make_batch(num_seqs: int, start: int, count: int, block_size: int = BLOCK_SIZE) -> Batch:
+    """``num_seqs`` sequences with ``start`` tokens in the cache run ``count`` more; each sequence owns its blocks."""
+    num_blocks = -(-(start + count) // block_size)
+    tables = np.random.default_rng(0).permutation(num_seqs * num_blocks).reshape(num_seqs, num_blocks).astype(np.int32)
+    positions = np.arange(start, start + count, dtype=np.int32)
+    slots = tables[:, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    return Batch(
+        token_ids=np.random.default_rng(1).integers(3, 30000, num_seqs * count, dtype=np.int32),
+        positions=np.tile(positions, num_seqs),
+        query_start_loc=np.arange(0, num_seqs * count + 1, count, dtype=np.int32),
+        seq_lens=np.full(num_seqs, start + count, np.int32),
+        block_tables=tables,
+        slot_mapping=slots.reshape(-1),
+        sampling=[SamplingState(greedy, [0] * (start + count), []) for _ in range(num_seqs)],
+    )
+
+
+def measure(model: str, runner: ModelRunner) -> list[Row]:
+    c, item = runner.config, runner.dtype.itemsize
+    bytes_per_s, flops_per_s = read_rate(), multiply_rate(runner.dtype)
+    layer = c.hidden_size * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size)
+    weights, head = c.num_layers * layer, c.vocab_size * c.hidden_size
+    kv_token_bytes = runner.kv_cache.layout.block_bytes / BLOCK_SIZE
+    dtype = str(runner.dtype).removeprefix("torch.")
+    print(f"{model} {dtype}: reads {bytes_per_s / 1e9:.1f} GB/s, multiplies {flops_per_s / 1e9:.0f} GFLOP/s, one thread")
+    rows = []
+
+    def add(what: str, seconds: float, floor: float, num_tokens: int) -> None:
+        rows.append(row := Row(model, dtype, what, seconds * 1e3, floor * 1e3, num_tokens / seconds))
+        print(f"  {what:32} {row.ms:8.1f} ms  floor {row.floor_ms:7.1f} ms  {row.fraction:4.0%}  {row.tokens_per_s:8.0f} tokens/s")
+
+    for batch in DECODE_BATCHES:
+        step = make_batch(batch, CONTEXT - 1, 1)
+        seconds = best_seconds(lambda step=step: runner.execute(step), 10 if batch < 32 else 5)  # type: ignore[misc]
+        floor = ((weights + head) * item + batch * CONTEXT * kv_token_bytes) / bytes_per_s
+        floor = max(floor, 2 * batch * (weights + head) / flops_per_s)
+        add(f"decode, batch {batch}, context {CONTEXT}", seconds, floor, batch)
+    for tokens in PREFILL_TOKENS:
+        step = make_batch(1, 0, tokens)
+        seconds = best_seconds(lambda step=step: runner.execute(step), 3)  # type: ignore[misc]
+        attention = 2 * c.num_layers * c.num_heads * c.head_dim * tokens**2  # two products over half a square
+        floor = (2 * tokens * weights + attention + 2 * head) / flops_per_s
+        add(f"prefill, {tokens} tokens", seconds, floor, tokens)
+    return rows
+
+
+def measure_overhead(folder: Path) -> Row:
+    """A step of 8 sequences through 12 layers of next to nothing, beside the 0.3 ms that it may take."""
+    runner = make_runner(folder, "tiny", "float32", exact=False, num_blocks=64)
+    step = make_batch(8, 31, 1)
+    step.token_ids[:] %= LLAMA_TINY["vocab_size"]
+    seconds = best_seconds(lambda: runner.execute(step), 300)
+    print(f"tiny: a step of 8 sequences in {seconds * 1e3:.2f} ms")
+    return Row("tiny", "float32", "decode, batch 8, 12 layers of next to nothing", seconds * 1e3, OVERHEAD_MS, 8 / seconds)
+
+
+def make_runner(folder: Path, model: str, dtype: str, exact: bool, num_blocks: int) -> ModelRunner:
+    if not (folder / model).exists():
+        make_random_llama(folder / model, **SHAPES[model])
+    runner = ModelRunner(
+        EngineConfig(
+            folder / model,
+            device="cpu",
+            dtype=dtype,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_model_len=min(4096, num_blocks * 16),
+            exact=exact,
+        )
+    )
+    runner.warm_up()
+    runner.kv_cache.pool.normal_()
+    return runner
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="125m,500m", help="of bench/models.py, separated by commas")
+    parser.add_argument("--dtypes", default="bfloat16,float32", help="separated by commas")
+    parser.add_argument("--exact", action="store_true", help="batch-invariant mode")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    options = parser.parse_args()
+    num_blocks = max(DECODE_BATCHES) * CONTEXT // BLOCK_SIZE
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for model in options.models.split(","):
+            for dtype in options.dtypes.split(","):
+                rows += measure(model, make_runner(Path(folder), model, dtype, options.exact, num_blocks))
+        rows.append(measure_overhead(Path(folder)))
+    if options.json:
+        options.json.write_text(json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

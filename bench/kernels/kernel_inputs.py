@@ -1,0 +1,114 @@
+"""Seeded inputs for the kernels, poisoned where they must not look, and one measure of error: shared by their tests and gpu_check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.interface import AttentionInputs
+from ...kernels.reference import quantize_e4m3
+
+NUM_LAYERS = 2
+LAYER = 1
+NO_BLOCK = -(1 << 30)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what was expected; not finite where ``found`` is not."""
+    assert found.shape == expected.shape, f"{tuple(found.shape)} is not {tuple(expected.shape)}"
+    difference, size = (found.double() - expected.double()).norm(), expected.double().norm()
+    return float(difference / size) if size > 0 else float(difference)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """One call of ``paged_attention``. ``exact``: the reference's answer in float64 [num_tokens, num_heads * head_dim]."""
+
+    q: Tensor
+    pool: Tensor
+    inputs: AttentionInputs
+    exact: Tensor
+
+
+def attention_case(
+    lengths: Sequence[int],
+    queries: Sequence[int],
+    *,
+    group: int = 2,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    window: int | None = None,
+    softcap: float | None = None,
+    fp8: bool = False,
+    device: str = "cpu",
+    seed: int = 0,
+) -> AttentionCase:
+    """Sequences of ``lengths`` cached tokens whose last ``queries`` tokens ask. Slots of no token and the guard blocks are NaN,
+    table entries past a sequence's end are nonsense, q is a slice of a wider row as in qkv."""
+    counts = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(counts) + 2
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
+    exact_pool = torch.full((num_blocks, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=torch.float32)
+    tables = torch.full((len(lengths), max([*counts, 1])), NO_BLOCK, dtype=torch.int32)
+    taken = 0
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        own = order[taken : taken + count]
+        tables[row, :count] = own.int()
+        tokens = randn(length, 2, num_kv_heads, head_dim, seed=seed * 1000 + row + 1)
+        for j, block in enumerate(own.tolist()):
+            part = tokens[j * block_size : (j + 1) * block_size].transpose(0, 1)
+            exact_pool[block, LAYER, :, : part.shape[1]] = part
+        taken += count
+    scales = None
+    if fp8:
+        scales = torch.full((NUM_LAYERS, 2, num_kv_heads), torch.nan)
+        scales[LAYER] = 0.01 + 0.02 * torch.rand((2, num_kv_heads), generator=torch.Generator().manual_seed(seed))
+        pool = torch.stack([quantize_e4m3(exact_pool[:, :, i], scales[LAYER, i]) for i in (0, 1)], dim=2)
+    else:
+        pool = exact_pool.to(dtype)
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    wide = randn(max(1, int(starts[-1])), (group * num_kv_heads + 3), head_dim, dtype=dtype, seed=seed + 7)
+    q = wide[: int(starts[-1]), : group * num_kv_heads]
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    inputs = AttentionInputs(
+        starts.to(device),
+        lens.to(device),
+        tables.to(device),
+        scale=head_dim**-0.5,
+        sliding_window=window,
+        softcap=softcap,
+        kv_scales=None if scales is None else scales.to(device),
+    )
+    exact = exact_attention(q, pool, starts, lens, tables, inputs, scales)
+    return AttentionCase(wide.to(device)[: len(q), : group * num_kv_heads], pool.to(device), inputs, exact)
+
+
+def exact_attention(
+    q: Tensor, pool: Tensor, starts: Tensor, lens: Tensor, tables: Tensor, inputs: AttentionInputs, scales: Tensor | None
+) -> Tensor:
+    """In float64, written for clarity: an independent check of the reference too."""
+    num_heads, head_dim = q.shape[1:]
+    out = torch.zeros((len(q), num_heads, head_dim), dtype=torch.float64)
+    for row, length in enumerate(lens.tolist()):
+        first, last = int(starts[row]), int(starts[row + 1])
+        cache = pool[tables[row, : -(-length // pool.shape[3])].long(), LAYER].double().transpose(0, 1).flatten(1, 2)[:, :length]
+        if scales is not None:
+            cache = cache * scales[LAYER].double()[:, None, :, None]
+        keys, values = cache.repeat_interleave(num_heads // pool.shape[4], dim=2)
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].double(), keys) * inputs.scale
+        if inputs.softcap is not None:
+            scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+        distance = torch.arange(length - (last - first), length)[:, None] - torch.arange(length)
+        window = length if inputs.sliding_window is None else inputs.sliding_window
+        scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+        out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out.flatten(1)

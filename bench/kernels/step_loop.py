@@ -1,0 +1,108 @@
+"""Steps made ahead beside steps made in turn: decode steps a second, and how long the thread that computes waits between two.
+
+    python -m splitserve.bench.kernels.step_loop [--model 125m] [--batch 8] [--seconds 4] [--rounds 5] [--json FILE]
+
+The scheduler and the step thread of a decode worker around a random model, and around a runner that takes no time. Both ways by turns, so
+that what else the machine does hits both; the ratio is that of the medians. The processor time of a step that takes no time, all threads
+together, is what Python spends on one beside the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ...decode.rows import DecodeStep
+from ...decode.worker import SWITCH_S
+from ...engine.step.batch import Batch, StepOutput
+from ...engine.step.step_thread import Runner, StepThread
+from ..environment import environment
+from ..null_workers import NullRunner
+from .decode_loop import MAX_LEN, decode_scheduler, run_steps
+from .engine import BLOCK_SIZE, make_runner
+
+
+class Watched:
+    """A runner that notes when its steps begin and end."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.gaps: list[float] = []  # seconds
+        self._ended = 0.0
+
+    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        if self._ended:
+            self.gaps.append(time.perf_counter() - self._ended)
+        output = self._runner.execute(batch, on_layer)
+        self._ended = time.perf_counter()
+        return output
+
+
+def run(runner: Runner, batch: int, ahead_at_layer: int, ahead: bool, seconds: float) -> tuple[float, float, float]:
+    """(steps a second, median microseconds between two steps, microseconds of processor time a step)."""
+    scheduler = decode_scheduler(batch)
+    watched, woken = Watched(runner), threading.Event()
+    steps: StepThread[DecodeStep] = StepThread(watched, woken.set, ahead_at_layer=ahead_at_layer if ahead else 0)
+    started, cpu_started = time.perf_counter(), time.process_time()
+    num_steps = run_steps(steps, woken, scheduler, lambda _: time.perf_counter() - started >= seconds, ahead)
+    cpu_us = (time.process_time() - cpu_started) * 1e6 / num_steps
+    return num_steps / (time.perf_counter() - started), statistics.median(watched.gaps) * 1e6, cpu_us
+
+
+def compare(name: str, runner: Runner, batch: int, ahead_at_layer: int, seconds: float, rounds: int) -> dict[str, object]:
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    costs: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(rounds):
+        for ahead in (False, True):
+            steps_per_s, gap_us, cpu_us = run(runner, batch, ahead_at_layer, ahead, seconds)
+            rates[ahead].append(steps_per_s)
+            gaps[ahead].append(gap_us)
+            costs[ahead].append(cpu_us)
+    rate = {ahead: statistics.median(values) for ahead, values in rates.items()}
+    gap = {ahead: statistics.median(values) for ahead, values in gaps.items()}
+    cost = {ahead: statistics.median(values) for ahead, values in costs.items()}
+    print(
+        f"{name}, batch {batch}: {rate[False]:.1f} steps/s in turn, {rate[True]:.1f} ahead ({rate[True] / rate[False]:.3f} times); ", end=""
+    )
+    print(
+        f"{gap[False]:.0f} us between two steps in turn, {gap[True]:.0f} ahead; {cost[False]:.0f} and {cost[True]:.0f} us of processor time"
+    )
+    return {
+        "model": name,
+        "batch": batch,
+        "steps_per_s": {"in_turn": rate[False], "ahead": rate[True], "ratio": rate[True] / rate[False]},
+        "gap_us": {"in_turn": gap[False], "ahead": gap[True]},
+        "cpu_us": {"in_turn": cost[False], "ahead": cost[True]},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="125m", help="of bench/models.py (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=4, help="of each way in each round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    sys.setswitchinterval(SWITCH_S)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_runner(Path(folder), options.model, "bfloat16", exact=False, num_blocks=options.batch * MAX_LEN // BLOCK_SIZE)
+        layers = max(1, model.config.num_layers - 1)
+        rows = [
+            compare("null", NullRunner(), options.batch, 0, options.seconds, options.rounds),
+            compare(options.model, model, options.batch, layers, options.seconds, options.rounds),
+        ]
+    if options.json:
+        options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

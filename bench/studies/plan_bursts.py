@@ -1,0 +1,122 @@
+"""Does a plan's answer hold on a bursty trace, and what does a plan from means do there?
+
+Plans on the first requests of the trace; then the whole trace, compressed as much, is simulated on the cluster that the plan recommends
+and on the one that a plan from means would build, at the rate that each expects; and the latter under Poisson
+arrivals of the same requests.
+
+    python -m splitserve.bench.studies.plan_bursts --trace ../shared/data/azure/AzureLLMInferenceTrace_code.csv \\
+        --profile h100.json --gpus 8 \\
+        --slo ttft=2@p90,tpot=0.1@p90 --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...engine.latency_profile import Profile
+from ...planner.search.candidates import Candidate, Hardware, Kind
+from ...planner.search.crew import crew
+from ...planner.search.goal import Goal, Limits
+from ...planner.search.goodput import Load, Question
+from ...planner.search.look import Look
+from ...planner.search.looks import look
+from ...planner.search.plan import Plan, search
+from ...planner.search.plan_json import as_json
+from ...planner.search.plots import draw_plan
+from ...planner.slo import parse_slo
+from ...planner.trace.readers import open_trace
+from ...planner.trace.request import TraceRequest
+from ..environment import environment
+
+
+def cv(requests: Sequence[TraceRequest]) -> float:
+    """Of the times between arrivals."""
+    gaps = np.diff([r.arrival_s for r in requests])
+    return float(gaps.std() / gaps.mean())
+
+
+def poisson(requests: Sequence[TraceRequest], seed: int = 0) -> tuple[TraceRequest, ...]:
+    """The same requests in their order, at the same mean rate, without memory."""
+    draw, mean = random.Random(seed), (requests[-1].arrival_s - requests[0].arrival_s) / (len(requests) - 1)
+
+    def arrivals() -> Iterator[float]:
+        at = 0.0
+        while True:
+            yield at
+            at += draw.expovariate(1 / mean)
+
+    return tuple(replace(r, arrival_s=at) for r, at in zip(requests, arrivals(), strict=False))
+
+
+def checks(plan: Plan, requests: tuple[TraceRequest, ...], processes: int) -> dict[str, Any]:
+    """The whole trace on both clusters."""
+    asked, load = plan.question, plan.question.load
+    whole = Question.of(asked.hardware, Load(requests, load.block_size), asked.level)
+    calm = Question.of(asked.hardware, Load(poisson(requests), load.block_size), asked.level)
+    compression = whole.load.rate / load.rate  # the first requests' mean rate is not the whole trace's
+    winner, means = plan.winner, plan.means
+    tried: list[tuple[str, Question, tuple[Candidate, float]]] = [
+        ("plan, whole trace", whole, (winner.candidate, winner.goodput * compression)),
+        ("plan, whole trace, four fifths", whole, (winner.candidate, 0.8 * winner.goodput * compression)),
+        ("means, whole trace", whole, (means.candidate, means.expected * compression)),
+        ("means, whole trace at the plan's rate", whole, (means.candidate, winner.goodput * compression)),
+        ("means, Poisson at four fifths of its rate", calm, (means.candidate, 0.8 * means.expected)),
+    ]
+    found = {}
+    for name, question, one in tried:
+        with crew(question, 1) as workers:
+            (seen,) = workers.ask(look, [one])
+        found[name] = {"cluster": asked.hardware.words(one[0]), **_said(seen)}
+        print(f"{name}: {found[name]['cluster']} at {seen.rate:.2f} requests/s: {seen.tallies.attainment:.1%} good", flush=True)
+    return found
+
+
+def _said(seen: Look) -> dict[str, Any]:
+    latency = seen.tallies.percentiles()
+    return {"rate_per_s": seen.rate, "attainment": seen.tallies.attainment, "ttft_s": latency["ttft"], "tpot_s": latency.get("tpot")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, default=8, help="workers of this profile")
+    parser.add_argument("--slo", default="ttft=2@p90,tpot=0.1@p90")
+    parser.add_argument("--requests", type=int, default=10_000, help="of the trace's beginning: to plan on")
+    parser.add_argument("--whole", type=int, default=10_000, help="to check with")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    trace = open_trace(arguments.trace)
+    requests = tuple(islice(trace, max(arguments.whole, arguments.requests)))
+    hardware = Hardware((Kind.of(Profile.read(arguments.profile)),))
+    question = Question.of(hardware, Load(requests[: arguments.requests], trace.block_size), parse_slo(arguments.slo))
+    began = time.monotonic()
+    plan = search(question, Goal("goodput", Limits(arguments.gpus)), arguments.processes, with_curves=arguments.plot is not None)
+    took = time.monotonic() - began
+    said = as_json(plan)
+    print("\n".join([*said["recommendation"], f"Planned in {took:.0f} s. The trace's gaps have a CV of {cv(requests):.1f}.", ""]))
+    found = checks(plan, requests[: arguments.whole], arguments.processes)
+    if arguments.json:
+        content = {"environment": environment(), "planned_in_s": took, "cv_of_gaps": cv(requests), "plan": said, "checks": found}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    if arguments.plot:
+        draw_plan(arguments.plot, plan)
+    held = found["plan, whole trace, four fifths"]["attainment"] >= question.level.attainment
+    return int(not held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

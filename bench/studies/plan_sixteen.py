@@ -1,0 +1,75 @@
+"""How long a plan for 16 workers takes on two cores, and what it says: for both Azure traces, with a profile that is shipped. The
+conversation trace is planned on twice: on as many requests as `splitserve plan` takes by default, and on so many that they are not over
+before the cluster has filled, which is what says whether to disaggregate, and takes more than a minute.
+
+    python -m splitserve.bench.studies.plan_sixteen --data ../shared/data/azure --json bench/results/plan_sixteen.json --plots docs
+
+The exit status is 1 where one of the shorter plans takes longer than a minute, or the longer one's load is over too soon all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ...engine.latency_profile import Profile
+from ...planner.search.candidates import Hardware, Kind
+from ...planner.search.goal import Goal, Limits
+from ...planner.search.goodput import Load, Question
+from ...planner.search.plan import Plan, search
+from ...planner.search.plan_json import as_json
+from ...planner.search.plots import draw_plan
+from ...planner.slo import parse_slo
+from ...planner.trace.readers import open_trace
+from ..environment import environment
+
+NUM_WORKERS = 16
+ALLOWED_S = 60.0
+SLO = "ttft=0.5@p90,tpot=0.05@p90"
+CASES = {  # the first so many requests
+    "conversation": ("AzureLLMInferenceTrace_conv.csv", 1000),
+    "code": ("AzureLLMInferenceTrace_code.csv", 600),
+    "conversation-lasting": ("AzureLLMInferenceTrace_conv.csv", 2500),
+}
+LASTING = {"conversation-lasting"}
+
+
+def planned(path: Path, num_requests: int, profile: Profile, processes: int) -> tuple[Plan, float]:
+    """With everything that the plots need; and the seconds it took."""
+    began = time.monotonic()
+    trace = open_trace(path)
+    load = Load(tuple(islice(trace, num_requests)), trace.block_size)
+    question = Question.of(Hardware((Kind.of(profile),)), load, parse_slo(SLO))
+    plan = search(question, Goal("goodput", Limits(NUM_WORKERS)), processes, with_curves=True)
+    return plan, time.monotonic() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with the Azure traces of 2023")
+    parser.add_argument("--profile", type=Path, default=Path("llama2-70b-h100x8"))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plots", type=Path, help="folder for plan-code.png and the like")
+    arguments = parser.parse_args()
+    told, found, missed = environment(), {}, False
+    for name, (file, num_requests) in CASES.items():
+        plan, took = planned(arguments.data / file, num_requests, Profile.read(arguments.profile), arguments.processes)
+        missed |= plan.is_short(plan.winner) if name in LASTING else took > ALLOWED_S
+        said: dict[str, Any] = as_json(plan)
+        found[name] = {"requests": num_requests, "planned_in_s": took, "simulated_requests": plan.num_simulated, **said}
+        print("\n".join([f"--- {name}: planned in {took:.1f} s", *said["recommendation"]]), flush=True)
+        if arguments.plots:
+            draw_plan(arguments.plots / f"plan-{name}.png", plan)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"environment": told, "slo": SLO, "plans": found}, indent=1) + "\n")
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

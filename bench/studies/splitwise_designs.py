@@ -1,0 +1,291 @@
+"""Splitwise's comparisons of cluster designs under its nine service levels, with prices and powers as inputs.
+
+    iso-power        machines that draw what so many DGX-H100 draw: the highest rate at which all nine hold
+    iso-cost         the same for machines that cost as much
+    iso-throughput   the cheapest, and the thriftiest, machines that hold all nine at a given rate
+
+Machines and scheduler are the imitation of splitwise-sim, which gives its published results (validate_splitwise.py). How a design divides
+its machines is searched: from the paper's own share on, as long as another share holds a higher rate.
+
+    python -m splitserve.bench.studies.splitwise_designs --data ../shared/data/splitwise-sim --json out.json --plot out.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+from ...planner.trace.readers import open_trace
+from ..environment import environment
+from .splitwise_cluster import DESIGNS, Imitation
+from .splitwise_slo import NineSlos
+
+Comparison = Literal["iso-power", "iso-cost", "iso-throughput"]
+SHARES = {"code": 0.82, "conv": 0.6}
+"""Of the machines, for prompts: where the search begins (the paper's are 0.78 to 0.88 for code, 0.5 to 0.64 for conversations)."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Price and power of one DGX of each kind, in any unit; ``capped``: power of a capped one as a share."""
+
+    price_a100: float
+    price_h100: float
+    power_a100: float
+    power_h100: float
+    capped: float
+
+    def of(self, design: str, num_prompt: int, num_token: int) -> tuple[float, float]:
+        """(price, power) of so many."""
+        prompt, token = DESIGNS[design]
+        price = num_prompt * self._price(prompt) + num_token * self._price(token)
+        return price, num_prompt * self._power(prompt) + num_token * self._power(token)
+
+    def _price(self, hardware: str) -> float:
+        return self.price_a100 if hardware.startswith("a100") else self.price_h100
+
+    def _power(self, hardware: str) -> float:
+        power = self.power_a100 if hardware.startswith("a100") else self.power_h100
+        return power * (self.capped if hardware.endswith("pcap") else 1.0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One design in one comparison. ``amount``: the budget of power or price, or the rate."""
+
+    data: Path
+    model: str
+    workload: str
+    comparison: Comparison
+    design: str
+    machines: Machines
+    amount: float
+
+
+@dataclass
+class Row:
+    """What came out."""
+
+    workload: str
+    comparison: str
+    design: str
+    num_prompt: int
+    num_token: int
+    rate: float  # 0: none of the traces' rates is held
+    price: float
+    power: float
+    missed_at_next: list[str] = field(default_factory=list)
+
+
+class Trials:
+    """Whether a division of machines holds all nine at a rate; each is tried once."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self._slos = task, NineSlos(task.data / "perf_model.csv", task.model)
+        self.rates = rates_of(task.data, task.workload)
+        self._known: dict[tuple[int, int, int], list[str]] = {}
+
+    @property
+    def splits(self) -> bool:
+        return self.task.design.startswith("Splitwise")
+
+    def missed(self, num_prompt: int, num_token: int, rate: int) -> list[str]:
+        key = num_prompt, num_token, rate
+        if key not in self._known:
+            trace = open_trace(self.task.data / "traces" / f"rr_{self.task.workload}_{rate}_2min.csv.gz")
+            jobs = Imitation(self.task.data / "perf_model.csv", self.task.model, self.task.design, num_prompt, num_token).run(trace)
+            self._known[key] = self._slos.missed(jobs, sum(1 for _ in trace))
+        return self._known[key]
+
+    def highest(self, num_prompt: int, num_token: int, above: int = 0) -> int:
+        """The highest of the traces' rates that is held, if it is above ``above``; else 0. What holds a rate holds lower ones."""
+        rates = [r for r in self.rates if r > above]
+        if not rates or (above and self.missed(num_prompt, num_token, rates[0])):
+            return 0
+        low, high = 0, len(rates)
+        while low < high:
+            middle = (low + high) // 2
+            if self.missed(num_prompt, num_token, rates[middle]):
+                high = middle
+            else:
+                low = middle + 1
+        return rates[low - 1] if low else 0
+
+
+def rates_of(data: Path, workload: str) -> list[int]:
+    """Requests a second of the traces that are there."""
+    found = (re.fullmatch(rf"rr_{workload}_(\d+)_2min\.csv\.gz", path.name) for path in (data / "traces").iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def run(task: Task) -> list[Row]:
+    trials = Trials(task)
+    return _for_rate(trials) if task.comparison == "iso-throughput" else [_from_budget(trials)]
+
+
+def _from_budget(trials: Trials) -> Row:
+    """The division with the highest rate: the first one's neighbours, as long as one of them holds more."""
+    step, divisions = 4, list(_divisions(trials))
+    if not divisions:
+        return _row(trials, 0, 0, 0.0, ["the budget buys no cluster"])
+    at = min(range(len(divisions)), key=lambda i: abs(divisions[i][0] / sum(divisions[i]) - SHARES[trials.task.workload]))
+    best, rate = divisions[at], trials.highest(*divisions[at])
+    while step >= 1:
+        for other in (at - step, at + step):
+            if 0 <= other < len(divisions) and (held := trials.highest(*divisions[other], above=rate)) > rate:
+                at, best, rate = other, divisions[other], held
+                break
+        else:
+            step //= 2
+    following = next((r for r in trials.rates if r > rate), None)
+    return _row(trials, *best, float(rate), trials.missed(*best, following) if following else [])
+
+
+def _divisions(trials: Trials) -> Iterator[tuple[int, int]]:
+    """All ways to spend the budget, by prompt machines."""
+    task, which = trials.task, 0 if trials.task.comparison == "iso-cost" else 1
+    prompt, token = task.machines.of(task.design, 1, 0)[which], task.machines.of(task.design, 0, 1)[which]
+    budget = task.amount * (1 + 1e-9)
+    if not trials.splits:
+        yield int(budget // prompt), 0
+        return
+    for num_prompt in range(1, int(budget // prompt) + 1):
+        if (num_token := int((budget - num_prompt * prompt) // token)) >= 1:
+            yield num_prompt, num_token
+
+
+def _for_rate(trials: Trials) -> list[Row]:
+    """The cheapest, and the thriftiest where that is another one: down the stairs of least divisions that hold the rate."""
+    rate = int(trials.task.amount)
+    if not trials.splits:
+        low, high = 1, 4 * rate
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if trials.missed(middle, 0, rate) else (low, middle)
+        return [_row(trials, low, 0, float(rate), [])]
+    stairs = list(_stairs(trials, rate))
+    costs = {division: tuple(round(x, 6) for x in trials.task.machines.of(trials.task.design, *division)) for division in stairs}
+    cheapest = min(stairs, key=lambda division: costs[division])
+    thriftiest = min(stairs, key=lambda division: costs[division][::-1])
+    return [_row(trials, *division, float(rate), []) for division in dict.fromkeys((cheapest, thriftiest))]
+
+
+def _stairs(trials: Trials, rate: int) -> Iterator[tuple[int, int]]:
+    """For ever fewer prompt machines the fewest token machines."""
+    low, high = 1, 4 * rate
+    most_token = rate
+    while low < high:  # the fewest prompt machines with as many token machines as one could want
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if trials.missed(middle, most_token, rate) else (low, middle)
+    fewest_prompt = low
+    num_token = 1
+    for num_prompt in range(fewest_prompt + 6, fewest_prompt - 1, -1):
+        while trials.missed(num_prompt, num_token, rate):
+            num_token += 1
+        yield num_prompt, num_token
+
+
+def _row(trials: Trials, num_prompt: int, num_token: int, rate: float, missed: list[str]) -> Row:
+    task = trials.task
+    price, power = task.machines.of(task.design, num_prompt, num_token)
+    return Row(task.workload, task.comparison, task.design, num_prompt, num_token, rate, price, power, missed)
+
+
+def tasks(arguments: argparse.Namespace) -> list[Task]:
+    machines = Machines(arguments.price_a100, arguments.price_h100, arguments.power_a100, arguments.power_h100, arguments.capped)
+    price, power = machines.of("Baseline-H100", arguments.h100_machines, 0)
+    amounts: dict[Comparison, float] = {"iso-power": power, "iso-cost": price, "iso-throughput": arguments.rate}
+    return [
+        Task(arguments.data, arguments.model, workload, comparison, design, machines, amounts[comparison])
+        for workload in arguments.workloads.split(",")
+        for comparison in amounts
+        if comparison in arguments.comparisons.split(",")
+        for design in DESIGNS
+    ]
+
+
+def shown(rows: list[Row]) -> str:
+    lines = [
+        f"{'workload':9}{'comparison':16}{'design':17}{'prompt':>7}{'token':>6}{'rate/s':>8}{'price/h':>10}{'power':>9}   next rate misses"
+    ]
+    for r in rows:
+        missed = " ".join(r.missed_at_next)
+        counts = f"{r.num_prompt:7}{r.num_token:6}{r.rate:8.0f}{r.price:10.0f}{r.power:9.0f}"
+        lines.append(f"{r.workload:9}{r.comparison:16}{r.design:17}{counts}   {missed}")
+    return "\n".join(lines)
+
+
+def draw(path: Path, rows: list[Row]) -> None:
+    """Rates for equal budgets; price and power for an equal rate. A PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = list(dict.fromkeys((r.workload, r.comparison) for r in rows))
+    columns = len({comparison for _, comparison in groups})
+    lines = len({workload for workload, _ in groups})
+    figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.8 * lines), squeeze=False)
+    for axis, (workload, comparison) in zip(axes.flat, groups, strict=True):
+        of = [r for r in rows if (r.workload, r.comparison) == (workload, comparison)]
+        labels = [f"{r.design.replace('Splitwise-', '').replace('Baseline-', 'base ')}\n{r.num_prompt}+{r.num_token}" for r in of]
+        if comparison == "iso-throughput":
+            axis.bar([i - 0.2 for i in range(len(of))], [r.price / of[0].price for r in of], 0.4, label="price")
+            axis.bar([i + 0.2 for i in range(len(of))], [r.power / of[0].power for r in of], 0.4, label="power")
+            axis.set_ylabel(f"of {of[0].design}")
+            axis.legend(fontsize=7)
+        else:
+            axis.bar(range(len(of)), [r.rate for r in of])
+            axis.set_ylabel("requests/s within all nine")
+        axis.set_xticks(range(len(of)), labels, fontsize=6)
+        axis.set_title(f"{workload}, {comparison}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with perf_model.csv and traces")
+    parser.add_argument("--model", default="bloom-176b", help="bloom-176b (the paper's) or llama2-70b")
+    parser.add_argument("--workloads", default="code,conv")
+    parser.add_argument("--comparisons", default="iso-power,iso-cost,iso-throughput")
+    parser.add_argument("--h100-machines", type=int, default=40, help="the budget: what so many DGX-H100 draw, and cost")
+    parser.add_argument("--rate", type=int, default=70, help="of iso-throughput: requests a second of one of the traces")
+    parser.add_argument("--price-a100", type=float, default=17.68, help="an hour, of a DGX-A100")
+    parser.add_argument("--price-h100", type=float, default=38.08, help="an hour, of a DGX-H100")
+    parser.add_argument("--power-a100", type=float, default=24.8, help="of a DGX-A100, in any unit")
+    parser.add_argument("--power-h100", type=float, default=43.4, help="of a DGX-H100: 1.75 times, as the paper provisions")
+    parser.add_argument("--capped", type=float, default=0.7, help="power of a capped token machine, as a share")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    if arguments.comparisons.find("iso-throughput") >= 0:
+        for workload in arguments.workloads.split(","):
+            if arguments.rate not in rates_of(arguments.data, workload):
+                parser.error(f"no trace of {workload} has {arguments.rate} requests/s; there are {rates_of(arguments.data, workload)}")
+    began = time.monotonic()
+    with ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
+        rows = [row for found in pool.map(run, tasks(arguments)) for row in found]
+    print(shown(rows))
+    print(f"took {time.monotonic() - began:.0f} s")
+    if arguments.json:
+        inputs: dict[str, Any] = {k: v for k, v in vars(arguments).items() if not isinstance(v, Path)}
+        content = {"environment": environment(), "inputs": inputs, "rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    if arguments.plot:
+        draw(arguments.plot, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

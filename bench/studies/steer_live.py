@@ -1,0 +1,242 @@
+"""The pool controller live: real processes with paced workers, and a load that shifts in mid-run.
+
+    python -m splitserve.bench.studies.steer_live [--workers 8] [--mixed 0] [--phase-s 90] [--json bench/results/steer_live.json]
+
+`splitserve up --flexible --steer act` with workers that take the time of bench/studies/steer_workload.py and compute nothing;
+sockets, cores and
+coordinator are real. First code-like requests, then conversation-like ones. Every stream must end by its length with every token; the
+objectives count as recovered from the moment on after which every window of 5 s of arrivals has at least 90% good requests.
+Ends with status 1 where a stream was lost, or the objectives had not recovered within 30 s, and says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+
+from ...cli.operator_access import OperatorAuth
+from ...cli.settings import DEMO_MODEL
+from ...cli.up import free_port
+from ...planner.trace.request import TraceRequest
+from ..environment import environment
+from .steer_verdict import missed_live
+from .steer_workload import CHAT, CODE, TPOT_S, TTFT_S, load, worker
+
+WINDOW_S, SHARE = 5.0, 0.9
+START_S, STREAM_S = 120.0, 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How many of each kind there are at the beginning."""
+
+    prefill: int
+    decode: int
+    mixed: int  # of both roles, for good
+
+    @property
+    def count(self) -> int:
+        return self.prefill + self.decode + self.mixed
+
+    @property
+    def num_names(self) -> int:
+        """By which the coordinator knows them: one for each role."""
+        return self.count + self.mixed
+
+
+@dataclass(slots=True)
+class Streamed:
+    """One stream as its client saw it; times in seconds, ``sent_s`` since the beginning of the load."""
+
+    sent_s: float
+    asked: int
+    tokens: int = 0
+    ttft_s: float = float("inf")
+    tpot_s: float = 0.0
+    finish: str = ""
+
+    @property
+    def whole(self) -> bool:
+        return self.finish == "length" and self.tokens == self.asked
+
+    @property
+    def good(self) -> bool:
+        return self.whole and self.ttft_s <= TTFT_S and self.tpot_s <= TPOT_S
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--mixed", type=int, default=0, help="of these, of both roles for good")
+    parser.add_argument("--prefill", type=int, default=None, help="of the others, at the beginning; default: three of four")
+    parser.add_argument("--phase-s", type=float, default=90.0, help="seconds of each of the two kinds of load")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    told = environment()
+    others = options.workers - options.mixed
+    prefill = options.prefill if options.prefill is not None else min(others, max(1, others * 3 // 4))
+    found = asyncio.run(measure(Workers(prefill, others - prefill, options.mixed), options.phase_s, options.seed))
+    print(json.dumps({name: value for name, value in found.items() if name != "decisions"}, indent=1))
+    missed = missed_live(found)
+    print("\n".join(f"missed: {sentence}" for sentence in missed) or "every goal was reached")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"environment": told, "missed": missed, **found}, indent=1) + "\n")
+    return 1 if missed else 0
+
+
+async def measure(workers: Workers, phase_s: float, seed: int) -> dict[str, Any]:
+    """Starts the cluster, sends the load, stops it."""
+    folder = Path(tempfile.mkdtemp(prefix="splitserve-steer-"))
+    url, process = start(folder, workers)
+    try:
+        many = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=STREAM_S, limits=many, trust_env=False, auth=OperatorAuth()) as http:
+            await _until_ready(http, process, workers.num_names)
+            streams = await send(http, list(load([CODE, CHAT], phase_s, seed, workers.count)))
+            state = (await http.get("/debug/state")).json()
+        return {"workers": asdict(workers), **summary(streams, phase_s, state)}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+        shutil.rmtree(folder)
+
+
+def start(folder: Path, workers: Workers) -> tuple[str, subprocess.Popen[bytes]]:
+    """A cluster of paced workers that the pool controller steers: (its address, its process)."""
+    profile, model = folder / "profile.json", folder / "model"
+    worker().write(profile)
+    model.mkdir()
+    for file in DEMO_MODEL.glob("*.json"):
+        shutil.copy(file, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": worker().memory.max_model_len}))
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--model", str(model), "--port", str(port), "--flexible"]
+    for kind, count in asdict(workers).items():
+        command += [f"--{kind}", str(count)]
+    command += ["--runner", f"paced:{profile}"]
+    command += ["--prefill-max-batch-tokens", "2048", "--decode-max-num-seqs", "128"]
+    command += ["--steer", "act", "--steer-slo", f"ttft={TTFT_S:g},tpot={TPOT_S:g}@p90", "--steer-profile", str(profile)]
+    with (folder / "log").open("wb") as log:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return f"http://127.0.0.1:{port}", subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+
+
+async def _until_ready(http: httpx.AsyncClient, process: subprocess.Popen[bytes], num_names: int) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit(f"the cluster ended with status {process.returncode} before it was ready")
+        try:
+            state = (await http.get("/debug/state")).json()
+            if state["coordinator"]["ready"] and len(state["workers"]) == num_names:
+                return
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(0.1)
+    raise SystemExit(f"the cluster was not ready within {START_S:g} s")
+
+
+async def send(http: httpx.AsyncClient, requests: list[TraceRequest]) -> list[Streamed]:
+    """Each request at its time, whatever became of those before."""
+    began = time.monotonic()
+    tasks = []
+    for number, request in enumerate(requests):
+        await asyncio.sleep(max(0.0, began + request.arrival_s - time.monotonic()))
+        streamed = Streamed(request.arrival_s, request.num_output_tokens)
+        tasks.append(asyncio.create_task(stream(http, number, request, streamed)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def stream(http: httpx.AsyncClient, number: int, request: TraceRequest, streamed: Streamed) -> Streamed:
+    """Fills ``streamed`` in until the stream is over; an error of HTTP is its ``finish``. ``number`` makes the prompt."""
+    prompt = [number % 200 + 1] + [(number * 31 + i) % 200 + 1 for i in range(request.num_prompt_tokens - 1)]
+    body = {
+        "prompt": prompt,
+        "max_tokens": request.num_output_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "seed": number,
+        "stream_options": {"include_usage": True},
+    }
+    began = time.monotonic()
+    first = last = 0.0
+    try:
+        kind = {"content-type": "application/json"}
+        async with http.stream("POST", "/v1/completions", content=orjson.dumps(body), headers=kind) as answer:
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                last = time.monotonic()
+                first = first or last
+                chunk = orjson.loads(line[6:])
+                for choice in chunk.get("choices", ()):
+                    streamed.finish = choice["finish_reason"] or streamed.finish
+                if chunk.get("usage"):
+                    streamed.tokens = chunk["usage"]["completion_tokens"]
+    except httpx.HTTPError as error:
+        streamed.finish = repr(error)
+        return streamed
+    streamed.ttft_s = first - began if first else float("inf")
+    streamed.tpot_s = (last - first) / max(1, streamed.tokens - 1)
+    return streamed
+
+
+def summary(streams: list[Streamed], phase_s: float, state: dict[str, Any]) -> dict[str, Any]:
+    """What came of it; the shift was at ``phase_s``."""
+    late = [s.sent_s for s in streams if s.sent_s >= phase_s]
+    recovered = recovery(streams, phase_s, max(late, default=phase_s))
+    lost = [asdict(s) for s in streams if not s.whole]
+    return {
+        "num_streams": len(streams),
+        "num_lost": len(lost),
+        "lost": lost[:5],
+        "good_before": _share([s for s in streams if s.sent_s < phase_s]),
+        "good_after": _share([s for s in streams if s.sent_s >= phase_s]),
+        "recovery_s": recovered,
+        "good_by_window": [
+            round(_share([s for s in streams if at <= s.sent_s < at + WINDOW_S]), 3)
+            for at in (i * WINDOW_S for i in range(int(2 * phase_s / WINDOW_S)))
+        ],
+        "flips": state["flips"],
+        "steering": state["steering"]["state"],
+        "decisions": state["steering"]["decisions"],
+        "redispatches": state["counters"]["redispatches"],
+        "sequences_moved": state["counters"]["sequences_moved"],
+        "workers_lost": state["counters"]["workers_lost"],
+    }
+
+
+def recovery(streams: list[Streamed], shift_s: float, end_s: float) -> float | None:
+    """Seconds after the shift from which on every window is good enough; None: not within the run."""
+    after = [s for s in streams if s.sent_s >= shift_s]
+    bad = [at for at in (s.sent_s for s in after) if _share([s for s in after if at <= s.sent_s < at + WINDOW_S]) < SHARE]
+    since = max((s.sent_s for s in after if bad and s.sent_s <= bad[-1] and not s.good), default=shift_s) - shift_s
+    return round(since, 2) if since < end_s - shift_s - WINDOW_S else None
+
+
+def _share(streams: list[Streamed]) -> float:
+    return sum(s.good for s in streams) / len(streams) if streams else 1.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What steering loses beside mixed workers, simulated: beside them the pool controller changes no roles.
+
+    python -m splitserve.bench.studies.steer_mixed [--mixed 2] [--phases 4] [--phase-s 40] [--seed 1] \\
+        [--json bench/results/steer_mixed.json]
+
+The shifting load of ``bench.steer`` on as many workers: all flexible and steered; some of them mixed, the others flexible and in equal
+parts, with the controller switched on; and every static ratio of those others, of which the best is known afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ..environment import environment
+from .steer import run
+from .steer_workload import CHAT, CODE, NUM_WORKERS
+
+
+def study(mixed: int, num_phases: int, phase_s: float, seed: int, processes: int = 2) -> dict[str, object]:
+    """All runs: how many requests met both objectives in each."""
+    phases = [CODE if i % 2 == 0 else CHAT for i in range(num_phases)]
+    others = NUM_WORKERS - mixed
+    with ProcessPoolExecutor(processes) as pool:
+        steered = pool.submit(run, phases, phase_s, NUM_WORKERS // 2, seed, steered=True)
+        held = pool.submit(run, phases, phase_s, others // 2, seed, steered=True, mixed=mixed)
+        static = {p: pool.submit(run, phases, phase_s, p, seed, mixed=mixed) for p in range(1, others)}
+        found = held.result()
+        return {
+            "mixed": mixed,
+            "phase_s": phase_s,
+            "seed": seed,
+            "num_requests": sum(found.total),
+            "good": {
+                f"{NUM_WORKERS} flexible, steered": steered.result().num_good,
+                f"{others // 2}P:{others - others // 2}D:{mixed}M, held": found.num_good,
+                **{f"{p}P:{others - p}D:{mixed}M, static": future.result().num_good for p, future in static.items()},
+            },
+            "flips_beside_mixed": len(found.flips),
+            "state_at_the_end": found.state,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mixed", type=int, choices=range(1, NUM_WORKERS - 1), default=2, help="of the 8 workers")
+    parser.add_argument("--phases", type=int, default=4, help="of the shifting load")
+    parser.add_argument("--phase-s", type=float, default=40.0, help="length of each, in simulated seconds")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    told = environment()
+    found = study(options.mixed, options.phases, options.phase_s, options.seed, options.processes)
+    show(found)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"environment": told, **found}, indent=1) + "\n")
+
+
+def show(found: dict[str, object]) -> None:
+    table = Table("", "requests that met both objectives", title=f"A load that shifts, {found['num_requests']} requests (simulated)")
+    good = found["good"]
+    assert isinstance(good, dict)
+    for name, value in good.items():
+        table.add_row(name, str(value))
+    console = Console()
+    console.print(table)
+    console.print(f"flips beside mixed workers: {found['flips_beside_mixed']}; its state at the end: {found['state_at_the_end']}")
+
+
+if __name__ == "__main__":
+    main()

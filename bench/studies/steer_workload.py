@@ -1,0 +1,64 @@
+"""The load that the pool controller is tried with: code-like and conversation-like phases in turn, and a worker to serve it.
+
+The lengths are those of the Azure traces in their means (code: 2,048 in and 28 out; conversation: 1,155 in and 211 out), made more unlike
+so that the best ratios lie far apart. The worker is a slow one, in round numbers, so that few requests load eight of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
+from ...planner.trace.request import Trace, TraceRequest
+
+NUM_WORKERS = 8
+TTFT_S, TPOT_S = 4.0, 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Lengths are lognormal about these means, with this coefficient of variation."""
+
+    name: str
+    rate: float  # requests a second and worker
+    prompt: float
+    output: float
+    cv: float = 0.6
+
+
+CODE = Phase("code-like", 0.8, 2600, 30)
+CHAT = Phase("conversation-like", 1.0, 500, 300)
+
+
+def worker(name: str = "round numbers", prefill_factor: float = 1.0) -> Profile:
+    """``prefill_factor``: how many times as long its prompts take."""
+    f = prefill_factor
+    prefill = Piece(curve=((0, 0.036 * f), (512, 0.165 * f), (2048, 0.570 * f)), read_s=6e-9 * f)
+    decode = Piece(curve=((1, 0.066), (64, 0.110), (256, 0.270)), read_s=2e-7)
+    return Profile(
+        name=name,
+        memory=Memory(block_size=64, num_blocks=2000, block_bytes=1 << 20, num_layers=8, max_model_len=16384),
+        prefill=StepModel(pieces=(prefill,)),
+        decode=StepModel(pieces=(decode,)),
+        handoff=HandoffModel(put_s=2e-4, bytes_per_s=2e10),
+        flip_s=0.1,
+        noise_cv=0.03,
+    )
+
+
+def load(phases: Sequence[Phase], phase_s: float, seed: int, num_workers: int = NUM_WORKERS) -> Trace:
+    """Each phase for so many seconds, with Poisson arrivals, for so many workers."""
+    requests = list(_draw(phases, phase_s, num_workers, np.random.default_rng(seed)))
+    return Trace("shifting", lambda: iter(requests), None)
+
+
+def _draw(phases: Sequence[Phase], phase_s: float, num_workers: int, random: np.random.Generator) -> Iterator[TraceRequest]:
+    for number, phase in enumerate(phases):
+        at = number * phase_s
+        sigma = float(np.sqrt(np.log1p(phase.cv**2)))
+        while (at := at + float(random.exponential(1 / (phase.rate * num_workers)))) < (number + 1) * phase_s:
+            prompt, output = (mean * np.exp(random.normal(-(sigma**2) / 2, sigma)) for mean in (phase.prompt, phase.output))
+            yield TraceRequest(at, int(np.clip(prompt, 4, 12000)), int(np.clip(output, 2, 3000)))

@@ -1,0 +1,399 @@
+"""Is the simulator right? Real processes under a workload, and the same cluster simulated under the same requests.
+
+With ``--runner paced`` (default) the workers take profiled times and compute nothing; with ``--runner model`` they run the model that was
+profiled. First come single requests on the idle cluster: from those, and from nothing under load, ``coordinator_s``, the loop around a
+decode step and the time of a join on *this* machine are set. Then the workloads: percentiles of TTFT, TPOT and E2E, live against simulated.
+The exit status is 1 where one is off by more than 5% (a model: 10%, its p99 15%). A load generator is never on time to the millisecond, and
+who comes first decides who shares a step with whom: what the simulator says when arrivals are up to 2 ms late, drawn anew eight times, is
+told beside each percentile that is missed. With a model the workers log their steps, and a second simulation is told how fast the machine
+was in every two seconds of the live run (live_pace.py): by that the machine's part in what the first one is off by can be told from the
+simulator's.
+
+    python -m splitserve.bench.studies.validate_live --clusters 2P2D 4P4D 6P2D 12P12D 1M --seconds 90 \\
+        --traces AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv --json out.json
+    python -m splitserve.bench.studies.validate_live --runner model --model M --dtype float32 --profile P.json \\
+        --clusters 1P1D 1M --json out.json
+
+A cluster is named by its prefill, decode and mixed workers: 6P2D, 1M, 1P2M.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...cli.settings import DEMO_MODEL
+from ...engine.latency_profile import Memory, Piece, Profile, StepModel
+from ...engine.step.step_log import read_step_logs
+from ...loadgen.load import generate_load
+from ...loadgen.report import times_of
+from ...loadgen.sample import Sample
+from ...loadgen.settings import LoadSettings
+from ...planner.profile.handoff import measure_movers
+from ...planner.simulator.cluster import Cluster, Pool, PoolRole
+from ...planner.simulator.records import RequestRecord
+from ...planner.simulator.simulation import Simulation
+from ...planner.trace.operators import cut, mean_rate, scaled
+from ...planner.trace.own_format import write_trace
+from ...planner.trace.readers import open_trace
+from ...planner.trace.request import Trace, TraceRequest
+from ...planner.workload.arrivals import Arrivals
+from ...planner.workload.lengths import MarginalLengths
+from ...planner.workload.workload import Workload
+from ..environment import environment
+from ..handoff.live_pace import WINDOW_S, LivePace, processor_times, stolen_share
+from ..live_cluster import live_cluster
+
+WORKLOADS = {  # prompt, output; shares of the longest sequence
+    "conversation": ("lognormal:{0},0.8", "lognormal:{0},0.7", 1 / 12, 1 / 24),
+    "code": ("lognormal:{0},0.9", "lognormal:{0},0.9", 1 / 6, 1 / 100),
+    "even": ("uniform:8,{0}", "uniform:8,{0}", 1 / 6, 1 / 20),
+}
+BOUNDS = {"paced": {"p50": 0.05, "p90": 0.05, "p99": 0.05}, "model": {"p50": 0.1, "p90": 0.1, "p99": 0.15}}
+"""By how much percentiles may be off: what a profile says of a model's steps is itself measured."""
+PACED = Profile(
+    name="paced default",
+    memory=Memory(block_size=16, num_blocks=4096, block_bytes=1 << 14, num_layers=16, max_model_len=2048),
+    prefill=StepModel(pieces=(Piece(curve=((0, 0.02), (512, 0.08)), read_s=5e-8),)),
+    decode=StepModel(pieces=(Piece(curve=((0, 0.03), (64, 0.06)), read_s=3e-7),)),
+)
+LATE_S, NUM_LATE = 0.002, 8
+"""What lateness of arrivals alone does to the simulated percentiles: up to so much, drawn so often."""
+STEPS = "steps"
+"""The folder of the workers' logs."""
+ALONE = ((64, 1), (64, 33), (400, 2))
+"""Single requests for the calibration: prompt and output tokens."""
+
+
+def main() -> int:
+    arguments = parsed()
+    found, told = {}, environment()
+    for name, counts in arguments.clusters.items():
+        print(f"--- {name}", flush=True)
+        arguments.prefill, arguments.decode, arguments.mixed = counts
+        found[name] = validated(arguments)
+        misses, own_misses = list(missed(found, "error")), list(missed(found, "error_at_its_pace"))
+        if arguments.json:
+            said = {"environment": told, "clusters": found, "missed": misses, "missed_at_its_pace": own_misses}
+            arguments.json.write_text(json.dumps(said, indent=1) + "\n")
+    print("\n".join(misses) or "every percentile agrees", flush=True)
+    if arguments.runner == "model":
+        print("told how fast the machine was:", *(own_misses or ["every percentile agrees"]), sep="\n", flush=True)
+    return int(bool(misses))
+
+
+def missed(found: dict[str, Any], which: str) -> Iterator[str]:
+    """A line for each percentile that is further off than allowed."""
+    for cluster, one in found.items():
+        for workload, result in one["workloads"].items():
+            for name, errors in result.get(which, {}).items():
+                for percentile, error in errors.items():
+                    if abs(error) > (allowed := one["bounds"][percentile]):
+                        low, high = result["error_when_late"][name][percentile]
+                        told = f"{low:+.1%} to {high:+.1%} with arrivals up to {1e3 * LATE_S:.0f} ms late"
+                        yield f"{cluster}, {workload}: {name} {percentile} is off by {error:+.1%} ({told}), {allowed:.0%} are allowed"
+
+
+def validated(arguments: argparse.Namespace) -> dict[str, Any]:
+    """One cluster: live, calibrated by requests that are alone, and simulated."""
+    profile = Profile.read(arguments.profile) if arguments.profile else PACED
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        traces = {w: limited(arguments, profile, w, folder) for w in arguments.workloads}
+        url = stack.enter_context(live_cluster(command_line(arguments, profile, folder), folder / "log"))
+        seeds = itertools.count()
+        profile, coordinator_s = calibrated(url, arguments, profile, folder, seeds)
+        cluster = simulated_cluster(arguments, profile, coordinator_s)
+        results = {}
+        for workload, path in traces.items():
+            before = processor_times()
+            runs = [asyncio.run(replayed(url, path, next(seeds))) for _ in range(arguments.repeats)]
+            stolen = stolen_share(before, processor_times())
+            results[workload] = {"stolen": stolen, **compared(runs, cluster, path, paces(arguments, profile, folder, runs))}
+            show(workload, results[workload])
+    constants = {"coordinator_s": coordinator_s, "loop_s": profile.decode_loop_s, "join_s": profile.handoff.join_s}
+    said = {"bounds": BOUNDS[arguments.runner], "profile": profile.model_dump(mode="json", exclude_none=True)}
+    return {**constants, **said, "workloads": results}
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runner", choices=["paced", "model"], default="paced")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--dtype", default="auto", help="of the model's weights and KV cache: the one that was profiled")
+    parser.add_argument("--profile", type=Path, help="of the model; default with paced workers: one made up here")
+    parser.add_argument("--clusters", nargs="+", default=["2P2D"], help="workers of each, such as 6P2D, or 1M: a mixed one")
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-batch-tokens", type=int, default=512)
+    parser.add_argument("--traces", type=Path, nargs="+", help="traces in place of the workloads, scaled to the rate")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--requests", type=int, default=300, help="of each workload, at least")
+    parser.add_argument("--seconds", type=float, default=0, help="and so many that a workload lasts so long")
+    parser.add_argument("--load", type=float, default=0.7, help="share of what the busier pool could bear; sets the rate")
+    parser.add_argument("--repeats", type=int, default=1, help="live runs of each workload, of whose percentiles the medians count")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.runner == "model" and arguments.profile is None:
+        parser.error("--runner model needs the --profile of that model on this machine")
+    split = {name: re.fullmatch(r"(?:(\d+)P)?(?:(\d+)D)?(?:(\d+)M)?", name) for name in arguments.clusters}
+    if wrong := [name for name, found in split.items() if not name or found is None]:
+        parser.error(f"--clusters: {wrong[0]!r} is not of the form 6P2D, 1M or 1P2M")
+    arguments.clusters = {name: tuple(int(count or 0) for count in found.groups()) for name, found in split.items() if found}
+    if arguments.traces:
+        arguments.workloads = [path.name for path in arguments.traces]
+    return arguments
+
+
+def limited(arguments: argparse.Namespace, profile: Profile, workload: str, folder: Path) -> Path:
+    """The workload as a file that both replay, at the rate that loads the busier pool as asked."""
+    requests = drawn(arguments, profile, workload, arguments.requests)
+    lasting = int(arguments.seconds * arguments.load * capacity(arguments, profile, requests))
+    if lasting > len(requests):
+        requests = drawn(arguments, profile, workload, lasting)
+    kept = Trace(workload, lambda: iter(requests))
+    rate = arguments.load * capacity(arguments, profile, requests)
+    path = folder / f"{workload}.jsonl"
+    write_trace(path, scaled(kept, rate / mean_rate(kept)))
+    return path
+
+
+def drawn(arguments: argparse.Namespace, profile: Profile, workload: str, count: int) -> list[TraceRequest]:
+    """Of the workload, or of the trace with this name."""
+    longest = profile.memory.max_model_len
+    if arguments.traces:
+        trace = cut(open_trace(next(path for path in arguments.traces if path.name == workload)), max_requests=count)
+    else:
+        prompt, output, prompt_share, output_share = WORKLOADS[workload]
+        lengths = MarginalLengths(prompt=prompt.format(int(longest * prompt_share)), output=output.format(int(longest * output_share)))
+        trace = Workload(arrivals=Arrivals(rate=1.0), lengths=lengths, sessions=None).trace(7, max_requests=count)
+    return [fitting(request, longest) for request in trace]
+
+
+def fitting(request: TraceRequest, longest: int) -> TraceRequest:
+    prompt = min(request.num_prompt_tokens, longest - 2)
+    return replace(request, num_prompt_tokens=prompt, num_output_tokens=min(request.num_output_tokens, longest - prompt), block_hashes=())
+
+
+def capacity(arguments: argparse.Namespace, profile: Profile, requests: Sequence[TraceRequest]) -> float:
+    """Requests per second that the busier pool could compute, its steps half full. Mixed workers do what the others leave."""
+    prompt = float(np.mean([r.num_prompt_tokens for r in requests]))
+    output = float(np.mean([r.num_output_tokens for r in requests]))
+    tokens, seqs = arguments.max_batch_tokens / 2, arguments.max_num_seqs / 2
+    prompt_s = profile.prefill.seconds(tokens, tokens * prompt / 2, 1) * prompt / tokens
+    answer_s = profile.decode.seconds(seqs, seqs * (prompt + output / 2), seqs) * output / seqs
+    prefill, decode, mixed = arguments.prefill, arguments.decode, arguments.mixed
+    return float(min((prefill + mixed) / prompt_s, (decode + mixed) / answer_s, (prefill + decode + mixed) / (prompt_s + answer_s)))
+
+
+def command_line(arguments: argparse.Namespace, profile: Profile, folder: Path) -> list[str]:
+    """Options of ``splitserve up``."""
+    options: dict[str, object] = {
+        "--model": arguments.model,
+        "--prefill": arguments.prefill,
+        "--decode": arguments.decode,
+        "--mixed": arguments.mixed,
+        "--dtype": arguments.dtype,
+        "--max-model-len": profile.memory.max_model_len,
+        "--decode-max-num-seqs": arguments.max_num_seqs,
+        "--prefill-max-batch-tokens": arguments.max_batch_tokens,
+        "--num-blocks": profile.memory.num_blocks,
+    }
+    if arguments.runner == "model":
+        options["--step-log"] = folder / STEPS
+    if arguments.runner == "paced":
+        profile.write(folder / "paced.json")
+        options["--runner"] = f"paced:{folder / 'paced.json'}"
+    return [str(word) for option in options.items() for word in option]
+
+
+class Replay(NamedTuple):
+    """What the clients saw, and when it began (seconds of the monotonic clock)."""
+
+    samples: list[Sample]
+    began: float
+
+
+async def replayed(url: str, path: Path, seed: int) -> Replay:
+    """The trace, live. Another seed: other prompts of the same lengths, so that nothing of them is cached from an earlier replay."""
+    settings = LoadSettings(url=url, trace=path, vocab_size=250, seed=seed, timeout_s=600)
+    samples, seconds = await generate_load(settings)
+    began = time.monotonic() - seconds
+    failed = [sample.error for sample in samples if sample.error]
+    if failed:
+        raise SystemExit(f"{len(failed)} requests failed, the first: {failed[0]}")
+    return Replay(samples, began)
+
+
+def paces(arguments: argparse.Namespace, profile: Profile, folder: Path, runs: Sequence[Replay]) -> list[LivePace | None]:
+    """How fast the machine was in each of these runs; None where workers are paced."""
+    if arguments.runner != "model":
+        return [None] * len(runs)
+    steps = list(read_step_logs(folder / STEPS))
+    return [LivePace(steps, profile, run.began) for run in runs]
+
+
+def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder: Path, seeds: Iterator[int]) -> tuple[Profile, float]:
+    """The profile and ``coordinator_s`` that meet the medians of requests that were alone."""
+    block_bytes = profile.memory.block_bytes if arguments.runner == "model" else (1 << 26) // profile.memory.num_blocks
+    handoff = measure_movers(block_bytes, profile.memory.num_layers)["shm"]
+    handoff = handoff.model_copy(update={"bytes_per_s": handoff.bytes_per_s * profile.memory.block_bytes / block_bytes})
+    profile = profile.model_copy(update={"handoff": handoff, "prefill_loop_s": 0.0, "decode_loop_s": 0.0})
+    live, modelled = [], []
+    for index, (prompt, output) in enumerate(ALONE):
+        requests = [TraceRequest(1.5 * i, prompt, output) for i in range(7)]
+        path = folder / f"alone-{index}.jsonl"
+        write_trace(path, Trace("alone", lambda requests=requests: iter(requests)))  # type: ignore[misc]
+        run = asyncio.run(replayed(url, path, next(seeds)))
+        live.append(medians(of_samples(run.samples)))
+        (pace,) = paces(arguments, profile, folder, [run])
+        modelled.append(medians(of_records(simulated(simulated_cluster(arguments, profile, 0.0), open_trace(path), pace))))
+    coordinator_s = max(0.0, live[0]["ttft"] - modelled[0]["ttft"])
+    first = live[2]["tpot"] - modelled[2]["tpot"]  # its only other token has waited for the join
+    loop_s = max(0.0, ((live[1]["tpot"] - modelled[1]["tpot"]) * 32 - first) / 31)
+    join_s = max(0.0, handoff.join_s + first - loop_s)
+    print(
+        f"calibrated: coordinator {1e3 * coordinator_s:.2f} ms, decode loop {1e3 * loop_s:.2f} ms, join {1e3 * join_s:.2f} ms", flush=True
+    )
+    handoff = handoff.model_copy(update={"join_s": join_s})
+    return profile.model_copy(update={"handoff": handoff, "decode_loop_s": loop_s, "prefill_loop_s": loop_s / 2}), coordinator_s
+
+
+def simulated_cluster(arguments: argparse.Namespace, profile: Profile, coordinator_s: float) -> Cluster:
+    options = {"profile": profile, "max_num_seqs": arguments.max_num_seqs, "max_batch_tokens": arguments.max_batch_tokens}
+    counts: dict[PoolRole, int] = {"prefill": arguments.prefill, "decode": arguments.decode, "colocated": arguments.mixed}
+    pools = tuple(Pool(role=role, count=count, **options) for role, count in counts.items() if count)
+    on_one_host = sum(counts.values()) if arguments.runner == "model" else 1  # paced workers do not slow each other
+    return Cluster(pools=pools, coordinator_s=coordinator_s, workers_per_host=on_one_host)
+
+
+def simulated(cluster: Cluster, trace: Trace, pace: LivePace | None = None) -> list[RequestRecord]:
+    """``pace``: the steps' times are then as they were, with what workers of one host cost each other in them."""
+    records: list[RequestRecord] = []
+    if pace is not None:
+        cluster = cluster.model_copy(update={"workers_per_host": 1})
+    Simulation(cluster, on_record=records.append, pace=pace).run(trace)
+    return records
+
+
+def late(trace: Trace, seed: int) -> Trace:
+    """Each request up to ``LATE_S`` later."""
+    draw = random.Random(seed)
+    requests = sorted((replace(r, arrival_s=r.arrival_s + draw.uniform(0, LATE_S)) for r in trace), key=lambda r: r.arrival_s)
+    return Trace(trace.name, lambda: iter(requests), trace.block_size)
+
+
+Times = dict[str, list[float]]
+Percentiles = dict[str, dict[str, float]]
+
+
+def of_samples(samples: Sequence[Sample]) -> Times:
+    times = [times_of(sample) for sample in samples]
+    return {
+        "ttft": [t.ttft for t in times],
+        "tpot": [t.tpot for t in times if t.tpot is not None],
+        "e2e": [t.e2e for t in times],
+    }
+
+
+def of_records(records: Sequence[RequestRecord]) -> Times:
+    assert all(r.finished for r in records), "every simulated request ends"
+    return {
+        "ttft": [r.ttft_s for r in records],
+        "tpot": [r.tpot_s for r in records if r.tpot_s is not None],
+        "e2e": [r.e2e_s for r in records],
+    }
+
+
+def medians(times: Times) -> dict[str, float]:
+    return {name: float(np.median(values)) if values else 0.0 for name, values in times.items()}
+
+
+def compared(runs: Sequence[Replay], cluster: Cluster, path: Path, paces: Sequence[LivePace | None]) -> dict[str, Any]:
+    """Percentiles of both, and by how much the simulated are off. Live ones are each the median over the runs of the same trace."""
+    began = time.process_time()
+    records = simulated(cluster, open_trace(path))
+    took = time.process_time() - began
+    each = [percentiles(of_samples(run.samples)) for run in runs]
+    live = medians_of(each)
+    modelled = percentiles(of_records(records))
+    when_late = [percentiles(of_records(simulated(cluster, late(open_trace(path), seed)))) for seed in range(NUM_LATE)]
+    return {
+        "requests": len(records),
+        "rate": mean_rate(open_trace(path)),
+        "live": live,
+        "live_runs": each,
+        "simulated": modelled,
+        "error": errors(modelled, live),
+        **at_its_pace(cluster, path, live, [pace for pace in paces if pace is not None]),
+        "error_when_late": {
+            name: {p: extremes(one[name][p] / at - 1 for one in when_late) for p, at in of_name.items()} for name, of_name in live.items()
+        },
+        "simulated_requests_per_cpu_s": len(records) / took,
+    }
+
+
+def at_its_pace(cluster: Cluster, path: Path, live: Percentiles, paces: Sequence[LivePace]) -> dict[str, Any]:
+    """The same for simulations that are told how fast the machine was in each of the runs."""
+    if not paces:
+        return {}
+    modelled = medians_of([percentiles(of_records(simulated(cluster, open_trace(path), pace))) for pace in paces])
+    told = [pace.told() for pace in paces]
+    return {"pace": told, "simulated_at_its_pace": modelled, "error_at_its_pace": errors(modelled, live)}
+
+
+def errors(modelled: Percentiles, live: Percentiles) -> Percentiles:
+    return {name: {p: modelled[name][p] / of_name[p] - 1 for p in of_name} for name, of_name in live.items()}
+
+
+def medians_of(each: Sequence[Percentiles]) -> Percentiles:
+    """Percentile by percentile."""
+    return {name: {p: float(np.median([one[name][p] for one in each])) for p in each[0][name]} for name in each[0]}
+
+
+def extremes(values: Iterable[float]) -> tuple[float, float]:
+    known = sorted(values)
+    return known[0], known[-1]
+
+
+def percentiles(times: Times) -> Percentiles:
+    return {name: {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)} for name, values in times.items()}
+
+
+def show(workload: str, result: dict[str, Any]) -> None:
+    stolen = f"the hypervisor gave {result['stolen']:.0%} of the wanted processor time to others"
+    print(f"{workload}: {result['requests']} requests at {result['rate']:.2f}/s; {stolen}")
+    for name, live in result["live"].items():
+        modelled, error = result["simulated"][name], result["error"][name]
+        cells = [
+            f"{p} {1e3 * live[p]:8.1f} ms{spread(result, name, p)}, simulated {1e3 * modelled[p]:8.1f} ({error[p]:+.1%})" for p in live
+        ]
+        print(f"  {name:5}" + "   ".join(cells), flush=True)
+    for one in result.get("pace", ()):
+        told = (f"{role} steps took {p['mean']:.2f} times (in {WINDOW_S:g} s: {p['p10']:.2f} to {p['p90']:.2f})" for role, p in one.items())
+        print(f"  beside the profile, {' and '.join(told)}")
+    for name, found in result.get("error_at_its_pace", {}).items():
+        print(f"  {name:5}told that, the simulator is off by " + ", ".join(f"{error:+.1%} ({p})" for p, error in found.items()), flush=True)
+
+
+def spread(result: dict[str, Any], name: str, percentile: str) -> str:
+    """By how much live runs of the same trace differ among themselves; of one run nothing can be said."""
+    values = [run[name][percentile] for run in result["live_runs"]]
+    return f" (runs {min(values) / max(values) - 1:+.1%})" if len(values) > 1 else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

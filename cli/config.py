@@ -1,0 +1,231 @@
+"""Where settings come from: a flag, an environment variable, one YAML file, the default. The first that says something wins.
+
+    --max-queue 64                        flag
+    SPLITSERVE_COORDINATOR_MAX_QUEUE=64   environment, for one command
+    SPLITSERVE_MAX_QUEUE=64               environment, for every command that has such a setting
+    coordinator: {max_queue: 64}          file, for one command
+    common: {max_queue: 64}               file, for every command that has such a setting
+
+All names in the file and all variables that begin with SPLITSERVE_ are checked, whichever command runs: a misspelt one
+is an error that names the nearest known one. Skipped are the variables that Kubernetes sets in every pod for a Service whose
+name begins with "splitserve".
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ..coordinator.settings import CoordinatorSettings
+from ..decode.settings import DecodeSettings
+from ..loadgen.settings import LoadSettings
+from ..planner.settings import (
+    PlanSettings,
+    ProfileSettings,
+    SimulateSettings,
+    TraceConvertSettings,
+    TraceFitSettings,
+    TraceMakeSettings,
+    TraceStatsSettings,
+)
+from ..prefill.settings import PrefillSettings
+from ..worker.flexible_settings import FlexibleSettings
+from .key_settings import (
+    KeysCreateSettings,
+    KeysListSettings,
+    KeysRevokeSettings,
+    KeysRotateSettings,
+    KeysTenantSettings,
+    KeysTierSettings,
+)
+from .settings import ChatSettings, DoctorSettings, FlipSettings, TopSettings, UpSettings
+from .usage import UsageSettings
+
+SECTIONS: dict[str, type[BaseModel]] = {
+    "coordinator": CoordinatorSettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+    "worker": FlexibleSettings,
+    "up": UpSettings,
+    "chat": ChatSettings,
+    "top": TopSettings,
+    "doctor": DoctorSettings,
+    "flip": FlipSettings,
+    "bench": LoadSettings,
+    "usage": UsageSettings,
+    "keys_create": KeysCreateSettings,
+    "keys_list": KeysListSettings,
+    "keys_rotate": KeysRotateSettings,
+    "keys_revoke": KeysRevokeSettings,
+    "keys_tenant": KeysTenantSettings,
+    "keys_tier": KeysTierSettings,
+    "profile": ProfileSettings,
+    "simulate": SimulateSettings,
+    "plan": PlanSettings,
+    "trace_stats": TraceStatsSettings,
+    "trace_convert": TraceConvertSettings,
+    "trace_make": TraceMakeSettings,
+    "trace_fit": TraceFitSettings,
+}
+COMMON = "common"
+ENV_PREFIX = "SPLITSERVE_"
+CONFIG_VARIABLE = "SPLITSERVE_CONFIG"
+SERVICE_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+"""What Kubernetes sets for a Service, but for NAME_PORT, which can be a setting's name and is told by its value."""
+SERVICE_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+$")
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used. The message says which, where it came from, and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A setting as given, and who gave it: a flag, a variable, a place in a file."""
+
+    value: Any
+    origin: str
+
+
+Layer = Mapping[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The environment and the file, read and checked once."""
+
+    layers: dict[str, list[Layer]]  # by section, strongest first
+
+    @classmethod
+    def read(cls, config: Path | None = None, env: Mapping[str, str] = os.environ) -> Sources:
+        """Reads ``config`` (or the file that SPLITSERVE_CONFIG names). Raises ConfigError."""
+        if config is None and CONFIG_VARIABLE in env:
+            config = Path(env[CONFIG_VARIABLE])
+        of_env, of_file = _from_env(env), _from_file(config) if config else {}
+        layers: dict[str, list[Layer]] = {
+            section: [layer for source in (of_env, of_file) for name in (section, COMMON) if (layer := source.get(name))]
+            for section in SECTIONS
+        }
+        return cls(layers)
+
+    def of(self, section: str) -> list[Layer]:
+        """What is said for a section, strongest first; ``common`` narrowed to what the section has."""
+        fields = SECTIONS[section].model_fields
+        return [{name: value for name, value in layer.items() if name in fields} for layer in self.layers[section]]
+
+
+def load(section: str, flags: Layer, sources: Sources) -> BaseModel:
+    """The settings of one command. Raises ConfigError."""
+    return build(SECTIONS[section], [flags, *sources.of(section)])
+
+
+def build(model: type[Settings], layers: Sequence[Layer]) -> Settings:
+    """``model`` from layers of values, strongest first. Raises ConfigError that names the origin of what is wrong."""
+    chosen: dict[str, Value] = {}
+    for layer in reversed(layers):
+        chosen.update(layer)
+    try:
+        return model(**{name: value.value for name, value in chosen.items()})
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(problem, chosen, model) for problem in error.errors())) from None
+
+
+def _sentence(problem: Mapping[str, Any], chosen: Mapping[str, Value], model: type[BaseModel]) -> str:
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not problem["loc"]:
+        return message
+    name = str(problem["loc"][0])
+    if problem["type"] == "missing":
+        return f"{flag_of(name)} is needed: {variable_of(name)} or a line `{name}:` in the configuration file do as well"
+    if problem["type"] == "string_pattern_mismatch":  # the pattern is for machines
+        field = model.model_fields[name]
+        example = f" Such as {field.default}." if field.default and not field.is_required() else ""
+        message = f"it has another form. {field.description}{example}"
+    message = message[0].lower() + message[1:]
+    return f"{chosen[name].origin}: {chosen[name].value!r} cannot be used: {message}"
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str, section: str = "") -> str:
+    return ENV_PREFIX + (f"{section}_{name}" if section else name).upper()
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'max_queue'?``, or nothing if no known name is near."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def known_names() -> dict[str, list[str]]:
+    """The settings of every section; ``common`` has them all."""
+    names = {section: list(model.model_fields) for section, model in SECTIONS.items()}
+    return {**names, COMMON: list(dict.fromkeys(name for fields in names.values() for name in fields))}
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, dict[str, Value]]:
+    """By section: what the variables say."""
+    places = {
+        variable_of(name, "" if section == COMMON else section): (section, name)
+        for section, fields in known_names().items()
+        for name in fields
+    }
+    found: dict[str, dict[str, Value]] = {}
+    for variable, text in env.items():
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE or _is_of_a_service(variable, text):
+            continue
+        if variable not in places:
+            raise ConfigError(f"environment variable {variable} is not a setting{nearest(variable, [*places, CONFIG_VARIABLE])}")
+        section, name = places[variable]
+        found.setdefault(section, {})[name] = Value(text, variable)
+    return found
+
+
+def _is_of_a_service(variable: str, text: str) -> bool:
+    """Whether Kubernetes has set this variable for one of its Services."""
+    return SERVICE_VARIABLE.search(variable) is not None or (variable.endswith("_PORT") and SERVICE_PORT_VALUE.match(text) is not None)
+
+
+def _from_file(path: Path) -> dict[str, dict[str, Value]]:
+    """By section: what the YAML file says."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {_reason(error)}") from None
+    found: dict[str, dict[str, Value]] = {}
+    known = known_names()
+    for section, fields in _mapping(content, f"{path}").items():
+        if section not in known:
+            raise ConfigError(f"{path}: unknown section {section!r}{nearest(str(section), known)}; sections are: {', '.join(known)}")
+        for name, value in _mapping(fields, f"{path}: {section}").items():
+            if name not in known[section]:
+                raise ConfigError(f"{path}: unknown setting {name!r} in section {section!r}{nearest(str(name), known[section])}")
+            found.setdefault(section, {})[name] = Value(value, f"{path}: {section}.{name}")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """On one line, with the place in the file where there is one."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return str(getattr(error, "strerror", None) or error)
+
+
+def _mapping(content: Any, place: str) -> dict[Any, Any]:
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{place}: should hold `name: value` lines, not {content!r:.60}")
+    return content

@@ -1,0 +1,226 @@
+"""``splitserve up``: runs a plan under the supervisor, shows its logs, then serves, chats or answers one question."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TextIO
+
+import httpx
+import yaml
+from pydantic import BaseModel
+
+from ..coordinator.full_disk import is_full
+from ..coordinator.http.access.operators import LOGIN, Operators
+from ..deploy.child_process import Command, Log, Start, start_anew
+from ..deploy.early_signals import deliver_signals
+from ..deploy.process_log import json_line
+from ..deploy.supervisor import Supervisor
+from ..deploy.worker_forks import WorkerForks
+from ..engine.settings import WorkerSettings
+from ..transport.process.private_files import private, write_private
+from .config import ENV_PREFIX, ConfigError, variable_of
+from .gpus import shared
+from .settings import ChatSettings
+from .tls_trust import trust
+from .up import Plan
+
+SECRETS = {"redis_url", "usage_url", "steer_webhook", "otlp_endpoint"}
+"""Settings that may hold passwords: given to processes by their environment, never by a file."""
+MAX_SOCKET_PATH = 107  # sun_path of unix(7), without its last byte
+SOCKET_NAME_CHARS = len("/pymp-12345678/listener-12345678")
+COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # of the prefixes, in turn
+
+
+def run(plan: Plan) -> int:
+    """Runs until stopped, or until the chat or answer is over. Returns the exit status."""
+    if len(str(plan.folder.path)) + SOCKET_NAME_CHARS <= MAX_SOCKET_PATH:
+        tempfile.tempdir = str(plan.folder.path)  # of multiprocessing's sockets: the next start removes what a killed one leaves
+    try:
+        return asyncio.run(_run(plan))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        Finalize(None, plan.folder.close, exitpriority=-200)  # multiprocessing's own folder lies in it, which it removes at -100
+
+
+async def _run(plan: Plan) -> int:
+    interactive = plan.up.chat or plan.up.prompt is not None
+    names = ["coordinator", *(worker.name for worker in plan.workers), "up"]
+    stream = open(plan.run_dir / "log", "a", encoding="utf-8", opener=private) if interactive else sys.stdout  # noqa: SIM115
+    log = json_log(stream) if plan.coordinator.log_format == "json" else prefixed_log(stream, names)
+    forks = WorkerForks(lambda text: log("up", f"{time.strftime('%H:%M:%S')} WARNING {text}")) if plan.up.fork_workers else None
+    supervisor = Supervisor(
+        commands(plan, forks.start if forks else None),
+        is_ready=lambda: is_ready(plan.url, plan.coordinator.tls_cert),
+        log=log,
+        grace_s=plan.up.grace_s,
+        ready_timeout_s=plan.up.ready_timeout_s,
+        known_workers=lambda: known_workers(plan.url, {"authorization": f"Bearer {plan.admin_key}"}, plan.coordinator.tls_cert),
+        leave_within_s=max(worker.drain_timeout_s for worker in plan.workers) + plan.up.grace_s,
+        hung_after_s=plan.up.hung_after_s,
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP) if interactive else (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stop)
+    loop.add_signal_handler(signal.SIGUSR1, supervisor.roll)
+    loop.add_signal_handler(signal.SIGUSR2, supervisor.signal_all, signal.SIGUSR2)  # debug on, off
+    deliver_signals()
+    mixed = f", and {plan.up.mixed} of both roles" if plan.up.mixed else ""
+    say(f"starting {plan.coordinator.model_name}: coordinator, {plan.up.prefill} prefill and {plan.up.decode} decode workers{mixed} ...")
+    if sharing := shared({worker.name: worker.device for worker in plan.workers if worker.runner == "model"}):
+        say(sharing)
+    status = await supervisor.run(_work(plan))
+    if forks is not None:
+        forks.close()
+    if supervisor.failure:
+        if interactive and supervisor.failed:
+            sys.stderr.writelines(f"  {line}\n" for line in list(supervisor.failed.last_lines)[:-1])
+        say(f"stopped: {supervisor.failure}")
+    elif not interactive:
+        say("stopped")
+    return status
+
+
+def _work(plan: Plan) -> Callable[[], Awaitable[int]]:
+    """What happens once the system serves."""
+    from .chat import answer_once, converse
+
+    settings = ChatSettings(url=plan.url, api_key_file=plan.up.api_key_file)
+
+    async def serve() -> int:
+        say(f"ready at {plan.url}\n{dashboard_hint(plan, link=sys.stderr.isatty())}\n\n{curl_example(plan)}\n\nCtrl-C stops everything.")
+        await asyncio.Event().wait()
+        return 0
+
+    async def answer() -> int:
+        return await answer_once(settings, plan.up.prompt or "", plan.coordinator.tls_cert)
+
+    async def chat() -> int:
+        say(f"ready at {plan.url} (OpenAI-compatible); logs in {plan.run_dir / 'log'}\n{dashboard_hint(plan, link=sys.stderr.isatty())}")
+        return await converse(settings, plan.coordinator.tls_cert)
+
+    return chat if plan.up.chat else answer if plan.up.prompt is not None else serve
+
+
+def commands(plan: Plan, fork: Start | None = None) -> list[Command]:
+    """One command a process; each reads its settings from a file of its own in the run directory. ``fork`` starts the workers."""
+    result = [_command(plan.run_dir, "coordinator", "coordinator", plan.coordinator, threads=1)]
+    for worker in plan.workers:
+        result.append(_command(plan.run_dir, worker.role, worker.name, worker, threads=worker.threads, fork=fork))
+    return result
+
+
+def _command(run_dir: Path, role: str, name: str, settings: BaseModel, threads: int, fork: Start | None = None) -> Command:
+    path = run_dir / f"{name}.yaml"
+    said = settings.model_dump(mode="json", exclude_none=True)
+    env = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+    env |= {variable_of(name): said.pop(name) for name in SECRETS & set(said)}
+    try:
+        write_private(path, yaml.safe_dump({role: said}))
+    except OSError as error:
+        raise ConfigError(f"--run-dir: cannot write {path} ({error.strerror or error}); free some space there, or name another") from error
+    env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    arguments = [role, "--config", str(path)]
+    again = ["--kv-cache-shrink"] if isinstance(settings, WorkerSettings) else []  # a fuller host is better than no worker
+    if fork is not None:
+        return Command(name, arguments, env, fork, again)
+    return Command(name, [sys.executable, "-m", "splitserve.cli.main", *arguments], env, start_anew, again)
+
+
+def _asking(url: str, certificate: Path | None) -> httpx.AsyncClient:
+    """For one question, asked ten times a second."""
+    return httpx.AsyncClient(timeout=5, trust_env=False, verify=trust(url, None, certificate))
+
+
+async def is_ready(url: str, certificate: Path | None = None) -> bool:
+    """Has a request gone through prefill, handoff and decode?"""
+    try:
+        async with _asking(url, certificate) as client:
+            return (await client.get(f"{url}/ready")).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+async def known_workers(url: str, headers: dict[str, str], certificate: Path | None = None) -> dict[str, int] | None:
+    """Process ids of the workers that the coordinator counts as alive; None where it does not answer."""
+    try:
+        async with _asking(url, certificate) as client:
+            state = (await client.get(f"{url}/debug/state", headers=headers)).json()
+            return {worker["process"] or worker["worker_id"]: worker["pid"] for worker in state["workers"]}
+    except (httpx.HTTPError, ValueError, KeyError):
+        return None
+
+
+class LogLines:
+    """Lines of a log on a disk that may be full: that costs lines, and no process."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._num_lost = stream, 0
+
+    def write(self, line: str) -> None:
+        try:
+            print(line, file=self._stream, flush=True)
+            if self._num_lost:
+                num_lost, self._num_lost = self._num_lost, 0
+                print(f"about {num_lost} lines before this one are lost: there was no space", file=self._stream, flush=True)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._num_lost += 1
+
+
+def prefixed_log(stream: TextIO, names: list[str]) -> Log:
+    """Lines with their process's name before them, in colour on a terminal."""
+    width, lines = max(map(len, names)), LogLines(stream)
+    colour = stream.isatty() and not os.environ.get("NO_COLOR")
+    prefixes = {
+        name: f"\x1b[{COLOURS[i % len(COLOURS)]}m{name:<{width}}\x1b[0m |" if colour else f"{name:<{width}} |"
+        for i, name in enumerate(names)
+    }
+
+    def log(name: str, line: str) -> None:
+        lines.write(f"{prefixes[name]} {line}")
+
+    return log
+
+
+def json_log(stream: TextIO) -> Log:
+    """Lines that are JSON as they are, others as a message in JSON."""
+
+    lines = LogLines(stream)
+
+    def log(name: str, line: str) -> None:
+        lines.write(line if line.startswith("{") else json_line(name, line))
+
+    return log
+
+
+def dashboard_hint(plan: Plan, *, link: bool) -> str:
+    """``link``: with one that opens a session, once; not for logs, which others may read."""
+    key_file = plan.coordinator.admin_key_file
+    if not link:
+        return f"dashboard: {plan.url}/ (asks for the admin key in {key_file})"
+    token = Operators(plan.admin_key).token()
+    return f"dashboard: {plan.url}{LOGIN}?token={token}\n(this link works once, within an hour; {plan.url}/ asks for the key in {key_file})"
+
+
+def curl_example(plan: Plan) -> str:
+    key = "" if plan.coordinator.tenants_file is None else '-H "Authorization: Bearer $KEY" '
+    return (
+        f"curl {plan.url}/v1/chat/completions {key}-H 'content-type: application/json' \\\n"
+        f'  -d \'{{"model": "{plan.coordinator.model_name}", "messages": '
+        '[{"role": "user", "content": "What does os.path.join do?"}]}\''
+    )
+
+
+def say(text: str) -> None:
+    """A message of our own, apart from the processes' logs."""
+    LogLines(sys.stderr).write(text)

@@ -1,0 +1,281 @@
+"""What ``splitserve up`` will start: settings of every process, all checked before the first one starts."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import BaseModel
+
+from ..coordinator.http.access.operators import admin_key, make_admin_key
+from ..coordinator.http.access.url import url_of
+from ..coordinator.run_folder import ADMIN_KEY, RunFolder
+from ..coordinator.settings import CoordinatorSettings
+from ..decode.settings import DecodeSettings
+from ..engine.settings import WorkerSettings
+from ..prefill.settings import PrefillSettings
+from ..worker.flexible_settings import FlexibleSettings
+from .checks import port_problem, read_key, require_device, require_model, require_port, require_runner
+from .config import ConfigError, Layer, Sources, Value, build
+from .extras import missing_for
+from .gpus import deal, num_gpus
+from .model_source import with_folder
+from .options import options
+from .settings import DEMO_MODEL, DEMO_MODEL_NAME, UpSettings
+
+FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host", "memory_shared_by")
+"""Settings of the roles that ``up`` decides."""
+
+TEXTS = {
+    "model": "Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of the hub such as "
+    "Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3]). Default: the bundled demo model.",
+    "control_address": "Where workers, also those of other hosts, reach the coordinator. Default: a free port of 127.0.0.1.",
+    "key_file": "The cluster's key. Default: a new one in the run directory.",
+}
+DEVICE = {
+    "device": "auto, cpu, cuda or cuda:N, or several GPUs to deal out: cuda:0,cuda:1. auto, cuda: each worker on a GPU of its own, as far "
+    "as there are enough; where there is none, auto is the CPU."
+}
+KEY_NAME = "cluster.key"
+
+
+_OnDevices = list[PrefillSettings | DecodeSettings]
+"""One worker's settings on each of the devices that it may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that ``up`` starts. ``processes``: name and settings, the coordinator first."""
+
+    up: UpSettings
+    run_dir: Path
+    folder: RunFolder  # ``run_dir`` where none is named
+    coordinator: CoordinatorSettings
+    workers: list[PrefillSettings | DecodeSettings]  # those that can change their roles are both
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches the HTTP server."""
+        return url_of(self.coordinator.listen_host, self.coordinator.port, self.coordinator.scheme)
+
+    @property
+    def admin_key(self) -> str:
+        """Of the coordinator."""
+        assert self.coordinator.admin_key_file is not None, "plan() has made one"
+        return admin_key(self.coordinator.admin_key_file)
+
+
+def up_options() -> list[click.Parameter]:
+    """Options of ``up``: its own, the coordinator's, the workers' (also for one role only)."""
+    shared = set(WorkerSettings.model_fields) & set(CoordinatorSettings.model_fields)
+    own = {
+        role: [name for name in model.model_fields if name not in WorkerSettings.model_fields and name not in FIXED]
+        for role, model in (("prefill", PrefillSettings), ("decode", DecodeSettings))
+    }
+    return [
+        *options(UpSettings, group="What to start"),
+        *options(CoordinatorSettings, group="Model and HTTP server", texts=TEXTS),
+        *options(WorkerSettings, group="Workers", skip={*shared, *FIXED}, texts=DEVICE),
+        *options(PrefillSettings, group="Prefill workers", prefix="prefill_", skip=set(PrefillSettings.model_fields) - set(own["prefill"])),
+        *options(DecodeSettings, group="Decode workers", prefix="decode_", skip=set(DecodeSettings.model_fields) - set(own["decode"])),
+        *options(WorkerSettings, prefix="prefill_", skip={*shared, *FIXED}, hidden=True),
+        *options(WorkerSettings, prefix="decode_", skip={*shared, *FIXED}, hidden=True),
+    ]
+
+
+def plan(flags: Layer, sources: Sources) -> Plan:
+    """Settings of all processes. Makes the run directory and the cluster's key. Raises ConfigError."""
+    up = build(UpSettings, [_only(UpSettings, flags), *sources.of("up")])
+    if advice := missing_for("worker"):
+        raise ConfigError(advice)
+    if not (up.prefill or up.mixed) or not (up.decode or up.mixed):
+        raise ConfigError(f"{'--decode' if up.prefill else '--prefill'} is 0: start one at least, or workers of both roles by --mixed")
+    derived = {
+        "model": Value(DEMO_MODEL, "the bundled model"),
+        "control_address": Value("tcp://127.0.0.1:0", "up"),
+    }
+    key = read_key("--api-key-file", up.api_key_file)
+    layers = [_only(CoordinatorSettings, flags), *sources.of("coordinator")]
+    if not any({"key_file", "insecure"} & set(layer) for layer in layers):
+        derived["key_file"] = Value(KEY_NAME, "up")
+    if not any("model" in layer for layer in layers):
+        derived["served_model_name"] = Value(DEMO_MODEL_NAME, "the bundled model")
+    coordinator = build(CoordinatorSettings, [*layers, derived])
+    if coordinator.tenants_file is not None and (up.chat or up.prompt is not None) and not key:
+        raise ConfigError("--chat and --prompt need --api-key-file where --tenants-file asks for keys; `splitserve keys create` makes one")
+    if coordinator.control_address.endswith(":0"):
+        control = f"tcp://127.0.0.1:{free_ports('127.0.0.1', coordinator.processes)}"
+        coordinator = coordinator.model_copy(update={"control_address": control})
+    roles = [each for role in (PrefillSettings, DecodeSettings) for each in _worker(role, "", coordinator, flags, sources)]
+    computing = [of_role.device for of_role in roles if of_role.runner == "model"]
+    coordinator = with_folder(coordinator, weights=bool(computing))
+    require_model(coordinator.model, weights=bool(computing))
+    gpus = num_gpus(computing)
+    for device in computing:
+        require_device(device, gpus)
+    require_port(coordinator.listen_host, coordinator.port)
+    folder = _run_folder()
+    run_dir = _run_dir(up.run_dir) if up.run_dir is not None else folder.path
+    if "key_file" in derived:
+        coordinator = coordinator.model_copy(update={"key_file": _own_key(run_dir)})
+    if coordinator.admin_key_file is None:
+        coordinator = coordinator.model_copy(update={"admin_key_file": _own_admin_key(run_dir)})
+    coordinator = coordinator.model_copy(
+        update={"model": coordinator.model.resolve(), "port": coordinator.port or free_port(coordinator.listen_host)}
+    )
+    if up.flexible:
+        wanted = _flexible(up, coordinator, flags, sources)
+    else:
+        wanted = [
+            _worker(model, f"{role}-{index}", coordinator, flags, sources)
+            for role, model, count in (("prefill", PrefillSettings, up.prefill), ("decode", DecodeSettings, up.decode))
+            for index in range(count)
+        ]
+    wanted += _of_both_roles("mixed", up.mixed, coordinator, flags, sources, "mixed")
+    workers = _sharing(_on_devices(wanted, gpus))
+    for runner in {worker.runner for worker in workers}:
+        require_runner(runner)
+    if coordinator.steer != "off":
+        coordinator = coordinator.model_copy(update={"steer_keep": _kept(coordinator.steer_keep, workers)})
+    return Plan(up, run_dir, folder, coordinator, workers)
+
+
+def _kept(said: str, workers: list[PrefillSettings | DecodeSettings]) -> str:
+    """Whom scaling down leaves alone: what was said, and who would be started again."""
+    return ",".join([*filter(None, [said]), *(worker.name for worker in workers)])
+
+
+def _on_devices(wanted: list[_OnDevices], gpus: int) -> list[PrefillSettings | DecodeSettings]:
+    """Those that compute on the devices that are dealt to them."""
+    choices = {each[0].name: [worker.device for worker in each] for each in wanted if each[0].runner == "model"}
+    dealt = deal(choices, gpus)
+    return [each[0].model_copy(update={"device": dealt.get(each[0].name, each[0].device)}) for each in wanted]
+
+
+def _sharing(workers: list[PrefillSettings | DecodeSettings]) -> list[PrefillSettings | DecodeSettings]:
+    """Each gets an equal part of this host's memory, and of a GPU's that several are on."""
+    computing = [worker for worker in workers if worker.runner == "model"]
+    on = Counter(worker.device for worker in computing if worker.device.startswith("cuda"))
+    return [
+        worker.model_copy(
+            update={
+                "memory_shared_by": max(1, len(computing)),
+                "gpu_memory_utilization": worker.gpu_memory_utilization / max(1, on[worker.device]),
+            }
+        )
+        for worker in workers
+    ]
+
+
+def _flexible(up: UpSettings, coordinator: CoordinatorSettings, flags: Layer, sources: Sources) -> list[_OnDevices]:
+    """Workers of either role, each named by its number."""
+    return [
+        *_of_both_roles("worker", up.prefill, coordinator, flags, sources, "prefill"),
+        *_of_both_roles("worker", up.decode, coordinator, flags, sources, "decode", first=up.prefill),
+    ]
+
+
+def _of_both_roles(
+    called: str, count: int, coordinator: CoordinatorSettings, flags: Layer, sources: Sources, start_as: str, first: int = 0
+) -> list[_OnDevices]:
+    """An option for one role is for that role's part of a worker's settings."""
+    if not count:
+        return []
+    told = {name: value for name, value in flags.items() if not name.startswith(("prefill_", "decode_"))}
+    for flag, value in flags.items():
+        prefix, _, name = flag.partition("_")
+        if prefix in ("prefill", "decode") and name:
+            if name in WorkerSettings.model_fields or flag == "prefill_max_num_seqs":
+                raise ConfigError(
+                    f"--{flag.replace('_', '-')}: workers that are of both roles, or can be, have one --{name.replace('_', '-')} for both"
+                )
+            told[name] = value
+    workers = [_worker(FlexibleSettings, f"{called}-{first + index}", coordinator, told, sources) for index in range(count)]
+    return [[worker.model_copy(update={"start_as": start_as}) for worker in each] for each in workers]
+
+
+def _worker(
+    model: type[PrefillSettings] | type[DecodeSettings], name: str, coordinator: CoordinatorSettings, flags: Layer, sources: Sources
+) -> _OnDevices:
+    """A worker's settings: flags for its role, flags for all workers, environment and file; then what ``up`` decides."""
+    prefix = f"{model.role}_"
+    for_role = {flag.removeprefix(prefix): value for flag, value in flags.items() if flag.startswith(prefix)}
+    fixed: dict[str, Any] = {
+        "model": coordinator.model,
+        "revision": "",
+        "name": name,
+        "coordinator": coordinator.control_address.replace("//0.0.0.0:", "//127.0.0.1:"),
+        "key_file": coordinator.key_file,
+        "insecure": coordinator.insecure,
+        "max_model_len": coordinator.max_model_len,
+    }
+    decided = {field: Value(value, "up") for field, value in fixed.items()}
+    said = [{k: v for k, v in layer.items() if k not in FIXED} for layer in (for_role, _only(model, flags), *sources.of(model.role))]
+    device = next((layer["device"] for layer in said if "device" in layer), None)
+    if device is None:
+        return [build(model, [decided, *said])]
+    named = [Value(name, device.origin) for name in str(device.value).split(",")]
+    return [build(model, [{**decided, "device": one}, *said]) for one in named]
+
+
+def _run_folder() -> RunFolder:
+    """Raises ConfigError where it cannot be made."""
+    try:
+        return RunFolder()
+    except OSError as error:
+        raise ConfigError(f"cannot make a folder for this run: {error}") from error
+
+
+def _run_dir(named: Path) -> Path:
+    """Raises ConfigError where it cannot be made."""
+    try:
+        named.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"--run-dir: cannot make the folder {named} ({error.strerror or error}); name another") from error
+    return named.resolve()
+
+
+def _own_key(run_dir: Path) -> Path:
+    from ..transport.channels.keys import generate_key
+
+    path = run_dir / KEY_NAME
+    if not path.exists():
+        generate_key(path)
+    return path
+
+
+def _own_admin_key(run_dir: Path) -> Path:
+    """Raises ConfigError where other users may read it."""
+    path = run_dir / ADMIN_KEY
+    try:
+        if not path.exists():
+            return make_admin_key(path)
+        admin_key(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    return path
+
+
+def _only(model: type[BaseModel], layer: Layer) -> Layer:
+    return {name: value for name, value in layer.items() if name in model.model_fields}
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nothing listens on at the moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def free_ports(host: str, count: int) -> int:
+    """The first of so many TCP ports in a row that nothing listens on at the moment."""
+    for _ in range(100):
+        first = free_port(host)
+        if first + count <= 65_536 and all(port_problem(host, port) is None for port in range(first, first + count)):
+            return first
+    raise ConfigError(f"there are no {count} free ports in a row on {host}; give --control-address")

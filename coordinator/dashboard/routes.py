@@ -1,0 +1,114 @@
+"""The dashboard: its files, as they lie in ``dashboard/``, and the one feed that they ask once a second.
+
+The files say nothing of anybody and are for everyone; the feed is an operators' page (see ``tenants/gate.py``).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from time import monotonic
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...steering.latency_bounds import attainment, notation, parse_bounds
+from ..http.errors import InvalidRequest, NotFound
+from ..metrics.metrics import Metrics
+from ..metrics.objectives import Objectives
+from ..metrics.system_snapshot import SystemSnapshot
+from .live_view import LiveView
+
+FEED = "/dashboard/feed"
+MAX_SLO = 100
+TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class Dashboard:
+    """Keeps the history and serves the page. ``system`` is asked once for each second that somebody looks."""
+
+    def __init__(self, model_name: str, system: Callable[[], SystemSnapshot], metrics: Metrics) -> None:
+        self.view = LiveView(monotonic(), time.time(), metrics.counts.requests)
+        self._model_name, self._system, self._metrics = model_name, system, metrics
+        self._boot = time.time_ns()
+        self._files = {path: (body, TYPES[path.rpartition(".")[2]]) for path, body in _read_files().items()}
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self._page),
+            Route(FEED, self._feed),
+            Route("/dashboard/{path:path}", self._file),
+        ]
+
+    async def _page(self, request: Request) -> Response:
+        return self._answer("index.html")
+
+    async def _file(self, request: Request) -> Response:
+        return self._answer(request.path_params["path"])
+
+    async def _feed(self, request: Request) -> Response:
+        after_point, after_request = _number(request, "after_point"), _number(request, "after_request")
+        state = self.view.state(monotonic(), self._system(), after_point, after_request, _objectives(request))
+        about = {"boot": str(self._boot), "model": self._model_name, "cost": self._cost(), "refusals": dict(self._metrics.counts.refusals)}
+        body = orjson.dumps({**about, **state})
+        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+    def _cost(self) -> dict[str, float]:
+        """What is known of it: over the last minute, and ``total`` since the start."""
+        efficiency = self._metrics.efficiency
+        return {**efficiency.gauges(), **({"total": efficiency.cost} if efficiency.has_price else {})}
+
+    def _answer(self, path: str) -> Response:
+        if path not in self._files:
+            raise NotFound(f"There is no /dashboard/{path[:200]}.", code="unknown_url")
+        body, kind = self._files[path]
+        return Response(body, headers={**HEADERS, "content-type": kind})
+
+
+def is_open(path: str) -> bool:
+    """Whether everyone may have this page: the dashboard's files."""
+    return path == "/" or (path.startswith("/dashboard/") and path != FEED)
+
+
+def _read_files() -> dict[str, bytes]:
+    """By path below ``dashboard/``: what has a type that is served."""
+    root = files(__package__).joinpath("page")
+    found = {}
+    for folder, prefix in ((root, ""), (root.joinpath("vendor"), "vendor/")):
+        for entry in folder.iterdir():
+            if entry.is_file() and entry.name.rpartition(".")[2] in TYPES:
+                found[prefix + entry.name] = entry.read_bytes()
+    return found
+
+
+def _objectives(request: Request) -> Objectives | None:
+    """The viewer's own, in the notation of --steer-slo; an empty one has no bound. None: the operator's."""
+    text = request.query_params.get("slo")
+    if text is None:
+        return None
+    try:
+        if len(text) > MAX_SLO or not re.match(notation("ttft", "tpot"), text):
+            raise ValueError("write it as ttft=2,tpot=0.05@p90, in seconds")
+        bounds = parse_bounds(text)
+    except ValueError as error:
+        raise InvalidRequest(f"slo: {error}", param="slo") from None
+    seconds = {name: bound.seconds for name, bound in bounds.items()}
+    return Objectives(seconds.get("ttft"), seconds.get("tpot"), attainment(bounds))
+
+
+def _number(request: Request, name: str) -> int:
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise InvalidRequest(f"{name}: {text[:40]!r} is no number", param=name)
+    return int(text)

@@ -1,0 +1,182 @@
+"""What a request wants its output to look like, as a grammar that the workers' masks follow.
+
+``response_format`` is OpenAI's; ``structured_outputs`` and the older ``guided_*`` are named as vLLM names them. A request has at most one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Literal, NamedTuple
+
+import orjson
+from llguidance import LLMatcher
+from pydantic import WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from ...http.errors import InvalidRequest
+
+WHITESPACE = r"[ \n\t]{0,20}"
+"""Between JSON's tokens: bounded, for small models would go on with newlines for ever."""
+MAX_CHOICES = 1000
+MAX_CHARS = 100_000
+"""Of one schema, regex or grammar, as JSON."""
+KINDS = ("json", "regex", "choice", "grammar")
+Kind = Literal["json", "regex", "choice", "grammar"]
+
+
+class OutputFormat(NamedTuple):
+    """``value``: a schema's JSON text, a regex, a list of strings, or a grammar as llguidance's dialect of Lark writes it."""
+
+    kind: Kind
+    value: Any
+    param: str  # the field that asked for it
+    unknown: tuple[str, ...] = ()  # paths of what else it says, and nobody knows
+
+
+def grammar_of(wanted: OutputFormat) -> bytes:
+    """As llguidance takes it. Whether it is one shows when it is compiled. Raises InvalidRequest where it shows before."""
+    try:
+        return _grammar_of(wanted).encode()
+    except ValueError as error:
+        raise InvalidRequest(f"{wanted.param}: {error}", param=wanted.param) from error
+
+
+def _grammar_of(wanted: OutputFormat) -> str:
+    text: str
+    match wanted.kind:
+        case "json":
+            text = LLMatcher.grammar_from_json_schema(wanted.value, overrides={"whitespace_pattern": WHITESPACE})
+        case "regex":
+            text = LLMatcher.grammar_from_regex(wanted.value)
+        case "choice":
+            text = LLMatcher.grammar_from_lark("start: " + " | ".join(orjson.dumps(choice).decode() for choice in wanted.value))
+        case "grammar":
+            text = LLMatcher.grammar_from_lark(wanted.value)
+    return text
+
+
+def check_response_format(value: Any) -> OutputFormat | None:
+    """Of the field's value. Raises PydanticCustomError."""
+    kind = value.get("type") if isinstance(value, dict) else None if value is None else value
+    unknown = _unknown_within(value, ("type", "json_schema"), "response_format")
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return OutputFormat("json", '{"type":"object"}', "response_format", unknown)
+    if kind != "json_schema" or not isinstance(value, dict):
+        raise _invalid(f"type {kind!r} is not known; use 'text', 'json_object' or 'json_schema'")
+    outer = value.get("json_schema")
+    if not isinstance(outer, dict) or "schema" not in outer:
+        raise _invalid('type \'json_schema\' needs {"json_schema": {"name": "...", "schema": {...}}}')
+    unknown += _unknown_within(outer, ("name", "description", "schema", "strict"), "response_format.json_schema")
+    return _json(outer["schema"], "response_format")._replace(unknown=unknown)
+
+
+def _unknown_within(value: Any, known: Collection[str], path: str) -> tuple[str, ...]:
+    return tuple(f"{path}.{name}" for name in value if name not in known) if isinstance(value, dict) else ()
+
+
+def check_structured_outputs(value: Any) -> OutputFormat | None:
+    """Of the field's value: an object with one of ``json``, ``json_object``, ``regex``, ``choice`` and ``grammar``."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _invalid("must be an object")
+    given = {key: inner for key, inner in value.items() if inner is not None and inner is not False}
+    if len(given) != 1 or next(iter(given)) not in (*KINDS, "json_object"):
+        raise _invalid(f"must have exactly one of {', '.join(KINDS)} and json_object")
+    ((key, inner),) = given.items()
+    if key == "json_object":
+        return OutputFormat("json", '{"type":"object"}', "structured_outputs")
+    return _CHECKS[key](inner, "structured_outputs")
+
+
+def check_guided(kind: Kind) -> Any:
+    """The check of the field ``guided_<kind>``."""
+    return lambda value: None if value is None else _CHECKS[kind](value, f"guided_{kind}")
+
+
+def _json(schema: Any, param: str) -> OutputFormat:
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise _invalid(f"the schema is not valid JSON: {error}") from error
+    if schema is True:
+        schema = {}  # whatever is JSON; llguidance takes objects only
+    if not isinstance(schema, dict):
+        raise _invalid("the schema allows nothing" if schema is False else "the schema must be an object")
+    try:
+        text = orjson.dumps(schema).decode()
+    except (orjson.JSONEncodeError, RecursionError) as error:
+        raise _invalid(f"the schema cannot be read: {error}") from error
+    return OutputFormat("json", _bounded(text), param)
+
+
+def _text(kind: Literal["regex", "grammar"]) -> Any:
+    def check(value: Any, param: str) -> OutputFormat:
+        if not isinstance(value, str) or not value:
+            raise _invalid("must be a string that is not empty")
+        return OutputFormat(kind, _bounded(value), param)
+
+    return check
+
+
+def _choice(value: Any, param: str) -> OutputFormat:
+    if not isinstance(value, list) or not value or not all(isinstance(choice, str) and choice for choice in value):
+        raise _invalid("must be a list of strings that are not empty")
+    if len(value) > MAX_CHOICES:
+        raise _invalid(f"has {len(value)} entries; at most {MAX_CHOICES} are allowed")
+    _bounded("".join(value))
+    return OutputFormat("choice", value, param)
+
+
+_CHECKS: dict[str, Callable[[Any, str], OutputFormat]] = {
+    "json": _json,
+    "regex": _text("regex"),
+    "choice": _choice,
+    "grammar": _text("grammar"),
+}
+
+
+def _bounded(text: str) -> str:
+    if len(text.encode(errors="replace")) > MAX_CHARS:
+        raise _invalid(f"is longer than {MAX_CHARS} bytes")
+    return text
+
+
+def _invalid(message: str) -> PydanticCustomError:
+    return PydanticCustomError("invalid", "{message}", {"message": message})
+
+
+_OBJECT: dict[str, Any] = {"type": "object"}
+_STRING: dict[str, Any] = {"type": "string", "minLength": 1}
+_STRINGS: dict[str, Any] = {"type": "array", "items": _STRING, "minItems": 1, "maxItems": MAX_CHOICES}
+NULL: dict[str, Any] = {"type": "null"}
+
+
+def _typed(name: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    more = more or {}
+    return {"type": "object", "required": ["type", *more], "properties": {"type": {"const": name}, **more}}
+
+
+_JSON_SCHEMA = {"json_schema": {"type": "object", "required": ["schema"], "properties": {"name": {"type": "string"}, "schema": _OBJECT}}}
+RESPONSE_FORMAT = WithJsonSchema({"anyOf": [_typed("text"), _typed("json_object"), _typed("json_schema", _JSON_SCHEMA), NULL]})
+GUIDED = {
+    "json": WithJsonSchema({"anyOf": [_OBJECT, NULL]}),
+    "regex": WithJsonSchema({"anyOf": [_STRING, NULL]}),
+    "choice": WithJsonSchema({"anyOf": [_STRINGS, NULL]}),
+    "grammar": WithJsonSchema({"anyOf": [_STRING, NULL]}),
+}
+_ONE_OF = {"json": _OBJECT, "regex": _STRING, "choice": _STRINGS, "grammar": _STRING, "json_object": {"const": True}}
+STRUCTURED_OUTPUTS = WithJsonSchema(
+    {
+        "anyOf": [
+            *(
+                {"type": "object", "required": [key], "properties": {key: kind}, "additionalProperties": False}
+                for key, kind in _ONE_OF.items()
+            ),
+            NULL,
+        ]
+    }
+)

@@ -1,0 +1,190 @@
+"""What both generation endpoints share. Wrong types are refused, nulls mean "not given", unknown fields are kept apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from .fields import INT64, MAX_TOKENS, NULL, STRING, Body, invalid, schema, unknown_within
+from .output_format import (
+    GUIDED,
+    RESPONSE_FORMAT,
+    STRUCTURED_OUTPUTS,
+    OutputFormat,
+    check_guided,
+    check_response_format,
+    check_structured_outputs,
+)
+from .service_tier import ServiceTier
+from .timeouts import OnTimeout
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 1024
+MAX_TIMEOUT_S = 86_400
+
+
+def _stop(value: Any) -> list[str] | None:
+    """One string or several, as a list."""
+    strings = [value] if isinstance(value, str) else value
+    if strings is None or strings == []:
+        return None
+    if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
+        raise invalid("must be a string or a list of strings")
+    if len(strings) > MAX_STOP_STRINGS or any(not 1 <= len(s) <= MAX_STOP_CHARS for s in strings):
+        raise invalid(f"takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters")
+    return strings
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    """Token ids (JSON object keys, so strings) to biases; names every key that is no token id."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise invalid("must be an object of token ids and biases")
+    bad = [key for key in value if not key.isascii() or not key.isdigit() or len(key) > 18]
+    if bad:
+        raise invalid(f"these keys are not token ids: {', '.join(map(repr, bad[:20]))}")
+    wrong = [key for key, bias in value.items() if type(bias) not in (int, float) or not -100 <= bias <= 100]
+    if wrong:
+        raise invalid(f"the biases of these keys are not numbers from -100 to 100: {', '.join(wrong[:20])}")
+    if len(value) > 1024:
+        raise invalid(f"has {len(value)} entries; at most 1024 are allowed")
+    return {int(key): float(bias) for key, bias in value.items()}
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise invalid("must be a number of tokens, or -1 for as many as there is room for")
+    return value
+
+
+STOP = schema(
+    {**STRING, "maxLength": MAX_STOP_CHARS},
+    {"type": "array", "items": {**STRING, "maxLength": MAX_STOP_CHARS}, "maxItems": MAX_STOP_STRINGS},
+    NULL,
+)
+LOGIT_BIAS = schema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}, NULL)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SamplingFields(Body):
+    """What both generation endpoints share. Ranges are OpenAI's; the fields it does not have are named as vLLM names them."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=INT64)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: Annotated[Any, BeforeValidator(_logit_bias), LOGIT_BIAS] = None
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Annotated[Any, BeforeValidator(_stop), STOP] = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    """Requests with the same key like to meet the same workers."""
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = (
+        None
+    )
+    service_tier: ServiceTier | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_not_zero)] | None = None
+    """The prompt's last so many tokens are taken; -1: as many as there is room for."""
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    """Seconds until the request must have ended; ours, not OpenAI's."""
+    on_timeout: OnTimeout | None = None
+    """What an answer is that its deadline cuts; ours."""
+    response_format: Annotated[Any, BeforeValidator(check_response_format), RESPONSE_FORMAT] = None
+    structured_outputs: Annotated[Any, BeforeValidator(check_structured_outputs), STRUCTURED_OUTPUTS] = None
+    guided_json: Annotated[Any, BeforeValidator(check_guided("json")), GUIDED["json"]] = None
+    guided_regex: Annotated[Any, BeforeValidator(check_guided("regex")), GUIDED["regex"]] = None
+    guided_choice: Annotated[Any, BeforeValidator(check_guided("choice")), GUIDED["choice"]] = None
+    guided_grammar: Annotated[Any, BeforeValidator(check_guided("grammar")), GUIDED["grammar"]] = None
+
+    @model_validator(mode="after")
+    def _options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("invalid", "stream_options: only allowed with `stream` true")
+        return self if self.output_format is None else self._one_format(self.output_format)
+
+    def _one_format(self, wanted: OutputFormat) -> Self:
+        if len(others := [found.param for found in self._formats()]) > 1:
+            raise invalid(f"{others[1]}: not allowed together with `{others[0]}`")
+        if self.ignore_eos or self.min_tokens:
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise invalid(f"{name}: not allowed together with `{wanted.param}`, which says where the output ends")
+        return self
+
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        found = super().unknown_fields()
+        if self.stream_options is not None:
+            found += unknown_within("stream_options", self.stream_options)
+        return found if self.response_format is None else [*found, *self.response_format.unknown]
+
+    @property
+    def output_format(self) -> OutputFormat | None:
+        """What the output is to look like; None: anything."""
+        found: OutputFormat | None = (
+            self.response_format
+            or self.structured_outputs
+            or self.guided_json
+            or self.guided_regex
+            or self.guided_choice
+            or self.guided_grammar
+        )
+        return found
+
+    def _formats(self) -> Iterator[OutputFormat]:
+        for found in (
+            self.response_format,
+            self.structured_outputs,
+            self.guided_json,
+            self.guided_regex,
+            self.guided_choice,
+            self.guided_grammar,
+        ):
+            if found is not None:
+                yield found
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_on_every_chunk(self) -> bool:
+        return self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def obfuscated(self) -> bool:
+        """Whether chunks are padded, so that their lengths on the wire do not tell the tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
+
+    @property
+    def num_candidates(self) -> int:
+        """Sequences that are generated for each prompt."""
+        return self.n or 1
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """What the client asked for."""
+        return self.max_tokens

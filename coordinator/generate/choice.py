@@ -1,0 +1,258 @@
+"""One choice of a response: takes a sequence's tokens in, gives text out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, Literal, NamedTuple, Protocol
+
+import orjson
+
+from ...transport.messages.messages import TokenLogprobs
+from ..chat_output.events import OutputParser
+from ..lifecycle.request import Ended
+from ..metrics.histogram import BatchedHistogram
+from ..text.detokenizer import Detokenizer, StopStrings
+from .formats import ChoiceResult, Format, ReportedReason, Usage, around_text
+from .logprobs import TokenEntry
+from .prompts import Prompt
+
+
+class ChoiceOptions(NamedTuple):
+    """What all choices of one exchange share."""
+
+    form: Format
+    itl: BatchedHistogram
+    detokenizer_of: Callable[[Sequence[int]], Detokenizer]
+    streamed: bool = False
+    stop: Sequence[str] | None = None
+    min_tokens: int = 0
+    logprobs: bool = False
+    echo: bool = False
+    usage_on_every_chunk: bool = False
+    padded: bool = False  # each chunk is of a length that tells little
+    token_ids: bool = False  # shown beside the text
+    ranked: bool = False  # the exchange will ask how likely it is
+    parser_of: Callable[[Prompt], OutputParser] | None = None  # chats whose text is read for thoughts and tool calls
+    thinks: bool = False  # its answers may begin with a thought
+    max_calls: int = 1 << 30
+    short_call_ids: bool = False
+    as_function_call: bool = False  # its one call is told of as before there were tools
+
+
+class Exchange(Protocol):
+    """The HTTP exchange, as its choices see it."""
+
+    def begin(self) -> None:
+        """Sends the headers of the stream, once."""
+
+    def write(self, data: bytes) -> None:
+        """Sends chunks."""
+
+    def usage_so_far(self) -> Usage:
+        """For clients that want it on every chunk."""
+
+    def stop_met(self, choice: Choice) -> None:
+        """The choice is complete before the worker knows."""
+
+    def choice_ended(self, choice: Choice, ended: Ended) -> None:
+        """The choice's sequence has ended, for whatever reason."""
+
+
+class Choice:
+    """A ``Sink``. Stop strings and log probabilities are seen to as each token comes, so that a stream and a whole response are cut
+    at the same place; a plain token costs one list lookup and one append.
+
+    Log probabilities wait with the text of their tokens: those of a stop string are never shown.
+    """
+
+    __slots__ = (
+        "_around",
+        "_checked",
+        "_detokenizer",
+        "_entries",
+        "_exchange",
+        "_last_write",
+        "_logprob_sum",
+        "_num_chars",
+        "_num_shown",
+        "_opened",
+        "_options",
+        "_parts",
+        "_plain",
+        "_step",
+        "_stops",
+        "_token_ids",
+        "_told",
+        "_write",
+        "ended",
+        "first_token_at",
+        "index",
+        "num_tokens",
+        "prompt",
+        "request_id",
+        "timed_out",
+    )
+
+    def __init__(self, exchange: Exchange, options: ChoiceOptions, index: int, prompt: Prompt, request_id: str) -> None:
+        shown = prompt.text if options.echo else ""
+        self.index = index
+        self.prompt = prompt
+        self.request_id = request_id
+        self.num_tokens = 0
+        self.first_token_at = 0.0  # monotonic seconds
+        self.ended: Ended | None = None
+        self.timed_out: Literal["timeout", "length"] | None = None  # its finish reason where a deadline has cut it
+        self._exchange = exchange
+        self._options = options
+        self._detokenizer = options.detokenizer_of(prompt.token_ids)
+        self._step: Callable[[int], str] = self._detokenizer.step
+        self._write = exchange.write
+        self._stops = StopStrings(options.stop) if options.stop else None
+        self._entries: list[TokenEntry] | None = [] if options.logprobs else None
+        self._parts: list[str] = [shown] if shown else []  # text that has not been written
+        self._num_chars = len(shown)  # of all text, held back or not
+        self._num_shown = 0
+        self._plain = False
+        self._token_ids: list[int] | None = [] if options.token_ids else None  # not shown yet
+        self._told = False  # the prompt's token ids
+        self._checked = any((options.logprobs, options.token_ids, options.usage_on_every_chunk, options.padded))  # more than text
+        self._logprob_sum = 0.0
+        self._opened = False
+        self._last_write = 0.0
+        self._around = around_text(options.form, index) if options.streamed else (b"", b"")
+
+    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if self._plain:
+            self.num_tokens += 1
+            self._parts.append(self._step(token_id))
+        else:
+            self._push_checked(token_id, logprobs)
+
+    def push_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        assert self._entries is not None, "prompt logprobs that nobody asked for"
+        detokenizer, offset = self._options.detokenizer_of(()), 0
+        for token_id, entry in zip(self.prompt.token_ids, (None, *logprobs), strict=True):
+            self._entries.append(TokenEntry(token_id, entry, offset))
+            offset += len(detokenizer.step(token_id))
+
+    def flush(self) -> None:
+        parts = self._parts
+        if not parts or not self._options.streamed:
+            return
+        if not self._opened or self._checked:
+            self._flush_checked()
+            return
+        text = parts[0] if len(parts) == 1 else "".join(parts)
+        if text:
+            head, tail = self._around
+            self._write(head + orjson.dumps(text) + tail)
+            now = monotonic()
+            self._options.itl.observe((now - self._last_write) / len(parts))
+            self._last_write = now
+        parts.clear()
+
+    def end(self, ended: Ended) -> None:
+        self.ended = ended
+        self._exchange.choice_ended(self, ended)
+
+    def finish_reason(self) -> ReportedReason | None:
+        """None if it was cancelled or has failed."""
+        if self._stops is not None and self._stops.matched:
+            return "stop"
+        return self.timed_out or (self.ended.finish_reason if self.ended else None)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of its tokens: those of a thought."""
+        return 0
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens, where they were reported."""
+        return self._logprob_sum / max(1, self.num_tokens)
+
+    def last_chunk(self, reason: ReportedReason) -> bytes:
+        """The rest of the text and the finish reason, as a chunk."""
+        return self._opening() + self._chunk(self._rest(), reason)
+
+    def result(self, reason: ReportedReason) -> ChoiceResult:
+        """The whole choice, if it was not streamed."""
+        text = self._rest()
+        return ChoiceResult(self.index, text, self._show(text, last=True), reason, more=self._more())
+
+    def _push_checked(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        stops = self._stops
+        if stops is not None and stops.matched:
+            return
+        if not self.num_tokens:
+            self.first_token_at = monotonic()
+        self.num_tokens += 1
+        if self._token_ids is not None:
+            self._token_ids.append(token_id)
+        if logprobs is not None:
+            self._logprob_sum += logprobs.logprob
+        if self._entries is not None and logprobs is not None:
+            self._entries.append(TokenEntry(token_id, logprobs, self._num_chars))
+        text = self._step(token_id)
+        self._num_chars += len(text)
+        if stops is not None and self.num_tokens > self._options.min_tokens:
+            text = stops.feed(text)
+            if stops.matched:
+                self._exchange.stop_met(self)
+        self._parts.append(text)
+        self._plain = stops is None and self._entries is None and self._token_ids is None and not self._options.ranked
+
+    def _flush_checked(self) -> None:
+        text, num_tokens = "".join(self._parts), len(self._parts)
+        self._parts.clear()
+        if not text:
+            return
+        opened = self._opened
+        self._exchange.begin()
+        self._write(self._opening() + self._chunk(text, None))
+        now = monotonic()
+        if opened:
+            self._options.itl.observe((now - self._last_write) / num_tokens)
+        self._last_write = now
+
+    def _opening(self) -> bytes:
+        if self._opened:
+            return b""
+        self._opened = True
+        return self._options.form.opening(self.index)
+
+    def _chunk(self, text: str, reason: ReportedReason | None) -> bytes:
+        usage = self._exchange.usage_so_far() if self._options.usage_on_every_chunk else None
+        entries = self._show(text, last=reason is not None)
+        return self._options.form.chunk(self.index, text, entries=entries, finish_reason=reason, usage=usage, more=self._more())
+
+    def _more(self) -> dict[str, Any] | None:
+        """Token ids that were not shown yet; before the first, the prompt's."""
+        if self._token_ids is None:
+            return None
+        shown, self._token_ids = self._token_ids, []
+        prompt = {} if self._told else {"prompt_token_ids": list(self.prompt.token_ids)}
+        self._told = True
+        return {**prompt, "token_ids": shown}
+
+    def _show(self, text: str, *, last: bool) -> list[TokenEntry] | None:
+        """Log probabilities of the tokens whose text begins before the end of what has now been shown."""
+        self._num_shown += len(text)
+        if self._entries is None:
+            return None
+        cut = self._stops is not None and self._stops.matched
+        everything = last and not cut
+        shown = [entry for entry in self._entries if everything or entry.offset < self._num_shown]
+        del self._entries[: len(shown)]
+        return shown
+
+    def _rest(self) -> str:
+        if self._stops is None:
+            self._parts.append(self._detokenizer.finish())
+        elif not self._stops.matched:
+            self._parts.append(self._stops.feed(self._detokenizer.finish()))
+            self._parts.append(self._stops.finish())
+        text = "".join(self._parts)
+        self._parts.clear()
+        return text

@@ -1,0 +1,140 @@
+"""A choice of a chat whose text is read for thoughts and tool calls."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
+from typing import Any
+
+from ..chat_output.events import CallArguments, CallStarted, Event, OutputParser, Reasoning, joined
+from ..chat_output.reasoning import thinks_already
+from ..chat_output.thought_counter import ThoughtCounter
+from ..text.detokenizer import Detokenizer
+from .choice import Choice, ChoiceOptions, Exchange
+from .formats import ChatFormat, ChoiceResult, ReportedReason
+from .prompts import Prompt
+
+
+class MarkedDetokenizer:
+    """A ``Detokenizer`` that writes out those special tokens that mark calls and thoughts."""
+
+    def __init__(self, inner: Detokenizer, marks: dict[int, str]) -> None:
+        self._inner, self._marks = inner, marks
+
+    def step(self, token_id: int) -> str:
+        """See ``Detokenizer``."""
+        mark = self._marks.get(token_id)
+        return self._inner.step(token_id) if mark is None else self._inner.finish() + mark
+
+    def finish(self) -> str:
+        """See ``Detokenizer``."""
+        return self._inner.finish()
+
+
+class ParsedChoice(Choice):
+    """``max_calls``: further calls are not told of. Ids of calls are made here; ``short_ids``: as Mistral's templates want them."""
+
+    __slots__ = ("_ids", "_max_calls", "_parser", "_short_ids", "_thought")
+
+    def __init__(
+        self, exchange: Exchange, options: ChoiceOptions, index: int, prompt: Prompt, request_id: str, parser: OutputParser
+    ) -> None:
+        super().__init__(exchange, options, index, prompt, request_id)
+        self._parser = parser
+        self._ids: list[str] = []
+        self._max_calls, self._short_ids = options.max_calls, options.short_call_ids
+        self._thought: ThoughtCounter | None = None
+        if options.thinks:
+            self._thought = ThoughtCounter(self._detokenizer, opened=thinks_already(prompt.text))
+            self._detokenizer, self._step = self._thought, self._thought.step
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """See ``Choice``."""
+        return 0 if self._thought is None else self._thought.num_tokens
+
+    def flush(self) -> None:
+        """See ``Sink``."""
+        if self._parts and self._options.streamed:
+            self._flush_checked()
+
+    def last_chunk(self, reason: ReportedReason) -> bytes:
+        """See ``Choice``."""
+        events = self._read(self._rest(), last=True)
+        chunks = b"".join(self._event_chunks(events))
+        return self._opening() + chunks + self._delta({}, self._reason(reason))
+
+    def result(self, reason: ReportedReason) -> ChoiceResult:
+        """See ``Choice``."""
+        text = self._rest()
+        events = joined(self._read(text, last=True))
+        content = "".join(event.text for event in events if not isinstance(event, CallStarted | CallArguments | Reasoning))
+        thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
+        names = [event.name for event in events if isinstance(event, CallStarted)]
+        arguments = ["".join(e.text for e in events if isinstance(e, CallArguments) and e.call == call) for call in range(len(names))]
+        called = [{"name": name, "arguments": text} for name, text in zip(names, arguments, strict=True)]
+        result = ChoiceResult(
+            self.index, content, self._show("", last=True), self._reason(reason), reasoning=thoughts or None, more=self._more()
+        )
+        if not self._options.as_function_call:
+            result.tool_calls = [{"id": id, "type": "function", "function": one} for id, one in zip(self._ids, called, strict=True)]
+        elif called:
+            result.function_call = called[0]
+        return result
+
+    def _flush_checked(self) -> None:
+        num_tokens = len(self._parts)
+        events = self._read("".join(self._parts), last=False)
+        self._parts.clear()
+        if not events:
+            return
+        opened = self._opened
+        self._exchange.begin()
+        self._write(self._opening() + b"".join(self._event_chunks(events)))
+        now = monotonic()
+        if opened:
+            self._options.itl.observe((now - self._last_write) / num_tokens)
+        self._last_write = now
+
+    def _read(self, text: str, *, last: bool) -> list[Event]:
+        self._num_shown += len(text)
+        events = self._parser.feed(text)
+        if last:
+            events += self._parser.finish()
+        events = [e for e in events if not isinstance(e, CallStarted | CallArguments) or e.call < self._max_calls]
+        for event in events:
+            if isinstance(event, CallStarted):
+                self._ids.append(secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}")
+        return events
+
+    def _event_chunks(self, events: Sequence[Event]) -> Iterator[bytes]:
+        for event in events:
+            yield self._delta(self._fields(event), None)
+
+    def _fields(self, event: Event) -> dict[str, Any]:
+        if isinstance(event, CallStarted):
+            function = {"name": event.name, "arguments": ""}
+            if self._options.as_function_call:
+                return {"function_call": function}
+            return {"tool_calls": [{"index": event.call, "id": self._ids[event.call], "type": "function", "function": function}]}
+        if isinstance(event, CallArguments):
+            if self._options.as_function_call:
+                return {"function_call": {"arguments": event.text}}
+            return {"tool_calls": [{"index": event.call, "function": {"arguments": event.text}}]}
+        return {"reasoning_content" if isinstance(event, Reasoning) else "content": event.text}
+
+    def _delta(self, delta: dict[str, Any], reason: ReportedReason | None) -> bytes:
+        form = self._options.form
+        assert isinstance(form, ChatFormat), "completions are not parsed"
+        usage = self._exchange.usage_so_far() if self._options.usage_on_every_chunk else None
+        entries = self._show("", last=reason is not None)
+        return form.delta_chunk(self.index, delta, entries=entries, finish_reason=reason, usage=usage, more=self._more())
+
+    def _reason(self, reason: ReportedReason) -> ReportedReason:
+        if not self._ids or reason != "stop":
+            return reason
+        return "function_call" if self._options.as_function_call else "tool_calls"
+
+
+ParserOf = Callable[[Prompt], OutputParser]

@@ -1,0 +1,326 @@
+"""One request for tokens on its HTTP connection: what has come in, and the way back to its client.
+
+Each token of each stream is written here, and thousands of requests a second pass, so nothing lies between this and the connection:
+neither ASGI nor a task for each request. A client that reads too slowly has its text joined in a buffer; one that lets the buffer grow
+beyond its bound is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Protocol
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from ..generate.limits import HttpLimits
+from ..tenants.limits import ANONYMOUS, Account
+from .access.access import Access
+from .access.forwarded import TrustedProxies
+from .body import check_headers, check_is_json
+from .errors import ApiError, BodyTooLarge
+from .overload import Overload
+from .reader.body_reader import BodyReader
+
+Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
+Headers = list[tuple[bytes, bytes]]
+JSON = (b"content-type", b"application/json")
+
+
+class Responder(Protocol):
+    """Who answers a call, once it has been understood."""
+
+    def client_gone(self) -> None:
+        """The connection has ended before the response was complete."""
+
+    def client_too_slow(self) -> None:
+        """The connection is about to be cut off. Called from within a write."""
+
+
+class Answering(Protocol):
+    """A call, as far as its answer goes."""
+
+    account: Account
+
+    @property
+    def client(self) -> str:
+        """The client's address; see ``Call``."""
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """A whole response."""
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Status and headers of a stream; once, before the first write."""
+
+    def write(self, data: bytes) -> None:
+        """Part of a stream's body; not empty."""
+
+    def finish(self, data: bytes) -> None:
+        """The last part of a stream's body; not empty."""
+
+
+class CallHandler(Protocol):
+    """Who takes calls in."""
+
+    limits: HttpLimits
+    access: Access
+    proxies: TrustedProxies
+    overload: Overload
+
+    @property
+    def reader(self) -> BodyReader:
+        """What reads large bodies."""
+
+    def opened(self, call: Call) -> None:
+        """A call is the next to be answered on its connection; its body may still be on its way."""
+
+    def account_of(self, call: Call) -> Account:
+        """Whose it is, by its headers: before any of its body is read. Raises Unauthorized."""
+
+    def handle(self, call: Call) -> None:
+        """The call is complete."""
+
+    def refuse(self, call: Call, error: ApiError) -> None:
+        """The call cannot be taken."""
+
+    def closed(self, call: Call) -> None:
+        """Its response is with the operating system, or its client has gone. Once, for every call that was opened."""
+
+
+class Connection(Protocol):
+    """The HTTP connection, as its calls see it."""
+
+    transport: asyncio.Transport
+    flow: FlowControl
+
+    client: tuple[str, int] | None
+    """The other end: address and port."""
+
+    @property
+    def default_headers(self) -> Headers:
+        """Of every response."""
+
+    def on_response_complete(self) -> None:
+        """The next request on this connection may be answered."""
+
+
+class _Unheard:
+    """An event that nobody waits for."""
+
+    def set(self) -> None: ...
+
+
+class Call:
+    """Methods neither block nor await. uvicorn's protocol keeps it as its ``cycle`` and sets the first three of its public fields."""
+
+    __slots__ = (
+        "_begun",
+        "_buffer",
+        "_chunked",
+        "_completed",
+        "_connection",
+        "_cors",
+        "_flow",
+        "_handler",
+        "_held",
+        "_last",
+        "_parts",
+        "_transport",
+        "_wants_continue",
+        "_whole",
+        "account",
+        "disconnected",
+        "endpoint",
+        "gone",
+        "headers",
+        "keep_alive",
+        "method",
+        "responder",
+        "response_complete",
+    )
+
+    message_event: ClassVar[_Unheard] = _Unheard()
+
+    def __init__(
+        self,
+        connection: Connection,
+        handler: CallHandler,
+        endpoint: Endpoint,
+        method: str,
+        headers: Mapping[bytes, bytes],
+        *,
+        http_version: str,
+        keep_alive: bool,
+        wants_continue: bool,
+    ) -> None:
+        self.keep_alive = keep_alive
+        self.disconnected = False  # uvicorn's to set; ours is ``gone``
+        self.gone = False
+        self.response_complete = False
+        self.endpoint: Endpoint = endpoint
+        self.method = method
+        self.headers = headers
+        self.account: Account = ANONYMOUS
+        self.responder: Responder | None = None
+        self._connection = connection
+        self._handler = handler
+        self._transport = connection.transport
+        self._flow = connection.flow
+        self._wants_continue = wants_continue
+        self._chunked = http_version != "1.0"  # for a stream; otherwise the end of the connection ends the body
+        self._cors = handler.access.cors(headers)
+        self._begun = False
+        self._whole = False  # all of the body is here
+        self._parts = bytearray()
+        self._held = 0  # bytes of it that count as held
+        self._buffer = bytearray()
+        self._last = False  # the response ends with what is in the buffer
+        self._completed = False  # nothing more may be written
+
+    # --- the request -----------------------------------------------------------------------------
+
+    @property
+    def body(self) -> bytearray:
+        """The request's body, once it is complete."""
+        return self._parts
+
+    def drop_body(self) -> None:
+        """It has been read, or nobody will: its memory is free again."""
+        self._parts = bytearray()
+        if self._held:
+            self._handler.overload.give_back("body_bytes", self._held)
+            self._held = 0
+
+    @property
+    def client(self) -> str:
+        """The client's address, as far as trusted proxies tell it; empty where there is none."""
+        peer = self._connection.client
+        return "" if peer is None else self._handler.proxies.client_of(peer[0], self.headers)[0]
+
+    def begin(self) -> None:
+        """All earlier requests of this connection have been answered."""
+        self._begun = True
+        self._handler.opened(self)
+        try:
+            self._handler.access.check(self.method, self.headers)
+            self.account = self._handler.account_of(self)
+            check_headers(self.headers, self._handler.limits.max_body_bytes)
+            if self.method == "POST":
+                check_is_json(self.headers)
+        except ApiError as error:
+            self._handler.refuse(self, error)
+            return
+        if self._wants_continue and not self._parts:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._advance()
+
+    def feed(self, data: bytes) -> None:
+        """More of the body."""
+        if len(self._parts) <= self._handler.limits.max_body_bytes:
+            self._parts += data
+            self._held += len(data)
+            self._handler.overload.hold("body_bytes", len(data))
+            self._advance()
+
+    def end_of_body(self) -> None:
+        self._whole = True
+        self._advance()
+
+    def refuse(self, error: ApiError) -> None:
+        """What came of it is no request, or too little."""
+        self._handler.refuse(self, error)
+
+    def _advance(self) -> None:
+        if not self._begun or self._completed:
+            return
+        if len(self._parts) > self._handler.limits.max_body_bytes:
+            self._handler.refuse(self, BodyTooLarge(self._handler.limits.max_body_bytes))
+        elif self._whole:
+            self._handler.handle(self)
+
+    # --- the response ----------------------------------------------------------------------------
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """A whole response."""
+        if self._completed:
+            return
+        length = b"content-length: %d\r\n" % len(body)
+        self._transport.write(self._head(status, headers, length) + (body if self.method != "HEAD" else b""))
+        self._completed = True
+        self._finished()
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Status and headers of a stream; once, before the first write."""
+        if not self._completed:
+            self._transport.write(self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._chunked else b""))
+
+    def write(self, data: bytes) -> None:
+        """Part of a stream's body; not empty."""
+        if self._flow.write_paused or self._completed:
+            self._buffer_up(data)
+        else:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def finish(self, data: bytes) -> None:
+        """The last part of a stream's body; not empty."""
+        if self._completed:
+            return
+        self._last = True
+        if self._flow.write_paused:
+            self._buffer_up(data)
+            self._completed = True
+        else:
+            self._completed = True
+            self._put(data)
+
+    def writable(self) -> None:
+        """The client has read on."""
+        if self._buffer:
+            data = bytes(self._buffer)
+            self._buffer.clear()
+            self._put(data)
+
+    def close(self) -> None:
+        """What is still written is dropped."""
+        self._completed = True
+        self._buffer.clear()
+
+    def lost(self) -> None:
+        """The connection has ended."""
+        self.drop_body()
+        if not self._begun or self.response_complete or self.gone:
+            return
+        self.gone = True
+        self.close()
+        if self.responder is not None:
+            self.responder.client_gone()
+        self._handler.closed(self)
+
+    def _put(self, data: bytes) -> None:
+        end = b"0\r\n\r\n" if self._last else b""
+        self._transport.write(b"%x\r\n%b\r\n%b" % (len(data), data, end) if self._chunked else data)
+        if self._last:
+            self._finished()
+
+    def _finished(self) -> None:
+        self.response_complete = True
+        self.drop_body()
+        if not self.keep_alive:
+            self._transport.close()
+        self._handler.closed(self)
+        self._connection.on_response_complete()
+
+    def _buffer_up(self, data: bytes) -> None:
+        if self._completed:
+            return
+        self._buffer += data
+        if len(self._buffer) > self._handler.limits.max_buffered_bytes:
+            self.close()
+            if self.responder is not None:
+                self.responder.client_too_slow()
+            self._transport.abort()
+
+    def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
+        lines = [b"%b: %b\r\n" % header for header in (*self._connection.default_headers, *self._cors, *headers)]
+        return b"".join([STATUS_LINE[status], *lines, framing, b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"])

@@ -1,0 +1,260 @@
+"""Errors as clients see them, in OpenAI's shape.
+
+    ApiError                     status, message, param, code, Retry-After
+    ├── InvalidRequest           400
+    │   └── ContextTooLong       400, code context_length_exceeded
+    ├── Unauthorized             401
+    ├── Forbidden                403
+    ├── NotFound                 404
+    ├── MethodNotAllowed         405
+    ├── RequestTimeout           408
+    ├── BodyTooLarge             413
+    ├── UnsupportedMediaType     415
+    ├── HeadersTooLarge          431
+    ├── Overloaded               429, Retry-After
+    ├── RateLimited              429, Retry-After, x-ratelimit-*
+    ├── Unavailable              503, Retry-After
+    ├── DeadlineExceeded         504
+    ├── StorageFull              507, Retry-After
+    └── InternalError            500
+
+Lower layers are mapped here alone: ``from_validation`` for pydantic, ``from_ended`` for the lifecycle.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, ClassVar
+
+import orjson
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from ..lifecycle.request import Ended, ErrorKind
+
+MAX_REPORTED = 3
+RETRY_AFTER_S = 1.0
+
+
+class ApiError(Exception):
+    """An answer that is not 200. ``param`` is the path of the field that is at fault."""
+
+    status: ClassVar[int] = 500
+    kind: str = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.code
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (type(self), self.args, self.__dict__)
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        return orjson.dumps({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers beside content type and length."""
+        if self.retry_after_s is None:
+            return []
+        return [(b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode())]
+
+
+def _unpickled(kind: type[ApiError], args: tuple[Any, ...], state: dict[str, Any]) -> ApiError:
+    """Past ``__init__``, whose parameters differ."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidRequest(ApiError):
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ContextTooLong(InvalidRequest):
+    """The prompt, or the prompt and the tokens asked for, exceed the model's context. Clients look for this wording."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, max_model_len: int, num_prompt_tokens: int, max_tokens: int | None, *, param: str, at_least: bool = False) -> None:
+        asked = f"your prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens"
+        if max_tokens is not None:
+            total = num_prompt_tokens + max_tokens
+            asked = f"you requested {total} tokens ({num_prompt_tokens} in the prompt, {max_tokens} for the completion)"
+        message = f"This model's maximum context length is {max_model_len} tokens, but {asked}. Shorten the prompt or ask for fewer tokens."
+        super().__init__(message, param=param)
+
+
+class Unauthorized(ApiError):
+    status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(ApiError):
+    status = 403
+    kind = "permission_error"
+    code = "forbidden"
+
+
+class NotFound(ApiError):
+    status = 404
+    kind = "invalid_request_error"
+
+
+class MethodNotAllowed(ApiError):
+    status = 405
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, allow: str) -> None:
+        super().__init__(message, code="method_not_allowed")
+        self.allow = allow
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"allow", self.allow.encode())]
+
+
+class RequestTimeout(ApiError):
+    """The client began a request and did not send all of it."""
+
+    status = 408
+    kind = "invalid_request_error"
+    code = "request_timeout"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"The request was not complete after {timeout_s:g} s (larger ones have longer); send it faster or in parts.")
+
+
+class HeadersTooLarge(ApiError):
+    status = 431
+    kind = "invalid_request_error"
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(f"The request's headers have more than {max_bytes} bytes; send fewer or shorter ones.")
+
+
+class BodyTooLarge(ApiError):
+    status = 413
+    kind = "invalid_request_error"
+    code = "request_too_large"
+
+    def __init__(self, max_body_bytes: int) -> None:
+        super().__init__(f"The request body is larger than {max_body_bytes} bytes, the most this server accepts.")
+
+
+class UnsupportedMediaType(ApiError):
+    status = 415
+    kind = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class Overloaded(ApiError):
+    status = 429
+    kind = "rate_limit_error"
+    code = "overloaded"
+
+
+class RateLimited(ApiError):
+    """A limit of the client's key or tenant is reached. ``what``: which; ``more``: headers that say what is left."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, code: str, what: str, more: list[tuple[bytes, bytes]], retry_after_s: float | None) -> None:
+        super().__init__(message, code=code, retry_after_s=retry_after_s)
+        self.what, self._more = what, more
+        if code == "insufficient_quota":
+            self.kind = "insufficient_quota"
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [*super().headers(), *self._more]
+
+
+class Unavailable(ApiError):
+    status = 503
+    kind = "service_unavailable_error"
+    code = "unavailable"
+
+
+class DeadlineExceeded(ApiError):
+    status = 504
+    kind = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class InternalError(ApiError):
+    code = "internal_error"
+
+
+def no_workers(gap: str) -> Unavailable:
+    """The answer while no pair of workers is connected; ``gap`` says who is missing."""
+    message = f"{gap[0].upper()}{gap[1:]}. Service resumes by itself when there is one of each role that fit together."
+    return Unavailable(message, retry_after_s=RETRY_AFTER_S)
+
+
+class StorageFull(ApiError):
+    """The disk that a file would go to has no space."""
+
+    status = 507
+    code = "insufficient_storage"
+
+    def __init__(self, where: object) -> None:
+        message = f"There is no space on the disk for {where}: nothing was stored. Free some there, then send the request again."
+        super().__init__(message, retry_after_s=30)
+
+
+def from_ended(ended: Ended) -> ApiError:
+    """The lifecycle's refusal or failure as an answer."""
+    kind: ErrorKind | None = ended.error
+    assert kind is not None
+    retry_after_s = ended.retry_after_s if ended.retry_after_s is not None else RETRY_AFTER_S
+    match kind:
+        case "overloaded":
+            return Overloaded(ended.message or "The server is overloaded.", retry_after_s=retry_after_s)
+        case "unavailable":
+            return Unavailable(ended.message or "No worker is available.", retry_after_s=retry_after_s)
+        case "deadline":
+            return DeadlineExceeded(ended.message or "The request did not finish before its deadline.")
+        case "refused":
+            return InvalidRequest(ended.message or "The request was refused.")
+        case "failed":
+            return InternalError(ended.message or "The request failed.")
+
+
+def from_validation(error: ValidationError) -> InvalidRequest:
+    """What pydantic found, with the path of each field."""
+    found = error.errors(include_url=False, include_input=False)
+    if found[0]["type"] == "json_invalid":
+        return InvalidRequest(f"The body is not valid JSON: {found[0]['msg'].removeprefix('Invalid JSON: ')}.", code="invalid_json")
+    if found[0]["type"] == "model_type" and not found[0]["loc"]:
+        return InvalidRequest("The body must be a JSON object.")
+    message = "; ".join(_sentence(detail) for detail in found[:MAX_REPORTED])
+    if len(found) > MAX_REPORTED:
+        message += f"; and {len(found) - MAX_REPORTED} more"
+    return InvalidRequest(message, param=field_path(found[0]["loc"]) or _named_field(found[0]["msg"]))
+
+
+def _named_field(message: str) -> str | None:
+    """Of a sentence about several fields, the one that it begins with."""
+    found = re.match(r"(\w+): ", message)
+    return found[1] if found else None
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """``("messages", 0, "content")`` as ``messages[0].content``."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    path = field_path(detail["loc"])
+    text = detail["msg"].removeprefix("Value error, ")
+    return f"{path}: {text}" if path else text

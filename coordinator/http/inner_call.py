@@ -1,0 +1,82 @@
+"""A request for tokens that did not come by HTTP: out of a batch, or over a WebSocket. It is answered like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from ..tenants.limits import Account
+from .call import Call, CallHandler, Endpoint, Headers
+
+
+class Listener(Protocol):
+    """Who hears the answer, on the event loop's thread. Must not block or raise."""
+
+    def answered(self, status: int, headers: Headers, body: bytes) -> None:
+        """All of it, not streamed."""
+
+    def streamed(self, data: bytes, *, last: bool) -> None:
+        """More of a stream: whole server-sent events."""
+
+
+class InnerCall(Call):
+    """A ``Call`` without a connection."""
+
+    __slots__ = ("_listener",)
+
+    def __init__(
+        self, handler: CallHandler, endpoint: Endpoint, body: bytes, account: Account, listener: Listener, headers: Mapping[bytes, bytes]
+    ) -> None:
+        self.endpoint, self.method, self.headers, self.account = endpoint, "POST", headers, account
+        self.gone = self.response_complete = False
+        self.responder = None
+        self._handler, self._listener = handler, listener
+        self._parts, self._held = bytearray(body), len(body)
+        self._completed = False
+
+    @property
+    def client(self) -> str:
+        """See ``Call``: none."""
+        return ""
+
+    def begin(self) -> None:
+        """Hands it to the handler; once."""
+        self._handler.overload.hold("body_bytes", self._held)
+        self._handler.opened(self)
+        self._handler.handle(self)
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """See ``Call``."""
+        if not self._completed:
+            self._completed = True
+            self._listener.answered(status, headers, body)
+            self._close()
+
+    def start(self, status: int, headers: Headers) -> None:
+        """See ``Call``: the listener needs none of it."""
+
+    def write(self, data: bytes) -> None:
+        """See ``Call``."""
+        if not self._completed and data:
+            self._listener.streamed(data, last=False)
+
+    def finish(self, data: bytes) -> None:
+        """See ``Call``."""
+        if not self._completed:
+            self._completed = True
+            self._listener.streamed(data, last=True)
+            self._close()
+
+    def abandon(self) -> None:
+        """Nobody waits for the answer any more."""
+        if not self.response_complete and not self.gone:
+            self.gone = self._completed = True
+            self.drop_body()
+            if self.responder is not None:
+                self.responder.client_gone()
+            self._handler.closed(self)
+
+    def _close(self) -> None:
+        self.response_complete = True
+        self.drop_body()
+        self._handler.closed(self)

@@ -1,0 +1,116 @@
+"""Has large bodies read by processes of their own, so that no client's request holds up another one's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from ...text.served_model import ServedModel
+from ..errors import ApiError, Overloaded, Unavailable
+from ..overload import Overload
+from .frames import receive, send
+
+LARGE_BODY_BYTES = 64 << 10
+"""A larger body is read in another process. Measured: the loop parses one of this size in 2 to 17 ms, whatever it holds."""
+MOST_PROCESSES = 4
+ANSWER_TIMEOUT_S = 120.0
+"""With no byte from a process for so long it is ended. The slowest bodies that were found take 2 s."""
+_log = logging.getLogger(__name__)
+
+
+class BodyReader:
+    """Starts its processes when they are first needed; each is some 100 MB. Methods are the loop's."""
+
+    def __init__(self, model: ServedModel, overload: Overload) -> None:
+        self._model, self._overload = model, overload
+        self._pickled = b""
+        num_processes = min(MOST_PROCESSES, max(1, (os.cpu_count() or 1) // 2))
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="body-reader")  # each waits for one process
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+        self._closed = False
+
+    def warm_up(self) -> None:
+        """Starts a process already, so that the first large body need not wait for it."""
+        self._threads.submit(lambda: self._idle.append(self._start()))
+
+    async def read(self, work: str, body: bytes | bytearray, *arguments: Any) -> Any:
+        """What ``Work`` in ``reader_process.py`` makes of it. Raises ApiError: its, or Overloaded or Unavailable."""
+        if not self._overload.take("tokenizer_bytes", len(body)):
+            raise Overloaded("Too many large requests are being read; try again soon.", retry_after_s=1)
+        try:
+            future = self._threads.submit(self._ask, work, arguments, body)
+            answer = await asyncio.wrap_future(future)
+        finally:
+            self._overload.give_back("tokenizer_bytes", len(body))
+        if not isinstance(answer, ApiError):
+            return answer
+        try:
+            raise answer
+        finally:
+            del answer, body  # else the error, by its traceback, would hold both until the collector finds them
+
+    def close(self) -> None:
+        """Ends the processes, in the middle of a body too."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in list(self._all):
+            process.end()
+
+    def _ask(self, work: str, arguments: tuple[Any, ...], body: bytes | bytearray) -> Any:
+        """On a thread. An ApiError is returned."""
+        process = self._idle.pop() if self._idle else self._start()
+        try:
+            answer = process.ask(work, (self._model.workers_hold(), *arguments), body)
+        except (OSError, EOFError) as error:
+            self._all.discard(process)
+            process.end()
+            _log.error("the process that reads large requests has ended or does not answer (%s): the next request starts another", error)
+            raise Unavailable("The process that reads large requests has ended; try again.", retry_after_s=1) from error
+        self._idle.append(process)
+        return answer
+
+    def _start(self) -> _Process:
+        self._pickled = self._pickled or pickle.dumps(replace(self._model, workers_hold=int))  # what they hold changes: told with each body
+        process = _Process(self._pickled)
+        self._all.add(process)
+        if self._closed:
+            process.end()
+        return process
+
+
+class _Process:
+    """One process; used by one thread at a time."""
+
+    def __init__(self, model: bytes) -> None:
+        self._connection, other = socket.socketpair()
+        with other:
+            command = [sys.executable, "-c", f"from {__package__}.reader_process import main; main({other.fileno()})"]
+            self._process = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
+        self._connection.settimeout(ANSWER_TIMEOUT_S)
+        self._model: bytes | None = model
+
+    def ask(self, work: str, arguments: tuple[Any, ...], body: bytes | bytearray) -> Any:
+        """Raises OSError or EOFError where it does not answer."""
+        if self._model is not None:
+            send(self._connection, self._model)
+            self._model = None
+        send(self._connection, pickle.dumps((work, arguments)), body)
+        return pickle.loads(receive(self._connection)[0])
+
+    def end(self) -> None:
+        """At once."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for an answer
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()

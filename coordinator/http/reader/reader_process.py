@@ -1,0 +1,147 @@
+"""Reads large bodies in a process of its own: parsing them holds Python's lock for up to seconds, and the coordinator has streams to serve.
+
+It has one connection to the coordinator, a socket pair whose both ends are ours, and ends when the coordinator's end does. Memory that a
+large body took is given back to the system before the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import socket
+from array import array
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...generate.bodies.tokens import DetokenizeRequest, TokenizeRequest
+from ...generate.bodies.unknown_fields import MAX_NAMES
+from ...generate.prompts import Prompt
+from ...generate.sampling_params import GenerateRequest
+from ...routes.token_pages import detokenized, page_request, tokenized
+from ...text.served_model import ServedModel
+from ..call import Endpoint
+from ..errors import ApiError, InvalidRequest
+from ..websocket_message import parsed_message, with_stream
+from .allocator import give_memory_back, trimmer
+from .frames import receive, send
+from .prompt_reading import TAIL_CHARS, Inputs, PromptReader, parse, without_inputs
+
+NICENESS = 5
+"""Streams come first: they write with every token, and large bodies arrive now and then."""
+MAX_VALUES = 1 << 20
+"""JSON values in one body: bounds the memory that parsing takes, some 100 bytes each. A prompt as ids has one for each token."""
+MEMBER_VALUES = 3
+"""Values that a member of an object counts as, beside its own: it takes so much more memory."""
+SCAN_BYTES = 1 << 20
+
+
+class Read(NamedTuple):
+    """A request as it travels: ``ids`` of each prompt are packed, for a million numbers are slow to pickle."""
+
+    request: GenerateRequest
+    unknown: list[str]
+    ids: list[bytes]
+    texts: list[str]
+    grammar: bytes
+
+    @classmethod
+    def of(cls, request: GenerateRequest, inputs: Inputs) -> Read:
+        whole = bool(getattr(request, "echo", False))
+        texts = [prompt.text if whole else prompt.text[-TAIL_CHARS:] for prompt in inputs.prompts]
+        ids = [array("I", prompt.token_ids).tobytes() for prompt in inputs.prompts]
+        unknown = [name[:64] for name in request.unknown_fields()[:MAX_NAMES]]
+        return cls(without_inputs(request), unknown, ids, texts, inputs.grammar)
+
+    def inputs(self) -> Inputs:
+        """As ``PromptReader.prepare`` made them; of a chat's text only the end."""
+        prompts = [Prompt(np.frombuffer(ids, np.uint32).tolist(), text) for ids, text in zip(self.ids, self.texts, strict=True)]
+        return Inputs(prompts, self.grammar)
+
+
+class Work:
+    """What the process can be asked for, by name. All raise ApiError."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.workers_hold = 0
+        self._reader = PromptReader(replace(model, workers_hold=lambda: self.workers_hold))
+
+    def generate(self, endpoint: Endpoint, body: bytearray) -> Read:
+        """A request for tokens, ready to be submitted."""
+        check_size(body)
+        request = parse(endpoint, body)
+        return Read.of(request, self._reader.prepare(request))
+
+    def tokenize(self, body: bytearray) -> bytes:
+        """The answer of /tokenize."""
+        check_size(body)
+        return tokenized(page_request(TokenizeRequest, body), self._reader.model)
+
+    def detokenize(self, body: bytearray) -> bytes:
+        """The answer of /detokenize."""
+        check_size(body)
+        return detokenized(page_request(DetokenizeRequest, body), self._reader.model)
+
+    def envelope(self, message: bytearray) -> tuple[dict[str, Any], bytes]:
+        """A WebSocket message without its body, and the body, for ``generate``."""
+        check_size(message)
+        found = parsed_message(message)
+        body = found.pop("body", None)
+        return found, with_stream(body)
+
+
+def check_size(body: bytes | bytearray) -> None:
+    """Raises InvalidRequest where it holds more values than any request needs."""
+    if (count := num_values(body)) > MAX_VALUES:
+        raise InvalidRequest(
+            f"The body holds {count} JSON values (members of objects count {1 + MEMBER_VALUES} times); at most {MAX_VALUES} are allowed. "
+            "Send fewer prompts or entries in one request.",
+            code="request_too_large",
+        )
+
+
+def num_values(body: bytes | bytearray) -> int:
+    """One for each comma and opening bracket outside of strings, and MEMBER_VALUES for each member of an object. Piece by piece."""
+    inside, count = False, 1
+    plain = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # now a quote begins or ends a string
+    for at in range(0, len(plain), SCAN_BYTES):
+        piece = np.frombuffer(plain, np.uint8, min(SCAN_BYTES, len(plain) - at), at)
+        in_string = np.logical_xor.accumulate(np.concatenate(([inside], piece == ord('"'))))
+        found = (piece == ord(",")) | (piece == ord("[")) | (piece == ord("{"))
+        count += int(np.count_nonzero(found & ~in_string[1:]))
+        count += MEMBER_VALUES * int(np.count_nonzero((piece == ord(":")) & ~in_string[1:]))
+        inside = bool(in_string[-1])
+    return count
+
+
+def serve(connection: socket.socket) -> None:
+    """Answers until the other end closes."""
+    with contextlib.suppress(EOFError, ConnectionError):  # the other end has closed
+        work = Work(pickle.loads(receive(connection)[0]))
+        trim = trimmer()
+        while True:
+            head, body = receive(connection)
+            name, (work.workers_hold, *arguments) = pickle.loads(head)
+            try:
+                answer: Any = getattr(work, name)(*arguments, body)
+            except ApiError as error:
+                answer = error
+            except (MemoryError, RecursionError) as error:
+                answer = InvalidRequest(f"The body cannot be read: it takes too much memory or is too deep ({type(error).__name__}).")
+            del body
+            send(connection, pickle.dumps(answer))
+            del answer, head
+            gc.collect()
+            trim()
+
+
+def main(fd: int) -> None:
+    """The process. ``fd``: its end of the socket pair."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the coordinator's to see
+    os.nice(NICENESS)
+    give_memory_back()
+    serve(socket.socket(fileno=fd))

@@ -1,0 +1,198 @@
+"""The HTTP server: uvicorn inside the coordinator's event loop, and the ASGI application it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from ...transport.channels.host import allow_many_files
+from ..batch.routes import BatchRoutes
+from ..batch.runner import BatchOptions, BatchRunner
+from ..dashboard.routes import Dashboard
+from ..generate.generate import GenerationApi
+from ..generate.limits import HttpLimits
+from ..listeners import Listeners
+from ..metrics.metrics import Metrics
+from ..metrics.sampler import Sampler
+from ..metrics.system_snapshot import SystemSnapshot
+from ..routes.admin import AdminRoutes, Fleet
+from ..routes.health import Health
+from ..routes.routes import OrdinaryRoutes
+from ..tenants.gate import Gate
+from ..tenants.tenancy import Tenancy
+from ..text.served_model import ServedModel
+from .access.gate import AccessGate
+from .access.operators import Operators
+from .errors import Unavailable
+from .front_door import FrontDoor
+from .listening_server import ListeningServer, bind, context_of
+from .overload import Overload
+from .protocol import HttpProtocol
+from .websocket_protocol import WebSocketProtocol
+from .websocket_stream import WebSocketStreams
+
+BACKLOG = 4096
+KEEP_ALIVE_S = 75
+POLL_S = 0.02
+
+
+class HttpApp:
+    """Requests for tokens go to ``generation`` straight from the protocol; all else comes here as ASGI, and goes through starlette."""
+
+    def __init__(
+        self,
+        dispatcher: Fleet,
+        model: ServedModel,
+        limits: HttpLimits,
+        system: Callable[[], SystemSnapshot],
+        operators: Operators | None = None,
+        tenancy: Tenancy | None = None,
+        more_admin: Sequence[Route] | None = None,
+        batches: BatchOptions | None = None,
+        price_per_hour: float | None = None,
+        front: FrontDoor | None = None,
+        overload: Overload | None = None,
+    ) -> None:
+        """``operators``: who they are; None: nobody can be one. ``more_admin``: the admin API has a port of its own, and these routes
+        beside its usual ones."""
+        self.front = front or FrontDoor()
+        self.metrics = Metrics(model.name, system, price_per_hour)
+        self.dashboard = Dashboard(model.name, system, self.metrics)
+        self.metrics.listeners.add("dashboard", self.dashboard.view.note)
+        sampled: Listeners[[float, SystemSnapshot]] = Listeners(self.metrics.failures)
+        sampled.add("dashboard", self.dashboard.view.sample)
+        sampled.add("efficiency", self.metrics.efficiency.sample)
+        self.health = Health(dispatcher, self.metrics.failures)
+        sampled.add("health", self.health.sample)
+        self.sampler = Sampler(system, sampled)
+        self.overload = overload or Overload()
+        self.metrics.registry.register(self.overload)
+        self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy, self.overload)
+        self.generation.access, self.generation.proxies = self.front.access, self.front.proxies
+        self.batches = None if batches is None else BatchRunner(batches, self.generation, (tenancy or Tenancy()).directory)
+        if self.batches is not None:
+            self.batches.failures = self.metrics.failures
+        clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]
+        if self.batches is not None:
+            clients += BatchRoutes(self.batches, self.overload).routes()
+        operators = operators or Operators(secrets.token_hex(32))
+        admin_routes = [*AdminRoutes(dispatcher).routes(), *(more_admin or ())]
+
+        def pages(more: Sequence[Route]) -> Starlette:
+            own = [*operators.routes(), *self.dashboard.routes(), *clients, *more]
+            return OrdinaryRoutes(dispatcher, model, self.generation, self.metrics, self.health, own).application()
+
+        gate = Gate(pages(admin_routes if more_admin is None else ()), operators, (tenancy or Tenancy()).directory)
+        self._pages = AccessGate(gate, self.front.access, self.front.proxies)
+        self.admin = AccessGate(Gate(pages(admin_routes), operators, None), self.front.admin_access, self.front.proxies)
+        """All pages and the admin API, for a port of their own."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._pages(scope, receive, send)
+
+    async def drain(self, grace_s: float) -> None:
+        """Takes no new request for tokens; gives the open ones ``grace_s`` seconds, then ends them with an error."""
+        refusal = Unavailable("The server is shutting down.", retry_after_s=1)
+        self.generation.refusal, self.health.stopping = refusal, True
+        deadline = monotonic() + grace_s
+        while self.generation.open and monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        for exchange in list(self.generation.open.values()):
+            exchange.fail(refusal)
+
+
+def create_app(
+    dispatcher: Fleet,
+    model: ServedModel,
+    limits: HttpLimits | None = None,
+    system: Callable[[], SystemSnapshot] = SystemSnapshot,
+    operators: Operators | None = None,
+    tenancy: Tenancy | None = None,
+    more_admin: Sequence[Route] | None = None,
+    batches: BatchOptions | None = None,
+    price_per_hour: float | None = None,
+    front: FrontDoor | None = None,
+    overload: Overload | None = None,
+) -> HttpApp:
+    """The application. ``system`` is asked at each scrape of /metrics; ``operators``, ``more_admin``: see
+    ``HttpApp``; ``tenancy``: keys and limits; default: none; ``batches``: where they are kept; default: none are;
+    ``front``: hosts, origins, TLS, proxies; default: for loopback; ``overload``: what all clients together may hold."""
+    limits = limits or HttpLimits()
+    return HttpApp(dispatcher, model, limits, system, operators, tenancy, more_admin, batches, price_per_hour, front, overload)
+
+
+class HttpServer:
+    """Runs an application on one listening socket. ``start`` and ``stop`` are called in the loop that is to run it."""
+
+    def __init__(
+        self, app: HttpApp, *, host: str = "127.0.0.1", port: int = 0, shared: bool = False, sock: socket.socket | None = None
+    ) -> None:
+        """Binds at once; ``shared``: beside other processes on the same port. Raises OSError with the address and what to do."""
+        self.app = app
+        config = uvicorn.Config(
+            app,
+            http=HttpProtocol,
+            ws=WebSocketProtocol,
+            ws_max_size=app.generation.limits.max_body_bytes,
+            ws_per_message_deflate=False,
+            lifespan="off",
+            log_config=None,
+            log_level="error",  # not a line for each client that speaks no HTTP
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=5,
+            ssl_context_factory=context_of(app.front.tls),
+        )
+        self._socket = sock or bind(host, port, shared=shared)
+        self._server = ListeningServer(config, self._socket)
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return self._server.port
+
+    async def start(self) -> None:
+        """Returns once connections are accepted."""
+        allow_many_files()
+        await self._server.start()
+        self._following = [asyncio.create_task(self.app.sampler.follow()), asyncio.create_task(self._hurry())]
+        if self.app.front.tls is not None:
+            self._following.append(asyncio.create_task(self.app.front.tls.follow()))
+        if self.app.batches is not None:
+            self.app.batches.start()
+
+    @property
+    def background(self) -> list[asyncio.Task[None]]:
+        """Tasks of which none may fail; after ``start``."""
+        batches = self.app.batches.task if self.app.batches is not None else None
+        return [*self._following, *([batches] if batches is not None else [])]
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Ends open requests as ``HttpApp.drain`` says, then all connections."""
+        for task in self._following:
+            task.cancel()
+        if self.app.batches is not None:
+            await self.app.batches.stop()
+        await self.app.drain(grace_s)
+        await self._server.stop()
+        self.app.generation.reader.close()
+
+    async def _hurry(self) -> None:
+        """Looks for clients that begin a request and do not end it."""
+        timeout_s, loop = self.app.generation.limits.receive_timeout_s, asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(1.0, timeout_s / 4))
+            for connection in tuple(self._server.server_state.connections):
+                if isinstance(connection, HttpProtocol | WebSocketProtocol):
+                    connection.hurry(loop.time(), timeout_s)

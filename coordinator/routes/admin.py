@@ -1,0 +1,96 @@
+"""What an operator may tell the running system: POST /admin/drain/{worker}, /admin/flip/{worker}?to=ROLE and /admin/log-level/{level},
+GET /admin/flips. The gate (``tenants/gate.py``) has let it in."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol, cast, get_args
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...transport.messages.messages import Role
+from ..http.errors import InvalidRequest, NotFound
+from ..lifecycle.request import Dispatcher
+from ..settings import LogLevel
+
+_log = logging.getLogger(__name__)
+
+
+class Fleet(Dispatcher, Protocol):
+    """The serving system, and what an operator may do with its workers."""
+
+    def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None:
+        """Has a worker change its role in place. Returns the change as it stands, JSON-ready; a sentence where it cannot; None: no such
+        worker."""
+
+    def flips(self) -> list[dict[str, object]]:
+        """The latest changes of roles, JSON-ready, oldest first."""
+
+
+class AdminRoutes:
+    """For an application behind the gate."""
+
+    def __init__(self, dispatcher: Fleet) -> None:
+        self._dispatcher = dispatcher
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/admin/drain/{worker:path}", self._drain, methods=["POST"]),
+            Route("/admin/flip/{worker:path}", self._flip, methods=["POST"]),
+            Route("/admin/flips", self._flips, methods=["GET"]),
+            Route("/admin/log-level/{level}", self._set_log_level, methods=["POST"]),
+        ]
+
+    async def _drain(self, request: Request) -> Response:
+        worker_id = request.path_params["worker"]
+        held = self._dispatcher.drain(worker_id, _timeout_s(request))
+        if held is None:
+            raise self._unknown(worker_id)
+        return Response(orjson.dumps(held), 202, media_type="application/json")
+
+    async def _flip(self, request: Request) -> Response:
+        worker_id, role = request.path_params["worker"], request.query_params.get("to", "")
+        if role not in get_args(Role):
+            raise InvalidRequest(f"to: {role[:40]!r} is none of {', '.join(get_args(Role))}", param="to")
+        ordered = self._dispatcher.flip(worker_id, cast(Role, role), _timeout_s(request))
+        if ordered is None:
+            raise self._unknown(worker_id)
+        if isinstance(ordered, str):
+            raise InvalidRequest(ordered, param="worker")
+        return Response(orjson.dumps(ordered), 202, media_type="application/json")
+
+    async def _flips(self, request: Request) -> Response:
+        return Response(orjson.dumps({"flips": self._dispatcher.flips()}), media_type="application/json")
+
+    def _unknown(self, worker_id: str) -> NotFound:
+        known = ", ".join(sorted(_worker_ids(self._dispatcher.snapshot()))) or "none"
+        return NotFound(f"There is no worker {worker_id!r} here; there are: {known}.", param="worker")
+
+    async def _set_log_level(self, request: Request) -> Response:
+        level = request.path_params["level"]
+        if level not in get_args(LogLevel):
+            raise InvalidRequest(f"level: {level[:40]!r} is none of {', '.join(get_args(LogLevel))}", param="level")
+        logging.getLogger().setLevel(level.upper())
+        _log.warning("log level is now %s", level)
+        return Response(orjson.dumps({"level": level}), media_type="application/json")
+
+
+def _timeout_s(request: Request) -> float | None:
+    text = request.query_params.get("timeout_s")
+    if text is None:
+        return None
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = -1.0
+    if not 0 <= timeout_s <= 3600:
+        raise InvalidRequest(f"timeout_s: {text[:40]!r} is no number of seconds from 0 to 3600", param="timeout_s")
+    return timeout_s
+
+
+def _worker_ids(snapshot: dict[str, object]) -> list[str]:
+    workers = snapshot.get("workers")
+    return [str(worker["worker_id"]) for worker in workers] if isinstance(workers, list) else []

@@ -1,0 +1,83 @@
+"""What /health says: whether anything is wrong, and what. It answers 200 while the process serves, for Kubernetes would kill it otherwise:
+a restart mends none of this. /ready is what takes a coordinator out of a load balancer."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..lifecycle.request import Dispatcher
+from ..listeners import ListenerFailures
+
+RECENT_S = 60.0
+"""A listener that has failed counts as failing for so long."""
+MIN_FREE_BYTES = 256 << 20
+DISK_PATIENCE_S = 0.5
+"""A network file system may hang: then it is reported as not answering."""
+NO_PROOF = "no request has passed prefill, handoff and decode yet"
+
+
+class Health:
+    """``folders``: where files are written, by the option that says so. Reasons name options and workers' roles, never a path or a request:
+    anybody may read them."""
+
+    def __init__(self, dispatcher: Dispatcher, failures: ListenerFailures) -> None:
+        self.folders: dict[str, Path] = {}
+        self.stopping = False
+        self._dispatcher, self._failures = dispatcher, failures
+        self._counts: Counter[str] = Counter()
+        self._failed_at: dict[str, float] = {}  # monotonic seconds, by listener
+        self._disks: asyncio.Future[dict[str, int]] | None = None
+
+    def sample(self, now: float, system: object = None) -> None:
+        """Looks which listeners have failed since the last look. (A listener of the sampler, which passes the system too.)"""
+        for name, count in self._failures.counts.items():
+            if count > self._counts[name]:
+                self._failed_at[name] = now
+        self._counts = Counter(self._failures.counts)
+
+    async def report(self, now: float) -> dict[str, Any]:
+        """JSON-ready: ``status`` is ok or degraded; ``checks`` have a ``status`` each, and a ``reason`` where it is not ok."""
+        self.sample(now)
+        reasons = {"serving": self._serving(), "listeners": self._listeners(now), "disk": await self._disk()}
+        checks = {name: {"status": "degraded", "reason": reason} if reason else {"status": "ok"} for name, reason in reasons.items()}
+        return {"status": "degraded" if any(reasons.values()) else "ok", "checks": checks}
+
+    def why_not_ready(self) -> str:
+        """ "" where requests can be served."""
+        return "" if self._dispatcher.ready() else self._dispatcher.gap() or self._dispatcher.failing() or NO_PROOF
+
+    def _serving(self) -> str:
+        return "the server is shutting down" if self.stopping else self.why_not_ready()
+
+    def _listeners(self, now: float) -> str:
+        failing = sorted(name for name, at in self._failed_at.items() if now - at < RECENT_S)
+        return f"failing, while requests go on: {', '.join(failing)}; the log says why" if failing else ""
+
+    async def _disk(self) -> str:
+        if not self.folders:
+            return ""
+        if self._disks is None:
+            self._disks = asyncio.ensure_future(asyncio.to_thread(_free_bytes, dict(self.folders)))
+        asked = self._disks  # by several requests at a time, perhaps
+        done, _ = await asyncio.wait([asked], timeout=DISK_PATIENCE_S)
+        if not done:
+            return f"the file system of {', '.join(self.folders)} does not answer"
+        free = asked.result()
+        if self._disks is asked:
+            self._disks = None
+        full = [f"{option} has {bytes_ >> 20} MiB free" for option, bytes_ in free.items() if bytes_ < MIN_FREE_BYTES]
+        return f"the disk is nearly full: {', '.join(full)}" if full else ""
+
+
+def _free_bytes(folders: Mapping[str, Path]) -> dict[str, int]:
+    """By option; a folder that is not there yet counts as its parent."""
+    found = {}
+    for option, folder in folders.items():
+        there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+        found[option] = shutil.disk_usage(there).free
+    return found

@@ -1,0 +1,137 @@
+"""Schemas of answers for /openapi.json. What a client may send is checked by models, whose schemas these stand beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..batch.store import OPEN
+from ..generate.bodies.service_tier import TOLD
+
+COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
+STRING: dict[str, Any] = {"type": "string"}
+STRING_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
+INTEGER: dict[str, Any] = {"type": "integer"}
+LOGPROB: dict[str, Any] = {"type": "number", "minimum": -9999}
+REASONS = ["stop", "length", "tool_calls", "function_call", "timeout"]
+
+
+def record(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An object with these properties; there may be others."""
+    return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
+
+
+def array(items: dict[str, Any], **bounds: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, **bounds}
+
+
+def or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+ERROR = record({"error": record({"message": STRING, "type": STRING, "param": STRING_OR_NULL, "code": STRING_OR_NULL})})
+USAGE = record(
+    {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},
+    {
+        "prompt_tokens_details": record({"cached_tokens": COUNT}),
+        "completion_tokens_details": record({"reasoning_tokens": COUNT}),
+        "splitserve": {"type": "object", "description": "Seconds by stage."},
+    },
+)
+_IDS = {"token_ids": array(COUNT), "prompt_token_ids": array(COUNT)}
+
+_TEXT_LOGPROBS = record(
+    {
+        "tokens": array(STRING),
+        "token_logprobs": array(or_null(LOGPROB)),
+        "top_logprobs": array(or_null({"type": "object", "additionalProperties": LOGPROB})),
+        "text_offset": array(COUNT),
+    }
+)
+_TOKEN = {"token": STRING, "logprob": LOGPROB, "bytes": array({"type": "integer", "minimum": 0, "maximum": 255})}
+_CHAT_LOGPROBS = record({"content": array(record({**_TOKEN, "top_logprobs": array(record(_TOKEN))})), "refusal": {"type": "null"}})
+
+_CALLED = record({"name": STRING, "arguments": STRING})
+_CALL = record({"id": STRING, "type": {"const": "function"}, "function": _CALLED})
+_MESSAGE = record(
+    {"role": {"const": "assistant"}, "content": STRING_OR_NULL, "refusal": {"type": "null"}},
+    {"reasoning_content": STRING, "tool_calls": array(_CALL, minItems=1), "function_call": _CALLED},
+)
+_PART_OF_CALLED = record({}, {"name": STRING, "arguments": STRING})
+_PART_OF_CALL = record({"index": COUNT}, {"id": STRING, "type": {"const": "function"}, "function": _PART_OF_CALLED})
+_DELTA = record(
+    {},
+    {
+        "role": {"const": "assistant"},
+        "content": STRING,
+        "reasoning_content": STRING,
+        "tool_calls": array(_PART_OF_CALL, minItems=1),
+        "function_call": _PART_OF_CALLED,
+    },
+)
+
+
+def _answer(kind: str, choices: dict[str, Any], usage: dict[str, Any], more: dict[str, Any] | None = None) -> dict[str, Any]:
+    required = {"id": STRING, "object": {"const": kind}, "created": INTEGER, "model": STRING, "choices": choices, **usage}
+    return record(required, {"service_tier": {"enum": sorted(set(TOLD.values()))}, **(more or {})})
+
+
+def _whole(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    item = record({"index": COUNT, "finish_reason": {"enum": REASONS}, **choice}, _IDS)
+    return _answer(kind, array(item, minItems=1), {"usage": USAGE})
+
+
+def _chunk(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    """The last one has no choices where usage was asked for. "error" ends a choice that could not be finished."""
+    item = record({"index": COUNT, "finish_reason": {"enum": [*REASONS, "error", None]}, **choice}, _IDS)
+    return _answer(kind, array(item), {}, {"usage": or_null(USAGE), "obfuscation": STRING})
+
+
+COMPLETION = _whole("text_completion", {"text": STRING, "logprobs": or_null(_TEXT_LOGPROBS)})
+COMPLETION_CHUNK = _chunk("text_completion", {"text": STRING, "logprobs": or_null(_TEXT_LOGPROBS)})
+CHAT_COMPLETION = _whole("chat.completion", {"message": _MESSAGE, "logprobs": or_null(_CHAT_LOGPROBS)})
+CHAT_COMPLETION_CHUNK = _chunk("chat.completion.chunk", {"delta": _DELTA, "logprobs": or_null(_CHAT_LOGPROBS)})
+TOKENS = record({"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)}, {"token_strs": or_null(array(STRING_OR_NULL))})
+TEXT = record({"prompt": STRING})
+MODEL = record({"id": STRING, "object": {"const": "model"}, "created": INTEGER, "owned_by": STRING, "max_model_len": COUNT})
+MODELS = record({"object": {"const": "list"}, "data": array(MODEL)})
+
+FILE = record(
+    {
+        "id": STRING,
+        "object": {"const": "file"},
+        "bytes": COUNT,
+        "created_at": INTEGER,
+        "filename": STRING,
+        "purpose": {"enum": ["batch", "batch_output"]},
+    }
+)
+DELETED = record({"id": STRING, "object": {"const": "file"}, "deleted": {"const": True}})
+_BATCH_USAGE = record(
+    {
+        "input_tokens": COUNT,
+        "input_tokens_details": record({"cached_tokens": COUNT}),
+        "output_tokens": COUNT,
+        "output_tokens_details": record({"reasoning_tokens": COUNT}),
+        "total_tokens": COUNT,
+    }
+)
+BATCH = record(
+    {
+        "id": STRING,
+        "object": {"const": "batch"},
+        "endpoint": STRING,
+        "input_file_id": STRING,
+        "created_at": INTEGER,
+        "status": {"enum": [*OPEN, "failed", "completed", "expired", "cancelled"]},
+        "request_counts": record({"total": COUNT, "completed": COUNT, "failed": COUNT}),
+        "usage": _BATCH_USAGE,
+        "output_file_id": STRING_OR_NULL,
+        "error_file_id": STRING_OR_NULL,
+    }
+)
+
+
+def page(item: dict[str, Any]) -> dict[str, Any]:
+    """Of a list, newest first."""
+    ends = {"first_id": STRING_OR_NULL, "last_id": STRING_OR_NULL}
+    return record({"object": {"const": "list"}, "data": array(item), **ends, "has_more": {"type": "boolean"}})

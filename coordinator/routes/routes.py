@@ -1,0 +1,191 @@
+"""The ordinary routes: small, rare, answered at once."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, TypeVar, get_args
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from ... import __version__
+from ..full_disk import is_full
+from ..generate.bodies.fields import Body
+from ..generate.bodies.tokens import DetokenizeRequest, TokenizeRequest
+from ..generate.bodies.unknown_fields import UnknownFields
+from ..generate.generate import GenerationApi
+from ..http.body import ClientGone, held_body
+from ..http.call import Endpoint
+from ..http.errors import ApiError, InternalError, MethodNotAllowed, NotFound, StorageFull, Unavailable
+from ..http.reader.body_reader import LARGE_BODY_BYTES
+from ..lifecycle.request import Dispatcher
+from ..metrics.metrics import CONTENT_TYPE, Metrics
+from ..text.served_model import ServedModel
+from .health import Health
+from .openapi import document
+from .token_pages import detokenized, page_request, tokenized
+
+Asked = TypeVar("Asked", bound=Body)
+
+
+class OrdinaryRoutes:
+    """Everything but generation."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        model: ServedModel,
+        generation: GenerationApi,
+        metrics: Metrics,
+        health: Health,
+        more: Sequence[BaseRoute] = (),
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._model = model
+        self._generation = generation
+        self._metrics = metrics
+        self._health_checks = health
+        self._more = more
+        self._unknown = UnknownFields()
+
+    def application(self) -> Starlette:
+        """As an ASGI application whose every error has OpenAI's shape."""
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/v1/models/", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/health", self._health),
+            Route("/ping", self._ping, methods=["GET", "POST"]),
+            Route("/version", self._version),
+            Route("/ready", self._ready),
+            Route("/metrics", self._render_metrics),
+            Route("/debug/state", self._debug_state),
+            Route("/openapi.json", self._openapi),
+            *self._more,
+        ]
+        app = Starlette(routes=routes, exception_handlers=error_handlers())
+        app.router.redirect_slashes = False
+        return app
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._model.check_name(request.path_params["name"])
+        return _json(self._model_card())
+
+    async def _tokenize(self, request: Request) -> Response:
+        return await self._page(request, "tokenize", TokenizeRequest, tokenized)
+
+    async def _detokenize(self, request: Request) -> Response:
+        return await self._page(request, "detokenize", DetokenizeRequest, detokenized)
+
+    async def _page(self, request: Request, work: str, kind: type[Asked], answer: Callable[[Asked, ServedModel], bytes]) -> Response:
+        limits, headers = self._generation.limits, dict(request.scope["headers"])
+        async with held_body(headers, request.receive, limits.max_body_bytes, self._generation.overload) as body:
+            if len(body) > LARGE_BODY_BYTES:
+                text: bytes = await self._generation.reader.read(work, body)
+            else:
+                asked = page_request(kind, body)
+                self._unknown.note(asked.unknown_fields())
+                text = await self._model.tokenizer.aside(lambda: answer(asked, self._model))
+        return Response(text, media_type="application/json")
+
+    async def _health(self, request: Request) -> Response:
+        return _json(await self._health_checks.report(monotonic()))
+
+    async def _ping(self, request: Request) -> Response:
+        return Response(status_code=200)
+
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def _ready(self, request: Request) -> Response:
+        if reason := self._health_checks.why_not_ready():
+            raise Unavailable(f"Not ready: {reason}.", retry_after_s=1)
+        return _json({"status": "ready"})
+
+    async def _render_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(monotonic()), headers={"content-type": CONTENT_TYPE})
+
+    async def _debug_state(self, request: Request) -> Response:
+        http = {"open_requests": self._metrics.num_open}
+        return _json({**self._dispatcher.snapshot(), "http": http})
+
+    async def _openapi(self, request: Request) -> Response:
+        return _json(document(batches=any(getattr(route, "path", "") == "/v1/batches" for route in self._more)))
+
+    def _model_card(self) -> dict[str, Any]:
+        model = self._model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "splitserve",
+            "max_model_len": model.max_model_len,
+        }
+
+
+def error_handlers() -> Any:
+    """For starlette: every error in OpenAI's shape."""
+    full = {OSError: _no_space, sqlite3.Error: _no_space}
+    return {**full, ApiError: _api_error, HTTPException: _http_error, ClientGone: _client_gone, Exception: _unexpected}
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def _error(error: ApiError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    return Response(error.body(), error.status, headers, media_type="application/json")
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        return _error(MethodNotAllowed(f"{request.url.path} takes {allow}, not {request.method}.", allow))
+    path, why = request.url.path, ""
+    paths = [getattr(route, "path", "") for route in request.app.routes]
+    if "/v1/models" in paths:  # the HTTP port, whose protocol answers these before any route
+        paths += get_args(Endpoint)
+    if path.startswith(("/v1/files", "/v1/batches")) and "/v1/batches" not in paths:
+        why = " on this server: it was started without --batch-file"
+    elif path.startswith("/admin/") and not any(each.startswith("/admin/") for each in paths):
+        why = " here: this server's admin API has a port of its own (--admin-port)"
+    elif near := next((each for each in (path.rstrip("/"), f"/v1{path.rstrip('/')}", path.removeprefix("/v1")) if each in paths), ""):
+        why = f": use {near}"  # a base URL without /v1, or with two
+    return _error(NotFound(f"There is no {request.method} {path}{why}.", code="unknown_url"))
+
+
+async def _no_space(request: Request, error: Exception) -> Response:
+    """Of a disk that is full; other errors of files stay what they are."""
+    if not is_full(error):
+        raise error
+    where = getattr(error, "filename", None) or f"temporary files, {tempfile.gettempdir()}"
+    return _error(StorageFull(where if isinstance(error, OSError) else f"what {request.url.path} stores"))
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    """Starlette raises the error again once this is sent, and so it is logged."""
+    return _error(InternalError("Internal error; the server's log says more."))

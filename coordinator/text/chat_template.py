@@ -1,0 +1,143 @@
+"""Chat templates: Jinja, in a sandbox, with Hugging Face's conventions.
+
+The template comes with the model, the messages from anyone. The sandbox allows neither attribute access to internals nor changes
+to what it is given; ``range`` and the number and size of messages are bounded, so the time a render takes is too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ..generate.bodies.chat import Message, ToolCall
+from ..http.errors import InvalidRequest
+from .tokenizer import Tokenizer, read_json
+
+FUNCTION_CALL_ID = "function0"
+"""Of a call that was told of as before there were tools, when calls had none; of the length that Mistral's templates want."""
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}``: marks the assistant's words for training; here it only renders its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Jinja's own filter escapes HTML; models have not seen that."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+class ChatTemplate:
+    """One compiled template."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
+        """Raises ValueError if the template does not compile."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+            self._template.globals = dict(self._template.globals)  # a chain of maps otherwise, which each render would walk
+        except TemplateError as error:
+            raise ValueError(f"the chat template does not compile: {error}") from error
+        self._special_tokens = special_tokens or {}
+        self.source = source
+        self._knows_developer = "developer" in source
+        self._knows_tools = "tools" in source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self.source, self._special_tokens)
+
+    @classmethod
+    def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """From ``chat_template.jinja`` or ``tokenizer_config.json``; None if the model has none."""
+        path = folder / "chat_template.jinja"
+        source = path.read_text() if path.is_file() else read_json(folder / "tokenizer_config.json").get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return cls(source, tokenizer.special_tokens()) if source else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        extra: dict[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
+        """The prompt; ``extra`` are further variables. Raises InvalidRequest with the template's own words if it refuses the messages."""
+        variables = {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **(extra or {})}
+        variables["messages"] = [self._as_dict(message) for message in messages]
+        if tools and self._knows_tools:
+            variables["tools"] = tools
+        elif tools:
+            variables["messages"] = _with_tools(variables["messages"], tools)
+        try:
+            return self._template.render(variables)
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise InvalidRequest(f"The model's chat template refused the messages: {error}", param="messages") from error
+
+    def _as_dict(self, message: Message) -> dict[str, Any]:
+        role = message.role
+        if role == "developer" and not self._knows_developer:
+            role = "system"  # what it was called before
+        elif role == "function":
+            role = "tool"  # what it is called since
+        fields: dict[str, Any] = {"role": role, "content": message.content or ""}
+        if message.name is not None:
+            fields["name"] = message.name
+        if message.tool_calls:
+            fields["tool_calls"] = [_as_templates_want(call) for call in message.tool_calls]
+        elif message.function_call is not None:
+            fields["tool_calls"] = [_as_templates_want(ToolCall(id=FUNCTION_CALL_ID, function=message.function_call))]
+        if message.tool_call_id is not None:
+            fields["tool_call_id"] = message.tool_call_id
+        elif message.role == "function":
+            fields["tool_call_id"] = FUNCTION_CALL_ID
+        if message.reasoning_content is not None:
+            fields["reasoning_content"] = message.reasoning_content
+        return fields
+
+
+def _as_templates_want(call: ToolCall) -> dict[str, Any]:
+    """OpenAI's clients send arguments as text; templates write them out as JSON, and so want the object."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except ValueError:
+        arguments = call.function.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For a template that knows no tools: a system message tells of them, in the words that Hermes and Qwen were taught with."""
+    text = (
+        "# Tools\n\nYou may call functions. Their signatures, within <tools></tools>:\n<tools>\n"
+        + "\n".join(_to_json(tool) for tool in tools)
+        + "\n</tools>\n\nFor a call, write a JSON object with its name and arguments within <tool_call></tool_call>:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <arguments-object>}\n</tool_call>'
+    )
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

@@ -1,0 +1,88 @@
+"""What the coordinator knows of the model it serves: no weights, only what turns requests into tokens and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
+from ..http.errors import NotFound
+from .chat_template import ChatTemplate
+from .tokenizer import Tokenizer, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What the model's ``generation_config.json`` recommends where a request says nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+
+    @classmethod
+    def of(cls, generation_config: dict[str, Any]) -> SamplingDefaults:
+        """Nulls and unknown keys are ignored."""
+        known = {name: generation_config.get(name) for name in cls.__dataclass_fields__}
+        return cls(**{name: value for name, value in known.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model under one name."""
+
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    longest: int
+    """Most tokens of prompt and output together, as the model or the settings have it."""
+    vocab_size: int
+    defaults: SamplingDefaults = SamplingDefaults()
+    chat_style: ChatStyle = field(default_factory=ChatStyle)
+    created: int = field(default_factory=lambda: int(time.time()))
+    workers_hold: Callable[[], int] = lambda: 0
+    """The longest sequence that every worker holds; 0: not known yet."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together that are served now."""
+        return min(self.longest, self.workers_hold() or self.longest)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        name: str,
+        *,
+        max_model_len: int | None = None,
+        tool_parser: ToolParserOption = "auto",
+        reasoning_parser: ReasoningOption = "auto",
+    ) -> ServedModel:
+        """From a checkpoint folder. Raises FileNotFoundError or ValueError that say what is missing or wrong."""
+        config = read_json(folder / "config.json")
+        longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
+        if not isinstance(longest, int) or not isinstance(vocab_size, int):
+            raise ValueError(f"{folder / 'config.json'} must exist and name max_position_embeddings and vocab_size")
+        if max_model_len is not None and max_model_len > longest:
+            raise ValueError(f"max_model_len is {max_model_len}, but the model's context ends at {longest} tokens")
+        tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
+        template = ChatTemplate.load(folder, tokenizer)
+        return cls(
+            name=name,
+            tokenizer=tokenizer,
+            chat_template=template,
+            chat_style=ChatStyle.of(template.source if template is not None else "", tool_parser, reasoning_parser),
+            longest=max_model_len or longest,
+            vocab_size=vocab_size,
+            defaults=SamplingDefaults.of(read_json(folder / "generation_config.json")),
+        )
+
+    def check_name(self, name: str | None) -> None:
+        """Raises NotFound. A request that names no model means the one there is."""
+        if name is not None and name != self.name:
+            raise NotFound(f"The model {name!r} does not exist; this server has {self.name!r}.", param="model", code="model_not_found")

@@ -1,0 +1,103 @@
+"""The pool of KV blocks: one tensor, block-major, so that a block of all layers is one contiguous run of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...kernels.huge_pages import advise_huge_pages, huge_page_bytes, populate
+from ..device import available_bytes
+from ..errors import OutOfMemoryError
+from ..model.config import ModelConfig
+
+PoolAllocator = Callable[[int], memoryview]
+"""Given a number of bytes, a writable buffer of at least that size: e.g. shared memory that other processes map."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayout:
+    """What one block looks like: [num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]."""
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVCacheLayout:
+        return cls(config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype)
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        return int(np.prod(self.block_shape)) * self.dtype.itemsize
+
+    @property
+    def description(self) -> str:
+        """Equal on two workers exactly if a block means the same to both (the model's dtype aside)."""
+        float8 = " in float8_e4m3fn" if self.dtype == torch.float8_e4m3fn else ""
+        return (
+            f"block-major/v1 [num_layers={self.num_layers}, 2, block_size={self.block_size}, "
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}]{float8}"
+        )
+
+
+class KVCache:
+    """Owns the pool. ``pool`` has shape [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+
+    def __init__(self, layout: KVCacheLayout, num_blocks: int, device: torch.device, allocate: PoolAllocator | None = None) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        num_bytes = num_blocks * layout.block_bytes
+        wanted = f"a KV cache of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB)"
+        free = available_bytes(device)
+        if num_bytes > free:
+            raise OutOfMemoryError(
+                f"{wanted} does not fit: {free / 2**30:.2f} GiB are free, enough for {free // layout.block_bytes} blocks; "
+                "lower --kv-cache-gib or --num-blocks"
+            )
+        try:
+            raw = _allocate(num_bytes, device, allocate)
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise OutOfMemoryError(f"{wanted} could not be allocated ({error}); lower --kv-cache-gib or --num-blocks") from error
+        if device.type == "cpu":
+            populate(raw)
+        self.pool: Tensor = raw.view(layout.dtype).view(num_blocks, *layout.block_shape)
+        self._raw = raw
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    @property
+    def block_bytes_view(self) -> NDArray[np.uint8]:
+        """uint8 [num_blocks, block_bytes] over the pool's own memory (CPU pools)."""
+        view: NDArray[np.uint8] = self._raw.numpy().reshape(self.num_blocks, self.layout.block_bytes)
+        return view
+
+    @property
+    def layer_bytes_view(self) -> NDArray[np.uint8]:
+        """uint8 [num_blocks, num_layers, layer_bytes] over the pool's own memory (CPU pools)."""
+        return self.block_bytes_view.reshape(self.num_blocks, self.layout.num_layers, -1)
+
+
+def _allocate(num_bytes: int, device: torch.device, allocate: PoolAllocator | None) -> Tensor:
+    """uint8 [num_bytes]."""
+    if allocate is None and device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    if allocate is None:
+        return huge_page_bytes(num_bytes)
+    buffer = allocate(num_bytes)
+    assert not buffer.readonly, "the pool buffer must be writable"
+    raw = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
+    advise_huge_pages(raw)
+    return raw

@@ -1,0 +1,162 @@
+"""The Llama family's decoder: Llama 2/3/3.1, Mistral, Qwen2/2.5 and Qwen3 differ in ``ModelConfig`` only.
+
+    h = embed(tokens)
+    each layer:  h += o(attention(rope(qkv(norm(h)))));  h += down(silu(gate(n)) * up(n)), n = norm(h)
+    logits = head(norm(h))
+
+T: num_tokens of the step, E: hidden_size, H: num_heads, KVH: num_kv_heads, D: head_dim, F: intermediate_size, V: vocab_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...kernels.interface import AttentionInputs, FusedLayers, LayerParts, RopeInputs
+from ..step.attention_metadata import AttentionMetadata
+from .config import ModelConfig
+from .expected_tensors import expected_tensors, ignored_tensors
+from .layers import LayerLoader
+from .rope import cos_sin_table
+
+
+class DecoderLayer:
+    def __init__(self, config: ModelConfig, index: int, load: LayerLoader) -> None:
+        name = f"model.layers.{index}"
+        self._index = index
+        self._kernels = load.kernels
+        self._eps = config.rms_norm_eps
+        self._sliding_window = config.sliding_windows[index]
+        self._intermediate_size = config.intermediate_size
+        self._input_norm = load.norm(f"{name}.input_layernorm")
+        self._qkv = load.column([f"{name}.self_attn.{p}_proj" for p in "qkv"], config.qkv_bias)
+        self._q_norm = load.norm(f"{name}.self_attn.q_norm") if config.qk_norm else None
+        self._k_norm = load.norm(f"{name}.self_attn.k_norm") if config.qk_norm else None
+        self._o = load.row(f"{name}.self_attn.o_proj", config.o_bias)
+        self._post_norm = load.norm(f"{name}.post_attention_layernorm")
+        self._gate_up = load.column([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], config.mlp_bias)
+        self._down = load.row(f"{name}.mlp.down_proj", config.mlp_bias)
+
+    @property
+    def parts(self) -> LayerParts:
+        """Its weights, for kernels that run several layers in one call."""
+        return LayerParts(
+            self._input_norm, self._qkv, self._q_norm, self._k_norm, self._o, self._post_norm, self._gate_up, self._down,
+            self._sliding_window, self._intermediate_size,
+        )  # fmt: skip
+
+    def project(self, hidden: Tensor | None, residual: Tensor, pool: Tensor, rope: RopeInputs) -> Tensor:
+        """Writes the tokens' keys and values to ``pool``; returns their queries [T, H, D].
+
+        ``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E], which takes it in.
+        """
+        k = self._kernels
+        normed = k.rms_norm(residual, self._input_norm, self._eps) if hidden is None else self._add_norm(hidden, residual, self._input_norm)
+        if self._q_norm is not None:
+            rope = replace(rope, q_norm=self._q_norm, k_norm=self._k_norm)
+        return k.rope_and_store(self._qkv(normed), pool, self._index, rope)  # of qkv [T, (H + 2 KVH) D]
+
+    def attend_and_mix(self, q: Tensor, residual: Tensor, pool: Tensor, attention: AttentionInputs) -> Tensor:
+        """The rest of the layer for the queries at hand, whose residual rows these are; returns its output, not yet added to them."""
+        k = self._kernels
+        if self._sliding_window is not None:
+            attention = replace(attention, sliding_window=self._sliding_window)
+        hidden = self._o(k.paged_attention(q, pool, self._index, attention))  # [T, E]
+        gate_up = self._gate_up(self._add_norm(hidden, residual, self._post_norm))  # [T, 2 F]
+        return self._down(k.silu_mul(gate_up))
+
+    def _add_norm(self, hidden: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return self._kernels.add_rms_norm(hidden, residual, weight, self._eps)
+
+
+class DecoderModel:
+    def __init__(self, config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool = False) -> None:
+        load.checkpoint.check(expected_tensors(config), ignored_tensors(config))
+        self._config = config
+        self._kernels = load.kernels
+        self._embed = load.vocabulary_embedding("model.embed_tokens")
+        self._layers = load.each(lambda i: DecoderLayer(config, i, load), config.num_layers)
+        self._fused = load.kernels.fuse_layers([layer.parts for layer in self._layers], config.rms_norm_eps)
+        self._norm = load.norm("model.norm")
+        self._head = load.vocabulary_head("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+        self._kv_scales = _kv_scales(config, load) if fp8_cache else None
+        self._cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len).to(load.device)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        pool: Tensor,
+        rows: Tensor | None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Runs the batch, writing its keys and values to ``pool``; final hidden states [n, E] of the token rows ``rows``.
+
+        ``rows`` int64 [n]; None: all, in order. ``on_layer`` is called with the number of layers whose keys and values are written
+        (on a GPU: will be, once what is in the stream has run).
+
+        Where every row is wanted, a decode step, kernels that can run all layers in one call do; ``on_layer`` then hears of the last
+        two counts.
+
+        Of the other rows the last layer needs keys and values only: its attention and MLP, 1 / num_layers of a prefill, are left out.
+        """
+        residual = self._embed(token_ids)
+        if rows is None and self._fused is not None:
+            return self._forward_fused(self._fused, residual, metadata, pool, on_layer)
+        hidden: Tensor | None = None
+        rope, attention = self._rope_inputs(metadata), self._attention_inputs(metadata)
+        for index, layer in enumerate(self._layers[:-1], start=1):
+            q = layer.project(hidden, residual, pool, rope)
+            if on_layer is not None:
+                on_layer(index)
+            hidden = layer.attend_and_mix(q, residual, pool, attention)
+        q = self._layers[-1].project(hidden, residual, pool, rope)
+        if on_layer is not None:
+            on_layer(len(self._layers))
+        if rows is not None:
+            q, residual, attention = q[rows], residual[rows], self._attention_inputs(metadata.of_rows(rows))
+        if len(q) == 0:
+            return residual
+        hidden = self._layers[-1].attend_and_mix(q, residual, pool, attention)
+        return self._kernels.add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
+
+    def _forward_fused(
+        self, fused: FusedLayers, residual: Tensor, metadata: AttentionMetadata, pool: Tensor, on_layer: Callable[[int], None] | None
+    ) -> Tensor:
+        rope, attention = self._rope_inputs(metadata), self._attention_inputs(metadata)
+        hidden = torch.empty_like(residual)
+        last = len(self._layers) - 1
+        if on_layer is not None and last:
+            fused(0, last, hidden, residual, pool, rope, attention)
+            on_layer(last)
+            fused(last, last + 1, hidden, residual, pool, rope, attention)
+        else:
+            fused(0, last + 1, hidden, residual, pool, rope, attention)
+        if on_layer is not None:
+            on_layer(last + 1)
+        return self._kernels.add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Final hidden states [n, E] -> float32 [n, V], in ``out`` if given."""
+        logits = self._head(hidden)
+        return logits.float() if out is None else out.copy_(logits)
+
+    def _rope_inputs(self, metadata: AttentionMetadata) -> RopeInputs:
+        c = self._config
+        return RopeInputs(
+            metadata.positions, metadata.slot_mapping, self._cos_sin, c.num_heads, c.num_kv_heads, c.head_dim,
+            norm_eps=c.rms_norm_eps, kv_scales=self._kv_scales,
+        )  # fmt: skip
+
+    def _attention_inputs(self, metadata: AttentionMetadata) -> AttentionInputs:
+        scale = self._config.head_dim**-0.5
+        return AttentionInputs(metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, scale, kv_scales=self._kv_scales)
+
+
+def _kv_scales(config: ModelConfig, load: LayerLoader) -> Tensor:
+    """float32 [num_layers, 2, num_kv_heads]."""
+    names = [[f"model.layers.{i}.self_attn.{x}_scale" for x in "kv"] for i in range(config.num_layers)]
+    return torch.stack([torch.stack([load.kv_scale(name, config.num_kv_heads) for name in pair]) for pair in names]).contiguous()

@@ -1,0 +1,95 @@
+"""The linear layers of a decoder, named by how tensor parallelism splits them.
+
+A column layer splits its outputs (whole heads, or columns of the MLP) and needs no communication; a row layer splits its
+inputs and ends in a sum over ranks; the vocabulary splits by rows of the table. Model code says which is which and nothing
+more, so that a split needs changes here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...kernels.interface import Kernels, Linear
+
+Layer = TypeVar("Layer")
+
+
+class TensorSource(Protocol):
+    """Where weights come from: a checkpoint's files, or a benchmark's random numbers."""
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
+        """These tensors will be asked for; raises WeightsError where they are not as expected."""
+
+    def tensor(self, name: str) -> Tensor: ...
+
+    def has(self, name: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoader:
+    """Makes layers out of a checkpoint's tensors for one device and dtype."""
+
+    checkpoint: TensorSource
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+    num_threads: int = 1  # that load layers side by side; kernels on CPUs allow one
+
+    def each(self, make: Callable[[int], Layer], count: int) -> list[Layer]:
+        """[make(0), make(1), ...], several at a time."""
+        if self.num_threads == 1:
+            return [make(i) for i in range(count)]
+
+        def made(i: int) -> Layer:
+            with torch.inference_mode():  # a thread's own setting
+                return make(i)
+
+        with ThreadPoolExecutor(self.num_threads, "load-weights") as threads:
+            return list(threads.map(made, range(count)))
+
+    def column(self, names: Sequence[str], bias: bool) -> Linear:
+        """Several projections of one input as one matrix: q, k, v or gate, up, outputs side by side."""
+        weight = torch.cat([self._tensor(f"{name}.weight") for name in names])
+        biases = torch.cat([self._tensor(f"{name}.bias") for name in names]) if bias else None
+        return self.kernels.linear(weight, biases)
+
+    def row(self, name: str, bias: bool) -> Linear:
+        return self.kernels.linear(self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias") if bias else None)
+
+    def vocabulary_head(self, name: str) -> Linear:
+        """Hidden states to logits."""
+        return self.kernels.linear(self._tensor(f"{name}.weight"), None)
+
+    def vocabulary_embedding(self, name: str) -> VocabularyEmbedding:
+        table = self.checkpoint.tensor(f"{name}.weight")
+        placed = table if self.device.type == "cpu" else table.to(self.device, self.dtype)
+        return VocabularyEmbedding(placed, self.dtype, self.kernels)
+
+    def kv_scale(self, name: str, num_kv_heads: int) -> Tensor:
+        """float32 [num_kv_heads]: the checkpoint's scale, of all heads or of each; 1 where it has none."""
+        scale = self.checkpoint.tensor(name).float() if self.checkpoint.has(name) else torch.ones(1)
+        return scale.flatten().expand(num_kv_heads).to(self.device)
+
+    def norm(self, name: str) -> Tensor:
+        return self._tensor(f"{name}.weight")
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(name).to(self.device, self.dtype)
+
+
+class VocabularyEmbedding:
+    """Token ids to hidden states. On CPUs the table stays in the memory map of the weights file, in the file's dtype."""
+
+    def __init__(self, table: Tensor, dtype: torch.dtype, kernels: Kernels) -> None:
+        self._table = table  # [vocab_size, hidden_size]
+        self._dtype = dtype
+        self._kernels = kernels
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self._kernels.embedding(self._table, token_ids, self._dtype)

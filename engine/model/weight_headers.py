@@ -1,0 +1,134 @@
+"""The safetensors files of a checkpoint and their headers. Free of torch, and bounded: nothing is allocated by what a header claims.
+
+A file is 8 bytes (length of the header, little-endian), the header (JSON: dtype, shape and byte range of each tensor), then the tensors.
+Nothing is ever unpickled: a folder with only .bin or .pt files is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..errors import WeightsError
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 32 << 20  # about 250,000 tensors in one file
+MAX_INDEX_BYTES = 32 << 20
+MAX_FILES = 4096
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The model's safetensors files, sorted by name. Raises WeightsError where there are none or not all."""
+    if (path / INDEX).exists():
+        return _indexed_files(path)
+    if (path / "model.safetensors").exists():
+        return [path / "model.safetensors"]
+    pickled = sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
+    if pickled:
+        raise WeightsError(
+            f"{path} has pickled weights only ({pickled[0].name}), which are never loaded: unpickling runs code from the file. "
+            "Use the safetensors version of this checkpoint, or convert it with transformers' save_pretrained."
+        )
+    raise WeightsError(f"{path} has neither model.safetensors nor {INDEX}; copy the complete checkpoint into it")
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint, by its headers. Raises WeightsError where a header is none, or does not fit its file."""
+    found: dict[str, StoredTensor] = {}
+    for file in weight_files(path):
+        for name, tensor in _header(file).items():
+            if name in found:
+                raise WeightsError(f"{path}: tensor {name!r} is in two weight files; remove the stale one")
+            found[name] = tensor
+    return found
+
+
+def check_tensors(
+    path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...]
+) -> None:
+    """All of ``expected`` is there in the right shape, and nothing else but names that end in one of ``ignored``. Raises WeightsError."""
+    missing = sorted(expected.keys() - found.keys())
+    unexpected = sorted(name for name in found.keys() - expected.keys() if not name.endswith(ignored))
+    if missing or unexpected:
+        told = [f"{len(names)} {what}: {_some(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names]
+        raise WeightsError(f"{path}: the tensors do not match config.json; {'; '.join(told)}")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise WeightsError(f"{path}: tensor {name!r} has shape {list(found[name])}, config.json implies {list(shape)}")
+
+
+def _header(file: Path) -> dict[str, StoredTensor]:
+    """Raises WeightsError."""
+    try:
+        size, header = _read_header(file)
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        found = {name: _stored(entry, size - 8 - len(header)) for name, entry in tensors.items()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or f"{error}"
+        raise WeightsError(f"{file} is not a readable safetensors file ({reason:.200}); download it again") from error
+    ends = sorted((begin, end) for _, begin, end in found.values())
+    if any(end > begin for (_, end), (begin, _) in pairwise(ends)):
+        raise WeightsError(f"{file} is not a readable safetensors file (its tensors overlap); download it again")
+    return {name: tensor for name, (tensor, _, _) in found.items()}
+
+
+def _read_header(file: Path) -> tuple[int, bytes]:
+    """The file's size and its header. Raises OSError or ValueError."""
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as handle:  # a pipe would wait for its writer
+        status = os.fstat(handle.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        length = int.from_bytes(handle.read(8), "little")
+        if status.st_size < 8 or length > min(MAX_HEADER_BYTES, status.st_size - 8):
+            raise ValueError(f"it has {status.st_size:,} bytes, and claims a header of {length:,}")
+        return status.st_size, handle.read(length)
+
+
+def _stored(entry: Any, num_bytes: int) -> tuple[StoredTensor, int, int]:
+    """(tensor, begin, end). Raises ValueError, or what a wrong type raises."""
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(number) is int and 0 <= number < 1 << 48 for number in (*shape, begin, end)):
+        raise ValueError("a tensor has sizes that are no whole numbers")
+    if not begin <= end <= num_bytes:
+        raise ValueError(f"it holds {num_bytes:,} bytes of tensors, and its header tells of {end:,}")
+    if math.prod(shape) * ITEM_BYTES[entry["dtype"]] != end - begin:
+        raise ValueError(f"a tensor of shape {list(shape)} in {entry['dtype']} has {end - begin:,} bytes")
+    return StoredTensor(entry["dtype"], shape), begin, end
+
+
+def _indexed_files(path: Path) -> list[Path]:
+    try:
+        if (path / INDEX).stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"it is larger than {MAX_INDEX_BYTES:,} bytes")
+        names = set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise WeightsError(f"{path / INDEX} is not a safetensors index ({error!r:.200}); download it again") from error
+    if len(names) > MAX_FILES or any(not isinstance(name, str) or Path(name).name != name or "\0" in name for name in names):
+        raise WeightsError(f"{path / INDEX} names files outside its own folder, or more than {MAX_FILES}; download it again")
+    absent = sorted(name for name in names if not (path / name).exists())
+    if absent:
+        raise WeightsError(f"{path} lacks {len(absent)} of {len(names)} weight files of the index: {_some(absent)}; copy them into it")
+    return [path / name for name in sorted(names)]
+
+
+def _some(names: list[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,100 @@
+"""Structured output: a grammar as masks over the vocabulary, by llguidance (its Earley parser and its lexer of regex derivatives).
+
+A matcher holds nothing but its place in the grammar, which the output's tokens determine: on whichever worker a sequence goes on, its new
+matcher reads the tokens that there are, and is where the lost one was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from ..errors import GrammarError
+
+ANY_NUMBER = LLMatcher.grammar_from_regex("[0-9]+").encode()
+MAX_CACHED = 128  # compiled grammars
+MAX_LEXER_STATES = 50_000  # 1 to 2 kB each; the library's other limits bound the work of compiling and of each step
+_log = logging.getLogger(__name__)
+
+
+class GrammarMatcher:
+    """A ``TokenMatcher``. Used by one thread at a time."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._num_words = -(-vocab_size // 32)
+        self._num_read = 0
+
+    @property
+    def failure(self) -> str:
+        """See ``TokenMatcher``."""
+        return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else ""
+
+    def read(self, output_token_ids: Sequence[int]) -> None:
+        """Goes on to the end of this output, of which it has read a beginning."""
+        if new := list(output_token_ids[self._num_read :]):
+            self._matcher.consume_tokens(new)
+            self._num_read += len(new)
+
+    def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
+        """See ``TokenMatcher``."""
+        self.read(output_token_ids)
+        words = np.zeros(self._num_words, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return words
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model's vocabulary; keeps the latest. Used by one thread at a time."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._path, self._vocab_size, self._eos = folder / "tokenizer.json", vocab_size, sorted(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+
+    def prepare(self) -> LLTokenizer:
+        """Reads the tokenizer: up to a second, once. Raises GrammarError."""
+        if self._tokenizer is None:
+            if not self._path.is_file() or not self._eos:
+                raise GrammarError(f"structured output needs {self._path} and an eos_token_id in the model's configuration")
+            try:
+                self._tokenizer = LLTokenizer(self._path.read_text(), n_vocab=self._vocab_size, eos_token=self._eos)
+            except Exception as error:  # the library's own are plain ones
+                raise GrammarError(f"{self._path} is no tokenizer that structured output can be had with: {error}") from error
+        return self._tokenizer
+
+    def warm_up(self) -> None:
+        """So that the first request with a grammar is as quick as the next. A model that has none is told of when a request asks."""
+        try:
+            self.matcher(ANY_NUMBER).mask(())
+        except GrammarError as error:
+            _log.info("no structured output: %s", error)
+
+    def matcher(self, grammar: bytes, output_token_ids: Sequence[int] = ()) -> GrammarMatcher:
+        """At the end of this output. Raises GrammarError if there is no such grammar, or the output does not follow it."""
+        matcher = GrammarMatcher(self._compile(grammar).deep_copy(), self._vocab_size)
+        matcher.read(output_token_ids)
+        if matcher.failure:
+            raise GrammarError(f"the output so far does not follow the grammar: {matcher.failure}")
+        return matcher
+
+    def _compile(self, grammar: bytes) -> LLMatcher:
+        """One that has read nothing; its lexer knows the first step already."""
+        if grammar in self._compiled:
+            self._compiled.move_to_end(grammar)
+            return self._compiled[grammar]
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        compiled = LLMatcher(self.prepare(), grammar.decode(), log_level=0, limits=limits)
+        compiled.compute_bitmask()
+        if compiled.is_error():
+            raise GrammarError(f"the grammar does not compile: {compiled.get_error()}")
+        self._compiled[grammar] = compiled
+        if len(self._compiled) > MAX_CACHED:
+            self._compiled.popitem(last=False)
+        return compiled

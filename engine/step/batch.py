@@ -1,0 +1,147 @@
+"""What a scheduler asks of the model runner for one step, and what it gets back. Plain numpy: no torch here.
+
+A batch is a flat row of tokens; ``query_start_loc`` says where each sequence's tokens begin. Prefill chunks and decode
+steps (one token a sequence) are the same thing, and may be mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..sampling.constraint import TokenMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens; the fields are those of ``transport.messages.Sampling``."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    grammar: bytes = b""  # empty: any token may follow
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(slots=True)
+class SamplingState:
+    """One sequence's sampling parameters and the tokens they depend on. The scheduler appends to ``output_token_ids`` when it books a step,
+    which may be while the next one runs; the sampler only reads, by ``outputs_before``."""
+
+    params: SamplingParams
+    prompt_token_ids: Seq[int]
+    output_token_ids: list[int]
+    matcher: TokenMatcher | None = None
+    """Set before the sequence takes part in a step that samples, where ``params`` has a grammar."""
+    plain_greedy: bool = field(init=False)
+    """Temperature 0 and nothing else: an argmax will do (min_tokens is looked at separately by the sampler)."""
+
+    def __post_init__(self) -> None:
+        p = self.params
+        edits = p.has_penalties or p.logit_bias or p.min_tokens or p.grammar
+        self.plain_greedy = p.temperature == 0 and not edits and p.logprobs is None
+
+    @property
+    def lacks_matcher(self) -> bool:
+        """Its grammar is still being compiled."""
+        return self.matcher is None and bool(self.params.grammar)
+
+    @property
+    def position(self) -> int:
+        """Of the token that comes after those that are booked."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def num_outputs_before(self, position: int) -> int:
+        return position - len(self.prompt_token_ids)
+
+    def outputs_before(self, position: int, newest: int) -> list[int]:
+        """The output tokens before ``position``, whether the last of them, ``newest``, is booked yet or not."""
+        count = self.num_outputs_before(position)
+        return [*self.output_token_ids[: count - 1], newest] if count else []
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's input.
+
+    token_ids       int32 [num_tokens]
+    positions       int32 [num_tokens]
+    query_start_loc int32 [num_seqs + 1]
+    seq_lens        int32 [num_seqs]              KV length of each sequence, this batch's tokens included
+    block_tables    int32 [num_seqs, max_blocks]  entries beyond a sequence's last block are undefined
+    slot_mapping    int64 [num_tokens]            block * block_size + offset, where each token's K and V go
+    sampling        one entry a sequence          None: its last token needs no logits (a chunk that is not the last)
+    prompt_logprobs one entry a sequence          n: report logprobs (n alternatives) of each of this chunk's *next* prompt tokens
+    next_prompt_ids one entry a sequence          for ``prompt_logprobs``: the token that follows each of the chunk's tokens in the
+                                                  prompt (one fewer than the chunk's tokens where the chunk ends the prompt)
+    fed_from        int32 [num_seqs] or None      a decode step made while the one before still ran: the row of that one whose sampled
+                                                  token is this sequence's input token; -1: it is in ``token_ids``, as all are for None
+    """
+
+    token_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    query_start_loc: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    slot_mapping: NDArray[np.int64]
+    sampling: Seq[SamplingState | None]
+    prompt_logprobs: Seq[int | None] = ()
+    next_prompt_ids: Seq[list[int]] = ()
+    fed_from: NDArray[np.int32] | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def only_decodes(self) -> bool:
+        """Every sequence runs one token and samples, and nobody asks for a prompt's logprobs."""
+        return (
+            len(self.token_ids) == len(self.seq_lens)
+            and None not in self.sampling
+            and (not self.prompt_logprobs or all(count is None for count in self.prompt_logprobs))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural-log probabilities at one position; ``top_ids`` from the most likely down."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One step's result.
+
+    token_ids       int32 [num_seqs]   the sampled token, -1 where ``sampling`` was None
+    logprobs        by row, for the sequences whose params ask for them
+    prompt_logprobs by row, for the sequences that ask for them: one entry per token of ``next_prompt_ids``
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)

@@ -1,0 +1,345 @@
+"""Runs one batch through the model and samples: the only place of a worker where tensors are computed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...kernels.interface import Kernels
+from ...kernels.reference import TorchKernels
+from ...kernels.select import UnsuitableKernelsError, numerics, select_kernels
+from ..cache.host_copies import bring, passed, send
+from ..cache.host_memory import MemoryClaims, free_host_bytes
+from ..cache.kv_cache import KVCache, KVCacheLayout, PoolAllocator
+from ..cache.kv_cache_size import KVCacheSize, KVCacheWish, gpu_room, host_room, kv_cache_size, shrunk, step_bytes
+from ..device import available_bytes, select_device, select_dtype
+from ..errors import ModelConfigError, OutOfMemoryError
+from ..model.config import ModelConfig
+from ..model.decoder import DecoderModel
+from ..model.expected_tensors import weight_bytes
+from ..model.fingerprint import model_fingerprint
+from ..model.layers import LayerLoader
+from ..model.weights import Checkpoint
+from ..out_of_memory import is_out_of_memory
+from ..sampling.sampled_rows import SampledRows
+from ..sampling.sampler import Sampler, report_logprobs
+from ..start_phases import StartPhases
+from .attention_metadata import AttentionMetadata
+from .batch import Batch, Logprobs, StepOutput
+from .decode_graphs import CudaRecorder, DecodeGraphs, Recorder, feed
+from .step_thread import OnLayer
+from .warm_up import run_first_steps
+
+if TYPE_CHECKING:
+    from ..sampling.device_sampler import DeviceSampler
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
+NO_LOGPROBS: dict[int, list[Logprobs]] = {}
+LOGPROB_ROWS = 64  # logits of this many prompt tokens are held at a time
+LOADING_THREADS = {"cpu": 1, "cuda": 8}
+WARM_UP_TOKENS = (64, 512)  # and on a GPU ``max_prefill_tokens``: its kernels come in sizes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to run a model. ``None`` means: chosen from the device and the model."""
+
+    model_path: Path
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = "auto"  # auto, float32, bfloat16, float16
+    block_size: int | None = None  # tokens
+    num_blocks: int | None = None  # wins over kv_cache_bytes
+    kv_cache_bytes: int | None = None  # None, without num_blocks: by the memory that is free
+    kv_cache_shrink: bool = False  # a size that was asked for may become what is free
+    gpu_memory_utilization: float = 0.9  # share of the card that this worker may use in all
+    cpu_memory_utilization: float = 0.5  # share of the free host memory for KV caches (or their mirrors)
+    memory_shared_by: int = 1  # workers of this cluster on this host
+    max_num_seqs: int = 64  # no larger cache than so many sequences can fill
+    cluster: str = ""  # its name, for workers that share the host's memory
+    max_model_len: int | None = None  # prompt and output tokens of one sequence; None: the model's, or what fits
+    num_threads: int = 1  # CPU threads of one step
+    exact: bool = False  # batch-invariant: see kernels/select.py
+    kv_dtype: str = "auto"  # auto: as dtype; fp8
+    quantization: str = "none"  # of linear layers: none, fp8
+    max_decode_seqs: int = 0  # on GPUs: decode steps of up to so many sequences are captured as graphs by ``warm_up``
+    max_prefill_tokens: int = 0  # on GPUs: the largest prefill step, which ``warm_up`` tries
+    pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
+
+
+class ModelRunner:
+    """Loads the model at construction. ``execute`` may be called from any one thread at a time; a step fed from another
+    is of the same thread."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self.phases = StartPhases()
+        self._num_torch_threads = 1 if engine.exact else engine.num_threads  # torch's own sums change with it
+        self.config = ModelConfig.from_folder(engine.model_path)
+        self.device = select_device(engine.device)
+        self._use_this_thread()
+        model_len = _max_model_len(engine.max_model_len, self.config)
+        self.claims = MemoryClaims(engine.cluster)
+        self.fingerprint = model_fingerprint(engine.model_path)
+        self.phases.done("fingerprint")
+        if engine.quantization == "fp8":
+            self.fingerprint += "-fp8"  # two such workers share their cache, but not with others
+        try:
+            kernels = select_kernels(
+                self.device, engine.num_threads, engine.exact, fp8_linears=engine.quantization == "fp8", fp8_cache=engine.kv_dtype == "fp8"
+            )
+        except UnsuitableKernelsError as error:
+            raise ModelConfigError(str(error)) from error
+        self.numerics = numerics(self.device, engine.exact)
+        with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
+            self.dtype = select_dtype(engine.dtype, self.device, checkpoint.dtype)
+            cache_dtype = torch.float8_e4m3fn if engine.kv_dtype == "fp8" else self.dtype
+            layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], cache_dtype)
+            longest = available_bytes(self.device) // layout.block_bytes * layout.block_size  # no table of angles for more
+            weights = weight_bytes(self.config, self.dtype.itemsize) if self.device.type == "cpu" else 0
+            with self.claims.turn():
+                self.claims.claim(weights)
+            load = LayerLoader(checkpoint, kernels, self.dtype, self.device, LOADING_THREADS[self.device.type])
+            self._model = _load_model(self.config, load, min(model_len, max(longest, 1)), fp8_cache=engine.kv_dtype == "fp8")
+        self.phases.done("weights")
+        self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)
+        wish = wish_of(engine, layout, self.config.max_model_len)
+        size = self._size(engine, wish, weights)
+        self.max_model_len = size.max_model_len
+        if size.max_model_len < model_len:
+            logger.warning(
+                "max_model_len is %d, not the model's %d: the KV cache of %.2f GiB holds no longer sequence; with more memory, "
+                "or a larger --kv-cache-gib, it could", size.max_model_len, model_len, size.num_blocks * layout.block_bytes / 2**30
+            )  # fmt: skip
+        self.kv_cache = KVCache(layout, size.num_blocks, self.device, engine.pool_allocator)
+        if engine.pool_allocator is not None:
+            self.claims.committed(self.kv_cache.num_bytes)
+        self.phases.done("KV cache")
+        self._max_decode_seqs, self._max_prefill_tokens = engine.max_decode_seqs, engine.max_prefill_tokens
+        self._graphs: DecodeGraphs | None = None
+        self._sampled_last = _SampledLast(self.device)
+
+    def capture(self, record: Recorder) -> None:
+        """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on. Raises OutOfMemoryError."""
+        max_blocks = -(-self.max_model_len // self.kv_cache.layout.block_size) + 1
+        with torch.inference_mode():
+            vocab_size = self.config.vocab_size
+            self._graphs = DecodeGraphs(self._decode, vocab_size, self._max_decode_seqs, max_blocks, self.device, record)
+
+    def execute(self, batch: Batch, on_layer: OnLayer | None = None) -> StepOutput:
+        """One step: writes the batch's keys and values to the cache and samples where ``batch.sampling`` asks.
+
+        ``on_layer``: see ``DecoderModel.forward``.
+        """
+        return self.launch(batch, on_layer)()
+
+    def launch(self, batch: Batch, on_layer: OnLayer | None = None) -> Callable[[], StepOutput]:
+        """Begins a step; the call that it returns, from any thread, waits for its output, but for no later step. On a CPU, and where prompt
+        logprobs are asked for, the step is over when this returns. Two steps may be under way."""
+        self._use_this_thread()
+        with torch.inference_mode():
+            if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
+                logits, newest = self._graphs.logits(batch, self._sampled_last.token_ids)
+                sampled, prompt_logprobs = list(range(batch.num_seqs)), NO_LOGPROBS
+            else:
+                sampled, logits, newest, prompt_logprobs = self._run_layers(batch, on_layer)
+            tokens = self._sample(batch, sampled, logits, newest)
+        return lambda: StepOutput(*tokens(), prompt_logprobs)
+
+    def _run_layers(self, batch: Batch, on_layer: OnLayer | None) -> tuple[list[int], Tensor, Tensor, dict[int, list[Logprobs]]]:
+        """The rows that sample, their logits and their last input tokens; and the logprobs of prompts."""
+        token_ids, metadata = self._token_ids(batch), AttentionMetadata.from_batch(batch, self.device)
+        if batch.only_decodes:
+            logits = self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None, on_layer))
+            return list(range(batch.num_seqs)), logits, token_ids, NO_LOGPROBS
+        sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
+        reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
+        rows = [int(batch.query_start_loc[i + 1]) - 1 for i in sampled]
+        for i in reported:
+            first = int(batch.query_start_loc[i])
+            rows += range(first, first + len(batch.next_prompt_ids[i]))
+        every_row = rows == list(range(batch.num_tokens))
+        hidden = self._model.forward(token_ids, metadata, self.kv_cache.pool, None if every_row else self._index(rows), on_layer)
+        logits = self._model.logits(hidden[: len(sampled)]) if sampled else hidden[:0]
+        newest = token_ids[self._index(rows[: len(sampled)])]
+        return sampled, logits, newest, self._prompt_logprobs(batch, reported, hidden[len(sampled) :])
+
+    def _use_this_thread(self) -> None:
+        """The number of threads and the device are settings of the calling thread."""
+        torch.set_num_threads(self._num_torch_threads)
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)
+
+    def warm_up(self) -> None:
+        """Runs prompts and a decode step, so that the first request pays for no first use; on a GPU then captures decode steps. Raises
+        OutOfMemoryError.
+
+        On a GPU this is done in a thread that ends: cuBLAS makes a handle and a workspace for each thread, and the next thread, the one
+        that computes, takes over what an ended one leaves."""
+        if self.device.type == "cpu":
+            self._warm_up(WARM_UP_TOKENS[:1])
+            return
+        with ThreadPoolExecutor(1, "warm-up") as thread:
+            thread.submit(self._warm_up, (*WARM_UP_TOKENS, self._max_prefill_tokens or WARM_UP_TOKENS[0])).result()
+
+    def _warm_up(self, lengths: Sequence[int]) -> None:
+        block_size = self.kv_cache.layout.block_size
+        most = min(self.max_model_len, self.kv_cache.num_blocks * block_size) - 1
+        run_first_steps(self.execute, [min(length, most) for length in lengths], block_size)
+        self.phases.done("warm-up")
+        if self.device.type == "cuda" and self._max_decode_seqs:
+            self.capture(CudaRecorder())
+            self.phases.done("decode graphs")
+
+    def _decode(self, token_ids: Tensor, metadata: AttentionMetadata, logits: Tensor) -> None:
+        self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None), logits)
+
+    def _token_ids(self, batch: Batch) -> Tensor:
+        """int32 [num_tokens]: the batch's own, and those that the step before has sampled for it."""
+        token_ids = send(torch.from_numpy(batch.token_ids), self.device)
+        if batch.fed_from is None:
+            return token_ids
+        return feed(token_ids, send(torch.from_numpy(batch.fed_from), self.device), self._sampled_last.token_ids)
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        return send(torch.tensor(rows, dtype=torch.int64), self.device)
+
+    def _sample(
+        self, batch: Batch, sampled: list[int], logits: Tensor, newest: Tensor
+    ) -> Callable[[], tuple[NDArray[np.int32], dict[int, Logprobs]]]:
+        """The tokens of all sequences, once they are waited for; those in the rows ``sampled`` have logits, and their last input tokens are
+        ``newest``. Without any, the wait is for the keys and values."""
+        states = [state for state in batch.sampling if state is not None]
+        if not states:
+            return _no_tokens(batch.num_seqs, passed(self.device))
+        positions = batch.seq_lens if len(states) == batch.num_seqs else batch.seq_lens[sampled]
+        rows = SampledRows(states, positions, newest)
+        if isinstance(self._sampler, Sampler):
+            chosen, logprobs = self._sampler.sample(logits, rows)
+            drawn = torch.from_numpy(chosen).to(self.device)
+            told: Callable[[], dict[int, Logprobs]] = partial(dict, logprobs)
+        else:
+            drawn, told = self._sampler.draw(logits, rows)
+        if len(states) < batch.num_seqs:
+            drawn = drawn.new_full((batch.num_seqs,), -1).index_copy_(0, self._index(sampled), drawn)
+        self._sampled_last.token_ids = drawn
+        arrived = bring([drawn])
+        return lambda: (arrived()[0].numpy(), {sampled[row]: entry for row, entry in told().items()})
+
+    def _prompt_logprobs(self, batch: Batch, reported: Sequence[int], hidden: Tensor) -> dict[int, list[Logprobs]]:
+        told: dict[int, list[Logprobs]] = {}
+        for i in reported:
+            ids, count = batch.next_prompt_ids[i], batch.prompt_logprobs[i] or 0
+            told[i] = []
+            for start in range(0, len(ids), LOGPROB_ROWS):
+                next_ids = ids[start : start + LOGPROB_ROWS]
+                logits = self._model.logits(hidden[start : start + len(next_ids)])
+                told[i] += report_logprobs(logits, next_ids, [count] * len(next_ids))
+            hidden = hidden[len(ids) :]
+        return told
+
+    def _size(self, engine: EngineConfig, wish: KVCacheWish, weights: int) -> KVCacheSize:
+        """Of the KV cache, by what is free now; claims its host memory (a GPU's cache has a mirror there). Raises OutOfMemoryError."""
+        utilization, sharers = engine.cpu_memory_utilization, engine.memory_shared_by
+        with self.claims.turn() as others:
+            room = host_room(
+                free=free_host_bytes(),
+                pending=others.pending,
+                siblings=others.siblings,
+                weights=weights,
+                utilization=utilization,
+                sharers=sharers,
+            )
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what loading has left over
+                used = torch.cuda.memory_reserved(self.device)
+                room = min(room, gpu_room_of(engine, self.config, self.device, self.dtype, used))
+            if engine.kv_cache_shrink:
+                cut = shrunk(wish, max(0, available_bytes(self.device) - others.pending))
+                if cut is not wish:
+                    gib = (cut.num_blocks or 0) * cut.block_bytes / 2**30
+                    logger.warning("the KV cache that was asked for does not fit any more: it starts with %.2f GiB", gib)
+                wish = cut
+            size = kv_cache_size(wish, room)
+            self.claims.claim(weights, size.num_blocks * wish.block_bytes)
+        return size
+
+
+def gpu_room_of(engine: EngineConfig, config: ModelConfig, device: torch.device, dtype: torch.dtype, used: int, loaded: bool = True) -> int:
+    """Bytes for a KV cache on this GPU, where the worker has taken ``used`` bytes so far; not ``loaded``: where it will have."""
+    free, total = torch.cuda.mem_get_info(device)
+    step = step_bytes(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        num_tokens=max(engine.max_prefill_tokens, *WARM_UP_TOKENS),
+        num_seqs=max(engine.max_decode_seqs, 1),
+        itemsize=dtype.itemsize,
+    )
+    free = free if loaded else free - used
+    return gpu_room(total=total, free=free, used=used, step=step, utilization=engine.gpu_memory_utilization)
+
+
+def wish_of(engine: EngineConfig, layout: KVCacheLayout, model_len: int) -> KVCacheWish:
+    return KVCacheWish(
+        block_bytes=layout.block_bytes,
+        block_size=layout.block_size,
+        model_len=model_len,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        num_blocks=engine.num_blocks,
+        num_bytes=engine.kv_cache_bytes,
+    )
+
+
+def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool) -> DecoderModel:
+    free = available_bytes(load.device)
+    try:
+        return DecoderModel(config, load, max_model_len, fp8_cache)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"the model's weights do not fit on {load.device}, where {free / 2**30:.2f} GiB were free ({error}); end what else uses that "
+            "memory, use --quantization fp8 on a GPU, or serve a smaller model"
+        ) from error
+
+
+def _no_tokens(num_seqs: int, passed: Callable[[], None]) -> Callable[[], tuple[NDArray[np.int32], dict[int, Logprobs]]]:
+    def tokens() -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
+        passed()
+        return np.full(num_seqs, -1, np.int32), {}
+
+    return tokens
+
+
+class _SampledLast(threading.local):
+    """Of the calling thread's last step: while a worker changes its role two threads step by turns, each after its own steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.token_ids = torch.empty(0, dtype=torch.int32, device=device)  # [num_seqs]
+
+
+def _make_sampler(kernels: Kernels, device: torch.device, eos_token_ids: tuple[int, ...]) -> Sampler | DeviceSampler:
+    if device.type == "cpu" or isinstance(kernels, TorchKernels):
+        return Sampler(kernels, eos_token_ids)
+    from ..sampling.device_sampler import DeviceSampler  # which needs Triton
+
+    return DeviceSampler(eos_token_ids)
+
+
+def _max_model_len(asked: int | None, config: ModelConfig) -> int:
+    if asked is not None and asked > config.max_model_len:
+        raise ModelConfigError(f"max_model_len {asked} is more than the model's {config.max_model_len}; lower --max-model-len")
+    return asked or config.max_model_len

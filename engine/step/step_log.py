@@ -1,0 +1,119 @@
+"""A worker's steps as they were: what was in each, and how long it took. To hold a profile, and a simulation, against what really ran.
+
+A file of comma-separated values for each process, a line for each step. Times are seconds of the host's monotonic clock. Of a step that is
+launched on a GPU while the one before it runs, the time begins when that one ends.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+
+from ..errors import EngineError
+from ..latency_profile import Profile, StepClock, StepRole, parts_of
+from ..worker_model import WorkerModel
+from .batch import Batch, StepOutput
+from .step_thread import Launch, OnLayer, Runner
+
+
+class StepLogError(EngineError):
+    """A step log cannot be written or read."""
+
+
+class LoggedStep(NamedTuple):
+    """``chunks``: "cached+new" of each prompt chunk, with spaces between; ``num_seqs`` sequences generate, with so many tokens in all."""
+
+    began: float
+    seconds: float
+    chunks: str
+    num_seqs: int
+    num_context_tokens: int
+
+    @property
+    def role(self) -> StepRole:
+        """Whose step it is: with prompts in it, a prefill worker's."""
+        return "prefill" if self.chunks else "decode"
+
+    def modelled_s(self, profile: Profile) -> float:
+        """Seconds, as the profile says."""
+        parts = [chunk.split("+") for chunk in self.chunks.split()]
+        clock = StepClock(profile, warns=False)
+        return clock.mixed([(int(cached), int(new)) for cached, new in parts], self.num_seqs, self.num_context_tokens)
+
+
+class StepLog:
+    """The file of this process."""
+
+    def __init__(self, folder: Path, worker_id: str) -> None:
+        """Raises StepLogError."""
+        path = folder / f"{worker_id.replace('/', '_')}-{os.getpid()}.csv"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)  # closed with the process
+        except OSError as error:
+            raise StepLogError(f"cannot write the step log {path}: {error.strerror}; choose another --step-log folder") from None
+        self._lock = Lock()
+        self._ended = float("-inf")
+        self._write(",".join(LoggedStep._fields))
+
+    def note(self, batch: Batch, began: float) -> None:
+        """A step is over that began, or was launched, then."""
+        now = time.monotonic()
+        chunks, num_seqs, num_context_tokens = parts_of(batch)
+        told = " ".join(f"{cached}+{new}" for cached, new in chunks)
+        with self._lock:
+            began, self._ended = max(began, self._ended), now
+            self._write(f"{began:.6f},{now - began:.6f},{told},{num_seqs},{num_context_tokens}")
+
+    def _write(self, line: str) -> None:
+        os.write(self._file, f"{line}\n".encode())
+
+
+class _LoggedRunner:
+    """See ``Runner`` and ``Launch``."""
+
+    def __init__(self, runner: Runner, launch: Launch | None, log: StepLog) -> None:
+        self._runner, self._launch, self._log = runner, launch, log
+
+    def execute(self, batch: Batch, on_layer: OnLayer | None = None) -> StepOutput:
+        began = time.monotonic()
+        output = self._runner.execute(batch, on_layer)
+        self._log.note(batch, began)
+        return output
+
+    def launch(self, batch: Batch, on_layer: OnLayer | None = None) -> Callable[[], StepOutput]:
+        assert self._launch is not None, "this model is not launched"
+        began = time.monotonic()
+        wait = self._launch(batch, on_layer)
+
+        def output() -> StepOutput:
+            result = wait()
+            self._log.note(batch, began)
+            return result
+
+        return output
+
+
+def logged(model: WorkerModel, folder: Path, worker_id: str) -> WorkerModel:
+    """The model, whose steps are written to a file of this folder from now on. Raises StepLogError."""
+    runner = _LoggedRunner(model.runner, model.launch, StepLog(folder, worker_id))
+    return replace(model, runner=runner, launch=runner.launch if model.launch is not None else None)
+
+
+def read_step_logs(folder: Path) -> Iterator[LoggedStep]:
+    """The steps of all files there, process by process. Raises StepLogError."""
+    for path in sorted(folder.glob("*.csv")):
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                for row in csv.DictReader(file):
+                    yield LoggedStep(
+                        float(row["began"]), float(row["seconds"]), row["chunks"], int(row["num_seqs"]), int(row["num_context_tokens"])
+                    )
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise StepLogError(f"{path} is no step log: {error!r}") from None

@@ -1,0 +1,206 @@
+"""What arrives, what waits and how well it is served, as the pool controller sees it. Pure; times in seconds.
+
+A request's output length is known at its end only. Requests with prompts of about one length count as one kind; of a kind
+
+    mean output = tokens generated / requests ended, both of the last ``work_off_s``
+
+which in a steady state is exact whatever the lengths' distribution, and when a kind begins to answer at greater length says so long before
+its requests end. What the newest ended ones of the kind had is thrown in. The mean over all is that over what arrives, by kind: those that
+wait count too, of which nothing is known but the prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from heapq import nlargest
+from typing import NamedTuple
+
+from ..coordinator.lifecycle.flight import Flight
+from ..coordinator.lifecycle.request import Ended, GenerationRequest
+from .latency_bounds import LatencyBound
+from .options import SteeringOptions
+
+PRIOR_REQUESTS = 8.0  # that the newest ended ones of a kind weigh in its mean
+MEMORY = 4096  # ended requests
+OF_A_KIND = 50  # of these, the newest
+REMAINING = 0.7  # of the mean output: what a running sequence of a steady state has still before it, by lengths as they are found
+MIN_TOKENS = 8  # of a running sequence before its pace is judged
+MIN_JUDGED = 20  # requests before what share of them was good tells anything
+
+
+class Note(NamedTuple):
+    """One request, ended or not. ``ttft_s``: so far, where it has no token; ``tpot_s`` None: not known."""
+
+    arrival: float
+    prompt: int
+    cached: int
+    output: int
+    ended: float | None
+    ttft_s: float
+    tpot_s: float | None
+    has_token: bool
+
+    @property
+    def kind(self) -> int:
+        """By the prompt's length."""
+        return self.prompt.bit_length()
+
+    def recent_tokens(self, since: float, now: float) -> float:
+        """Generated after ``since``."""
+        if not self.tpot_s:
+            return self.output
+        return min(self.output, max(0.0, (now if self.ended is None else self.ended) - since) / self.tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPicture:
+    """The load now. Means are per request that arrived in the window."""
+
+    num_requests: int  # that they are of
+    rate: float  # arrivals a second
+    new_tokens: float = 0.0  # of the prompt, not cached
+    pairs: float = 0.0  # of a new token and one that it attends to
+    output_tokens: float = 0.0
+    context: float = 0.0  # tokens in a running sequence's cache
+    variation: float = 1.0  # squared coefficient of variation of new_tokens
+    num_waiting: int = 0  # in the coordinator, or not begun on a prefill worker
+    num_decoding: int = 0
+    remaining_tokens: float = 0.0  # that those have still before them, each
+    num_judged: int = 0
+    attainment: float = 1.0  # of the judged: ended lately, or late already
+    in_time: float = 1.0  # share of them with a first token in time
+    in_pace: float = 1.0  # share of them that made their TPOT
+    ttft_kept: float = 1.0  # share that keeps ``scale_up_ttft``: 1 where there is none, or too few to judge by
+    tpot_kept: float = 1.0  # likewise ``scale_up_tpot``
+
+
+class LoadWatch:
+    """``note`` every end; ``look`` for the picture."""
+
+    def __init__(self, options: SteeringOptions) -> None:
+        self._options = options
+        self._ended: deque[Note] = deque(maxlen=MEMORY)
+
+    def note(self, request: GenerationRequest, ended: Ended, now: float) -> None:
+        """A request is over. One that was never taken in, or refused, says nothing of the workers."""
+        if ended.ledger is None or ended.error in ("refused", "unavailable"):
+            return
+        stages, count, prompt = ended.stages, ended.num_output_tokens, len(request.prompt_token_ids)
+        failed = ended.error is not None  # then it was not served in time, however soon its first token came
+        ttft_s = math.inf if failed else stages.parse + stages.queue + stages.prefill
+        tpot_s = (stages.handoff + stages.decode) / (count - 1) if count > 1 else None
+        self._ended.append(Note(request.arrival, prompt, min(ended.num_cached_tokens, prompt), count, now, ttft_s, tpot_s, count > 0))
+
+    def look(self, flights: Iterable[Flight], now: float) -> LoadPicture:
+        """``flights``: all that have not ended."""
+        options = self._options
+        running = [_note_of(flight, now) for flight in flights]
+        notes = [*self._ended, *running]
+        window = self._window([note.arrival for note in notes], now)
+        arrived = [note for note in notes if note.arrival > now - window]
+        judged = self._judged(running, now, self._good)
+        means = self._means(running, now)
+        decoding = [n for n in running if n.has_token]
+        remaining = sum(max(REMAINING * means[n.kind], 1.0) for n in decoding) / max(1, len(decoding))
+        picture = LoadPicture(
+            num_requests=len(arrived),
+            rate=len(arrived) / window,
+            num_waiting=len(running) - len(decoding),
+            num_decoding=len(decoding),
+            remaining_tokens=remaining,
+            num_judged=len(judged),
+            attainment=_share(judged, self._good),
+            in_time=_share(judged, self._in_time),
+            in_pace=_share(judged, self._in_pace),
+            ttft_kept=self._kept(running, now, options.scale_up_ttft, lambda note: note.ttft_s),
+            tpot_kept=self._kept(running, now, options.scale_up_tpot, lambda note: note.tpot_s or 0.0),
+        )
+        return self._with_mix(picture, arrived, means)
+
+    def _window(self, arrivals: list[float], now: float) -> float:
+        """Seconds back from now: few requests are no mix. All that came after the oldest end remembered is here; others may not be."""
+        options, longest = self._options, self._options.longest_window_s
+        if len(self._ended) == MEMORY and (oldest := self._ended[0].ended) is not None:
+            longest = min(longest, max(now - oldest, 1e-3))
+        if len(arrivals) < options.min_requests:
+            return longest
+        return min(max(options.window_s, now - nlargest(options.min_requests, arrivals)[-1] + 1e-3), longest)
+
+    def _with_mix(self, picture: LoadPicture, arrived: list[Note], means: dict[int, float]) -> LoadPicture:
+        if not arrived:
+            return picture
+        known = [n for n in arrived if n.has_token] or arrived
+        share = 1 - sum(n.cached for n in known) / max(1, sum(n.prompt for n in known))
+        new = [n.prompt * share for n in arrived]
+        mean = sum(new) / len(new)
+        variance = sum((one - mean) ** 2 for one in new) / len(new)
+        output = sum(means[n.kind] for n in arrived) / len(arrived)
+        return replace(
+            picture,
+            new_tokens=mean,
+            pairs=sum(one * (n.prompt - one) + one * (one + 1) / 2 for one, n in zip(new, arrived, strict=True)) / len(new),
+            output_tokens=output,
+            context=sum(n.prompt for n in arrived) / len(arrived) + output / 2,
+            variation=variance / mean**2 if mean else 1.0,
+        )
+
+    def _means(self, running: list[Note], now: float) -> dict[int, float]:
+        """Output tokens of a request, by kind; see above. A kind of which none has ended yet is thought to be as the rest."""
+        since = now - self._options.work_off_s
+        ended = [n for n in self._ended if n.has_token]
+        every = sum(n.output for n in ended[-OF_A_KIND:]) / len(ended[-OF_A_KIND:]) if ended else _so_far(running)
+        newest: dict[int, list[int]] = {note.kind: [] for note in [*running, *self._ended]}
+        for note in reversed(ended):
+            if len(outputs := newest.setdefault(note.kind, [])) < OF_A_KIND:
+                outputs.append(note.output)
+        tokens: defaultdict[int, float] = defaultdict(float)
+        ends: defaultdict[int, int] = defaultdict(int)
+        for note in [*running, *ended]:
+            if note.ended is None or note.ended > since:
+                tokens[note.kind] += note.recent_tokens(since, now)
+                ends[note.kind] += note.ended is not None
+        prior = {kind: sum(outputs) / len(outputs) if outputs else every for kind, outputs in newest.items()}
+        return {kind: (tokens[kind] + PRIOR_REQUESTS * mean) / (ends[kind] + PRIOR_REQUESTS) for kind, mean in prior.items()}
+
+    def _judged(self, running: list[Note], now: float, holds: Callable[[Note], bool]) -> list[Note]:
+        """Those that have ended lately, and those of which it is clear already that they do not keep what they should."""
+        recent = [n for n in self._ended if n.ended is not None and n.ended > now - self._options.work_off_s]
+        return recent + [n for n in running if not holds(n)]
+
+    def _kept(self, running: list[Note], now: float, bound: LatencyBound | None, took: Callable[[Note], float]) -> float:
+        """Share of requests within the bound."""
+        if bound is None:
+            return 1.0
+        judged = self._judged(running, now, lambda note: took(note) <= bound.seconds)
+        return _share(judged, lambda note: took(note) <= bound.seconds) if len(judged) >= MIN_JUDGED else 1.0
+
+    def _good(self, note: Note) -> bool:
+        return self._in_time(note) and self._in_pace(note)
+
+    def _in_time(self, note: Note) -> bool:
+        return note.ttft_s <= self._options.ttft_s
+
+    def _in_pace(self, note: Note) -> bool:
+        return note.tpot_s is None or note.tpot_s <= self._options.tpot_s
+
+
+def _share(notes: list[Note], holds: Callable[[Note], bool]) -> float:
+    return sum(map(holds, notes)) / len(notes) if notes else 1.0
+
+
+def _so_far(running: list[Note]) -> float:
+    """Where none has ended: those that run are half-way."""
+    begun = [n.output for n in running if n.has_token]
+    return 2 * sum(begun) / len(begun) if begun else 0.0
+
+
+def _note_of(flight: Flight, now: float) -> Note:
+    request, count = flight.request, len(flight.tokens)
+    waited = 0.0 if count else now - request.arrival  # how long it took to the first token is judged at the end
+    paced = flight.stage == "decode" and count > MIN_TOKENS and flight.token_at > flight.mark
+    tpot_s = (flight.token_at - flight.mark) / (count - 1) if paced else None
+    prompt = len(request.prompt_token_ids)
+    return Note(request.arrival, prompt, min(flight.num_cached_tokens or 0, prompt), count, None, waited, tpot_s, count > 0)

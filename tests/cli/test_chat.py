@@ -1,0 +1,87 @@
+"""The chat prints what arrives, keeps the conversation, and accounts for the time of every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from support.fake_openai import USAGE, fake_openai
+
+from splitserve.cli.chat import account, answer_once, converse
+from splitserve.cli.settings import ChatSettings
+from splitserve.loadgen import load
+from splitserve.loadgen.settings import LoadSettings
+from splitserve.transport.process.private_files import write_private
+
+
+async def test_one_answer_is_streamed_and_accounted_for(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_openai() as server:
+        assert await answer_once(ChatSettings(url=server.url), "count") == 0
+        printed = capsys.readouterr().out
+        assert "> count\n\none two three four\n" in printed
+        assert "8 of 12 prompt tokens cached" in printed.replace("\n", " ")
+        assert server.requests[0]["model"] == "fake"
+        assert server.requests[0]["stream_options"] == {"include_usage": True}
+
+
+async def test_the_key_of_a_file_is_shown(tmp_path: Path) -> None:
+    write_private(tmp_path / "key", "sk-split-abc\n")
+    async with fake_openai() as server:
+        assert await answer_once(ChatSettings(url=server.url, api_key_file=tmp_path / "key"), "count") == 0
+        await load.generate_load(LoadSettings(url=server.url, api_key_file=tmp_path / "key", requests=1, warmup=0))
+        assert server.keys == ["Bearer sk-split-abc"] * 2
+
+
+def test_the_account_names_every_stage() -> None:
+    line = account(USAGE, "length")
+    assert line.startswith("queue 1.0 ms · prefill 20 ms · KV handoff 3.0 ms · decode 1.50 s · 2 tokens/s · 8 of 12 prompt tokens cached")
+    assert line.endswith("cut at the length limit")
+
+
+async def test_a_conversation_remembers_until_reset(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_openai() as server:
+        monkeypatch.setattr("sys.stdin", io.StringIO("first\nsecond\n/reset\nthird\n/quit\nnever\n"))
+        assert await converse(ChatSettings(url=server.url, system="be brief")) == 0
+        assert [[message["content"] for message in request["messages"]] for request in server.requests] == [
+            ["be brief", "first"],
+            ["be brief", "first", "one two three four", "second"],
+            ["be brief", "third"],
+        ]
+        assert "anew" in capsys.readouterr().out
+
+
+async def test_input_without_a_question_is_said_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n\n"))
+    assert await converse(ChatSettings()) == 1
+    assert "standard input held no question" in capsys.readouterr().err
+
+
+async def test_interrupt_stops_the_answer_and_cancels_the_request(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_openai() as server:
+        server.gap_s = 30
+        answer = asyncio.create_task(answer_once(ChatSettings(url=server.url), "count"))
+        async with asyncio.timeout(60):
+            printed = ""
+            while "one" not in printed:
+                await asyncio.sleep(0.01)
+                printed += capsys.readouterr().out
+            os.kill(os.getpid(), signal.SIGINT)
+            assert await answer == 0
+            await server.cancelled.wait()
+        assert "[stopped]" in capsys.readouterr().out
+
+
+async def test_the_servers_refusal_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_openai() as server:
+        server.failing = True
+        assert await answer_once(ChatSettings(url=server.url), "count") == 1
+        assert capsys.readouterr().err == "splitserve: the server answered 429: too many requests\n"
+
+
+async def test_no_server_is_one_sentence_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await answer_once(ChatSettings(url="http://127.0.0.1:9"), "count") == 1
+    assert "start a server with `splitserve up`" in capsys.readouterr().err

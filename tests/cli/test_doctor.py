@@ -1,0 +1,124 @@
+"""The doctor names what is wrong and what to do, and its status says whether anything blocks."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from splitserve.cli.checks import model_problem
+from splitserve.cli.doctor import main
+from splitserve.cli.settings import DEMO_MODEL, DoctorSettings
+from splitserve.coordinator.run_folder import Door, RunFolder, announce
+from splitserve.engine import device
+from splitserve.engine.cache import host_memory, sizing
+from splitserve.engine.cache.sizing import expected_worker
+from splitserve.engine.step import model_runner
+from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+
+
+def doctor(**settings: object) -> tuple[int, str]:
+    output = io.StringIO()
+    free = {"port": 0, "control_address": "tcp://127.0.0.1:0", **settings}
+    return main(DoctorSettings.model_validate(free), Console(file=output, width=200)), output.getvalue()
+
+
+def test_this_machine_can_serve() -> None:
+    status, said = doctor()
+    assert "this machine can serve" in said
+    assert status == 0
+    assert "CURVE" in said
+    assert "LlamaForCausalLM" in said
+
+
+def test_what_blocks_is_named_with_advice(tmp_path: Path) -> None:
+    key = tmp_path / "cluster.key"
+    key.write_text("open to all")
+    key.chmod(0o644)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, said = doctor(port=taken.getsockname()[1], key_file=key, model=tmp_path / "none")
+    assert status == 1
+    assert "HTTP port: cannot listen on" in said
+    assert "chmod 600" in said
+    assert "there is no folder" in said
+    assert "3 problems" in said
+
+
+def test_the_coordinator_that_runs_already_is_no_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = RunFolder()
+    with socket.create_server(("127.0.0.1", 0)) as control, socket.create_server(("127.0.0.1", 0)) as http:
+        port, address = http.getsockname()[1], f"tcp://127.0.0.1:{control.getsockname()[1]}"
+        url = f"http://127.0.0.1:{port}"
+        announce(folder.path, 0, Door(url=url, admin_url=url, control_address=address, admin_key_file=tmp_path))
+        status, said = doctor(port=port, control_address=address)
+    folder.close()
+    assert status == 0
+    assert said.count("is used by a splitserve coordinator that runs already") == 2
+
+
+def test_each_gap_in_a_model_folder_is_named(tmp_path: Path) -> None:
+    def problem() -> str:
+        return model_problem(tmp_path) or ""
+
+    assert "no config.json" in problem()
+    (tmp_path / "config.json").write_text("{")
+    assert "no tokenizer.json" in problem()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "is not JSON" in problem()
+    (tmp_path / "config.json").write_text("{}")
+    assert "architecture none is not supported" in problem()
+    (tmp_path / "config.json").write_bytes((DEMO_MODEL / "config.json").read_bytes())
+    assert "neither model.safetensors nor" in problem()
+    (tmp_path / "pytorch_model.bin").write_text("")
+    assert "pickled weights only (pytorch_model.bin), which are never loaded" in problem()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    (tmp_path / "1.safetensors").symlink_to(DEMO_MODEL / "model.safetensors")
+    assert "lacks 1 of 2 weight files of the index: 2.safetensors" in problem()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
+    assert not problem()
+
+
+def test_an_unsupported_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    status, said = doctor(model=tmp_path)
+    assert status == 1
+    assert "MambaForCausalLM" in said
+
+
+def test_the_sizing_is_that_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host_memory, "default_folder", lambda: tmp_path / "claims")  # other workers of this host do not count
+
+    def with_free(num_bytes: int) -> tuple[int, str]:
+        for module in (device, model_runner, sizing):
+            monkeypatch.setattr(module, "free_host_bytes", lambda: num_bytes)
+        return doctor()
+
+    status, said = with_free(100 << 20)
+    assert status == 0
+    assert "takes sequences of 2,048 tokens" in said
+    with_free((100 << 20) - expected_worker(DEMO_MODEL).weights)  # they are loaded by the time that a worker looks
+    runner = ModelRunner(EngineConfig(DEMO_MODEL, memory_shared_by=2))
+    assert f"GiB, {runner.kv_cache.num_blocks:,} blocks" in said
+    status, said = with_free(28 << 20)
+    assert status == 0
+    assert "-> the model's own 2,048 tokens need more memory" in said
+    status, said = with_free(10 << 20)
+    assert status == 1
+    assert "of weights do not fit" in said
+
+
+def test_a_truncated_weight_file_is_found(tmp_path: Path) -> None:
+    for file in DEMO_MODEL.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[:100_000])
+    (tmp_path / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
+    status, said = doctor(model=tmp_path)
+    assert status == 1
+    assert f"{tmp_path / 'model.safetensors'} is not a readable safetensors file (it holds 94,936 bytes of tensors" in said

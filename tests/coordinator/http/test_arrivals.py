@@ -1,0 +1,68 @@
+"""Requests that arrive in one turn of the event loop go through their stages together, and are none of each other's business."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from support.http_fakes import FakeDispatcher
+
+from splitserve.coordinator.generate.prompts import INLINE_CHARS
+from splitserve.coordinator.http.call import Headers
+from splitserve.coordinator.http.inner_call import InnerCall
+from splitserve.coordinator.http.server import HttpApp, create_app
+from splitserve.coordinator.lifecycle.request import GenerationRequest
+from splitserve.coordinator.tenants.limits import ANONYMOUS
+from splitserve.coordinator.text.served_model import ServedModel
+
+SHORT: dict[str, Any] = {"prompt": "the quick brown fox", "max_tokens": 4}
+LONG = {**SHORT, "prompt": "x" * (INLINE_CHARS + 1)}
+
+
+class Client:
+    """Begins a request; hears its answer."""
+
+    def __init__(self, app: HttpApp, body: dict[str, Any]) -> None:
+        self.status = 0
+        self.answer: dict[str, Any] = {}
+        self.heard = asyncio.Event()
+        self.call = InnerCall(app.generation, "/v1/completions", json.dumps(body).encode(), ANONYMOUS, self, {})
+        self.call.begin()
+
+    def answered(self, status: int, headers: Headers, body: bytes) -> None:
+        self.status, self.answer = status, json.loads(body)
+        self.heard.set()
+
+    def streamed(self, data: bytes, *, last: bool) -> None: ...
+
+
+async def test_each_gets_its_own_answer(dispatcher: FakeDispatcher, model: ServedModel) -> None:
+    app = create_app(dispatcher, model)
+    bodies = [SHORT, {**SHORT, "n": "two"}, LONG, {**SHORT, "max_tokens": 10**6}, {**SHORT, "n": 2}, {**SHORT, "model": "other"}, SHORT]
+    clients = [Client(app, body) for body in bodies]
+    gone = Client(app, SHORT)
+    gone.call.abandon()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(client.heard.wait() for client in clients))
+    assert [client.status for client in clients] == [200, 400, 200, 400, 200, 404, 200]
+    assert clients[1].answer["error"]["param"] == "n"
+    assert [len(client.answer["choices"]) for client in clients if client.status == 200] == [1, 1, 2, 1]
+    assert len(dispatcher.requests) == 5, "one a choice, and none for who had gone"
+    assert app.metrics.num_open == 0
+
+
+async def test_a_mistake_of_ours_is_one_request_s(dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = dispatcher.submit
+
+    def mistaken(request: GenerationRequest) -> None:
+        assert request.priority != 7
+        submit(request)
+
+    monkeypatch.setattr(dispatcher, "submit", mistaken)
+    app = create_app(dispatcher, model)
+    clients = [Client(app, {**SHORT, "priority": priority}) for priority in (0, 7, 0)]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(client.heard.wait() for client in clients))
+    assert [client.status for client in clients] == [200, 500, 200]

@@ -1,0 +1,293 @@
+"""Clients that go away, read slowly or stay while the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+import re
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from http.client import HTTPResponse
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from support.http_fakes import ANSWER, FakeDispatcher
+
+from splitserve.coordinator.generate.limits import HttpLimits
+from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.text.served_model import ServedModel
+
+TEXT = {"model": "tiny", "prompt": "Hi", "max_tokens": 1000, "temperature": 0}
+
+
+def request_bytes(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+@asynccontextmanager
+async def connection(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def soon(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hold", [False, True])
+async def test_a_client_that_goes_away_is_noticed_at_once(server: HttpServer, dispatcher: FakeDispatcher, stream: bool, hold: bool) -> None:
+    """Before its first token and in mid-stream, with all of its choices."""
+    dispatcher.hold, dispatcher.step_s = hold, 0.01
+    async with connection(server.port) as (reader, writer):
+        writer.write(request_bytes({**TEXT, "stream": stream, "n": 3, "ignore_eos": True}))
+        await dispatcher.until(lambda: len(dispatcher.running) == 3)
+        if stream and not hold:
+            assert await reader.readuntil(b"data: ")
+    await dispatcher.until(lambda: len(dispatcher.cancelled) == 3)
+    await soon(lambda: server.app.metrics.num_open == 0)
+
+
+async def test_after_200_aborted_requests_a_new_one_answers_at_once(
+    server: HttpServer, dispatcher: FakeDispatcher, http: httpx.AsyncClient
+) -> None:
+    dispatcher.step_s = 0.1  # a hundred seconds for each
+    for batch in range(4):
+        async with asyncio.TaskGroup() as group:
+            for number in range(50):
+                group.create_task(abort_one(server.port, stream=bool((batch + number) % 2)))
+    await soon(lambda: not dispatcher.running)
+    dispatcher.step_s = 0
+    response = await http.post("/v1/completions", json=TEXT)
+    assert response.json()["choices"][0]["text"] == ANSWER
+
+
+async def abort_one(port: int, *, stream: bool) -> None:
+    async with connection(port) as (_, writer):
+        writer.write(request_bytes({**TEXT, "stream": stream, "ignore_eos": True}))
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+def slow_client(port: int) -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
+    return client
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_slow_reader_gets_everything_in_order(run: Callable[[Any], None], model: ServedModel, dispatcher: FakeDispatcher) -> None:
+    """The socket fills up, ``send`` suspends, text is buffered; when the client reads on, nothing is lost or doubled."""
+
+    async def scenario() -> None:
+        server = HttpServer(create_app(dispatcher, model, HttpLimits(max_buffered_bytes=64 << 20)))
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        await server.start()
+        client = slow_client(server.port)
+        client.sendall(request_bytes({**TEXT, "max_tokens": 1500, "n": 8, "stream": True, "ignore_eos": True}))
+        await dispatcher.until(lambda: bool(dispatcher.requests))
+        await dispatcher.until(lambda: not dispatcher.running)
+        assert server.app.metrics.num_open == 1  # generated, not yet read
+        received = await asyncio.to_thread(read_stream, client)
+        texts = ["".join(c["text"] for c in received if c["index"] == index) for index in range(8)]
+        expected = model.tokenizer.fast.decode((dispatcher.script(dispatcher.requests[0]) * 40)[:1500])
+        assert all(text == expected for text in texts)
+        client.close()
+        await soon(lambda: server.app.metrics.num_open == 0)
+        await server.stop(grace_s=0)
+
+    run(scenario())
+
+
+def read_stream(client: socket.socket) -> list[dict[str, Any]]:
+    client.settimeout(60)
+    response = HTTPResponse(client)
+    response.begin()
+    body = response.read()
+    events = body.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2] if not event.startswith(":")]
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_reader_too_slow_for_its_bound_is_cut_off(
+    run: Callable[[Any], None], model: ServedModel, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        server = HttpServer(create_app(dispatcher, model, HttpLimits(max_buffered_bytes=100_000)))
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        await server.start()
+        client = slow_client(server.port)
+        client.sendall(request_bytes({**TEXT, "max_tokens": 2000, "n": 8, "stream": True, "ignore_eos": True}))
+        await dispatcher.until(lambda: len(dispatcher.cancelled) == 8)
+        await soon(lambda: server.app.metrics.num_open == 0)
+        client.close()
+        await server.stop(grace_s=0)
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+    assert [record.getMessage() for record in caplog.records] == ["a client reads its stream too slowly and is cut off"]
+
+
+async def test_stopping_lets_streams_end(server: HttpServer, dispatcher: FakeDispatcher, http: httpx.AsyncClient) -> None:
+    dispatcher.step_s = 0.005
+    stream = asyncio.create_task(http.post("/v1/completions", json={**TEXT, "stream": True}))
+    await dispatcher.until(lambda: bool(dispatcher.running))
+    stopping = asyncio.create_task(server.app.drain(60))
+    await asyncio.sleep(0)
+    refused = await http.post("/v1/completions", json=TEXT)
+    assert refused.status_code == 503
+    assert "shutting down" in refused.text
+    await stopping
+    assert (await stream).text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stopping_ends_what_does_not_end_by_itself(
+    model: ServedModel, dispatcher: FakeDispatcher, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    dispatcher.step_s = 0.01
+    server = HttpServer(create_app(dispatcher, model))
+    await server.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as http:
+        asking = asyncio.create_task(http.post("/v1/completions", json={**TEXT, "stream": stream, "ignore_eos": True}))
+        await dispatcher.until(lambda: bool(dispatcher.running))
+        await asyncio.sleep(0.1)
+        await server.stop(grace_s=0)
+        response = await asking
+    assert response.status_code == (200 if stream else 503)
+    assert "shutting down" in response.text
+    assert not dispatcher.running
+    assert caplog.records == []
+
+
+def test_a_port_in_use_is_said_so(model: ServedModel, dispatcher: FakeDispatcher) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            HttpServer(create_app(dispatcher, model), port=port)
+
+
+async def test_pipelined_and_keep_alive_requests(server: HttpServer, dispatcher: FakeDispatcher) -> None:
+    async with connection(server.port) as (reader, writer):
+        writer.write(request_bytes({**TEXT, "max_tokens": 3}) + request_bytes({**TEXT, "max_tokens": 2, "stream": True}))
+        async with asyncio.timeout(60):
+            data = await reader.readuntil(b"[DONE]")
+    assert data.count(b"HTTP/1.1 200 OK") == 2
+
+
+async def test_hundreds_of_pipelined_requests_are_answered_in_order(server: HttpServer) -> None:
+    """Refused ones, which are answered at once; and ordinary ones between them."""
+    bad, good = request_bytes({"model": "another", "prompt": "Hi"}), b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    async with connection(server.port) as (reader, writer):
+        writer.write((bad + good) * 1000)
+        seen = [await read_response(reader) for _ in range(2000)]
+    assert [status for status, _ in seen] == [404, 200] * 1000
+
+
+async def test_a_client_that_leaves_pipelined_requests_behind_is_forgotten(server: HttpServer, dispatcher: FakeDispatcher) -> None:
+    dispatcher.hold = True
+    async with connection(server.port) as (_, writer):
+        writer.write(request_bytes(TEXT) * 3)
+        await dispatcher.until(lambda: len(dispatcher.running) == 1)
+    await dispatcher.until(lambda: len(dispatcher.cancelled) == 1)
+    await soon(lambda: server.app.metrics.num_open == 0)
+    assert len(dispatcher.requests) == 1
+
+
+async def test_a_long_prompt_of_a_client_that_goes_away_is_not_submitted(
+    server: HttpServer, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes while a thread tokenizes."""
+    generation, begun, gone = server.app.generation, threading.Event(), threading.Event()
+    prepare = generation._prompts.prepare
+
+    def prepare_late(request: Any) -> Any:
+        begun.set()
+        assert gone.wait(60)
+        return prepare(request)
+
+    monkeypatch.setattr(generation._prompts, "prepare", prepare_late)
+    async with connection(server.port) as (_, writer):
+        writer.write(request_bytes({**TEXT, "prompt": "the quick brown fox " * 100}))
+        await soon(begun.is_set)
+        assert server.app.metrics.num_open == 1
+    await soon(lambda: server.app.metrics.num_open == 0)
+    gone.set()
+    await soon(lambda: not generation._preparing)
+    assert server.app.metrics.counts.requests == {("/v1/completions", "cancelled"): 1}
+    assert dispatcher.requests == []
+
+
+async def test_a_body_may_come_in_pieces_after_100_continue(server: HttpServer) -> None:
+    head, _, body = request_bytes({**TEXT, "max_tokens": 1}).partition(b"\r\n\r\n")
+    async with connection(server.port) as (reader, writer):
+        writer.write(head + b"\r\nexpect: 100-continue\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        for i in range(len(body)):
+            writer.write(body[i : i + 1])
+            await writer.drain()
+        status, answer = await read_response(reader)
+    assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_old_client_gets_a_body_that_ends_with_its_connection(server: HttpServer, stream: bool) -> None:
+    async with connection(server.port) as (reader, writer):
+        writer.write(request_bytes({**TEXT, "stream": stream}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    assert b"chunked" not in head
+    assert body.endswith(b"data: [DONE]\n\n" if stream else b"}")
+
+
+async def test_a_compressed_body_is_refused_in_words(http: httpx.AsyncClient) -> None:
+    for path in ("/v1/completions", "/tokenize"):
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        response = await http.post(path, content=gzip.compress(json.dumps(TEXT).encode()), headers=headers)
+        assert response.status_code == 415
+        assert "send the body as it is" in response.json()["error"]["message"]
+
+
+async def read_response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    async with asyncio.timeout(60):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        assert length is not None
+        return int(head.split()[1]), await reader.readexactly(int(length[1]))
+
+
+async def test_dispatchers_that_answer_before_submit_returns(model: ServedModel) -> None:
+    """A fake worker that answers at once: everything happens within ``submit``."""
+
+    class Immediate(FakeDispatcher):
+        def submit(self, request: GenerationRequest) -> None:
+            for token in self.script(request):
+                request.sink.push(token, None)
+            request.sink.flush()
+            request.sink.end(Ended(finish_reason="stop"))
+
+    ids = model.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids
+    server = HttpServer(create_app(Immediate(lambda request: ids), model))
+    await server.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", verify=False, timeout=60) as http:
+        for stream in (False, True):
+            response = await http.post("/v1/completions", json={**TEXT, "n": 2, "stream": stream})
+            assert response.status_code == 200
+            assert response.text.count('finish_reason":"stop"') == 2
+    await server.stop()

@@ -1,0 +1,164 @@
+"""Streams over a WebSocket: the same chunks as by server-sent events, several at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from support.http_fakes import ANSWER, FakeDispatcher
+from websockets.asyncio import client
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.typing import Origin, Subprotocol
+
+from splitserve.coordinator.http.errors import Unauthorized
+from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.tenants.limits import Account
+from splitserve.coordinator.tenants.tenancy import Tenancy
+from splitserve.coordinator.text.served_model import ServedModel
+
+BODY: Any = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+WRONG: list[str | bytes] = [
+    b'{"id": "b", "body": {}}',
+    "{",
+    "5",
+    '{"id": 5}',
+    '{"id": ""}',
+    '{"id": "b"}',
+    '{"id": "b", "endpoint": "/x", "body": {}}',
+    '{"id": "b", "endpoint": 5}',
+]
+connect = partial(client.connect, proxy=None, open_timeout=60, close_timeout=60, ping_timeout=60)
+
+
+@pytest.fixture
+async def socket(server: HttpServer) -> AsyncIterator[ClientConnection]:
+    async with connect(f"ws://127.0.0.1:{server.port}/v1/stream") as socket:
+        yield socket
+
+
+async def say(socket: ClientConnection, **message: Any) -> None:
+    await socket.send(json.dumps(message))
+
+
+async def hear(socket: ClientConnection) -> Any:
+    return json.loads(await socket.recv())
+
+
+async def until_done(socket: ClientConnection, *ids: str) -> dict[str, list[Any]]:
+    heard: dict[str, list[Any]] = {id: [] for id in ids}
+    left = set(ids)
+    while left:
+        message = await hear(socket)
+        if "done" in message:
+            left.remove(message["id"])
+        else:
+            heard[message["id"]].append(message)
+    return heard
+
+
+async def test_text_that_is_none_ends_the_connection_without_a_word_in_the_log(
+    socket: ClientConnection, caplog: pytest.LogCaptureFixture
+) -> None:
+    await socket.send(b"\xff\xfe", text=True)
+    with pytest.raises(ConnectionClosed) as closed:
+        await hear(socket)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1007
+    assert caplog.records == []
+
+
+async def test_the_same_chunks_as_by_http(socket: ClientConnection, http: httpx.AsyncClient) -> None:
+    body = {**BODY, "stream_options": {"include_usage": True}, "stream": True}
+    await say(socket, id="a", body=body)
+    events = [message["event"] for message in (await until_done(socket, "a"))["a"]]
+    lines = (await http.post("/v1/chat/completions", json=body)).text.splitlines()
+    by_http = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert [event["choices"] for event in events] == [event["choices"] for event in by_http]
+    assert events[-1]["usage"]["completion_tokens"] == by_http[-1]["usage"]["completion_tokens"]
+    assert "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"]) == ANSWER
+
+
+async def test_several_at_a_time_and_whole_answers(socket: ClientConnection) -> None:
+    for id in "abc":
+        await say(socket, id=id, body=BODY)
+    await say(socket, id="whole", endpoint="/v1/completions", body={"prompt": "Hi", "stream": False, "max_tokens": 500, "temperature": 0})
+    heard = await until_done(socket, *"abc", "whole")
+    texts = {"".join(c["delta"].get("content") or "" for m in heard[id] for c in m["event"]["choices"]) for id in "abc"}
+    assert texts == {ANSWER}
+    assert [message["event"]["choices"][0]["text"] for message in heard["whole"]] == [ANSWER]
+
+
+async def test_what_is_wrong_is_said_and_the_connection_lives(socket: ClientConnection) -> None:
+    await say(socket, id="a", body={**BODY, "temperature": "warm"})
+    (message,) = (await until_done(socket, "a"))["a"]
+    assert message["status"] == 400
+    assert message["error"]["param"] == "temperature"
+    for wrong in WRONG:
+        await socket.send(wrong)
+        assert (await hear(socket))["status"] == 400
+    await say(socket, id="c", body=BODY)
+    assert (await until_done(socket, "c"))["c"]
+
+
+async def test_cancelled_and_gone(socket: ClientConnection, dispatcher: FakeDispatcher) -> None:
+    dispatcher.hold = True
+    for id in "ab":
+        await say(socket, id=id, body=BODY)
+    await say(socket, id="a", body=BODY)
+    assert "is running" in (await hear(socket))["error"]["message"]
+    await dispatcher.until(lambda: len(dispatcher.running) == 2)
+    await say(socket, id="a", cancel=True)
+    assert await hear(socket) == {"id": "a", "done": True}
+    assert len(dispatcher.cancelled) == 1
+    await socket.close()
+    await dispatcher.until(lambda: len(dispatcher.cancelled) == 2)
+
+
+async def test_other_paths_are_no_websockets(server: HttpServer) -> None:
+    for path, status in (("/v1/chat/completions", 405), ("/v1/models", 200), ("/nowhere", 404)):
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(f"ws://127.0.0.1:{server.port}{path}")
+        assert refused.value.response.status_code == status
+
+
+async def test_pages_of_other_sites_are_kept_out(server: HttpServer) -> None:
+    host = f"127.0.0.1:{server.port}"
+    async with connect(f"ws://{host}/v1/stream", origin=Origin(f"http://{host}")) as socket:
+        await say(socket, id="a", body=BODY)
+        await until_done(socket, "a")
+    with pytest.raises(InvalidStatus) as refused:
+        await connect(f"ws://{host}/v1/stream", origin=Origin("http://elsewhere.example"))
+    assert refused.value.response.status_code == 403
+
+
+class OneKey:
+    """A ``Directory`` with one tenant."""
+
+    def account(self, authorization: bytes) -> Account:
+        if authorization != b"Bearer secret":
+            raise Unauthorized("no")
+        return Account(tenant="t", tenant_id=1, key_id=1)
+
+    def close(self) -> None: ...
+
+
+async def test_a_browser_gives_its_key_as_a_subprotocol(dispatcher: FakeDispatcher, model: ServedModel) -> None:
+    server = HttpServer(create_app(dispatcher, model, system=dispatcher.system, tenancy=Tenancy(OneKey())))
+    await server.start()
+    url = f"ws://127.0.0.1:{server.port}/v1/stream"
+    protocols = [Subprotocol("splitserve"), Subprotocol("openai-insecure-api-key.secret")]
+    async with connect(url, subprotocols=protocols, origin=Origin("http://elsewhere.example")) as socket:
+        assert socket.subprotocol == "splitserve"
+        await say(socket, id="a", body=BODY)
+        await until_done(socket, "a")
+    assert dispatcher.requests[-1].tenant == "t"
+    for wrong in (None, [Subprotocol("openai-insecure-api-key.wrong")]):
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(url, subprotocols=wrong)
+        assert refused.value.response.status_code == 401
+    await server.stop(grace_s=0)

@@ -1,0 +1,206 @@
+"""Which workers are believed dead, how soon, and that a stall of the coordinator's own is nobody's death. In virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.lifecycle_bench import Bench, ends, sent
+
+from splitserve.coordinator.lifecycle.flight import Action, Send
+from splitserve.transport.messages.messages import Alive, Cancel, Fenced, FirstToken, Load, Prefill, Welcome
+
+
+def test_a_silent_decode_worker_is_dead_and_its_request_goes_on() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.first(1)
+    bench.joined(1)
+    bench.hello("d2", "decode")
+    bench.now = 1.0
+    bench.load("p", [])
+    bench.say("d2", Load(**_idle("d2")))
+    bench.now = 2.0
+    actions = bench.core.tick(bench.now)
+    (again,) = sent(actions, Prefill)
+    assert again.decode.worker_id == "d2"
+    assert [f.reason != "" for f in sent(bench.load("d", [1]), Fenced)] == [True]  # should it come back
+
+
+def test_of_a_worker_whose_end_is_known_silence_says_nothing_more() -> None:
+    """A coordinator that stalls between hearing of the end and acting on it still says why that worker is gone."""
+    bench = Bench()
+    bench.submit()
+    bench.first(1)
+    bench.joined(1)
+    bench.hello("d2", "decode")
+    bench.core.reached(("d", 1), False, bench.now)
+    bench.core.worker_ending(("d", 1))
+    bench.now = 1.0
+    bench.load("p", [])
+    bench.say("d2", Load(**_idle("d2")))
+    bench.now = 2.0
+    assert not sent(bench.core.tick(bench.now), Prefill)
+    (again,) = sent(bench.core.worker_ended(("d", 1), bench.now), Prefill)
+    assert again.decode.worker_id == "d2"
+    assert bench.core.reasons_lost[("d", 1)] == "its process has ended; requests it held, now tried again: 1"
+
+
+def _idle(name: str) -> dict[str, Any]:
+    numbers = ("blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens", "steps")
+    return {"worker_id": name, "incarnation": 1, "blocks_free": 50, "busy": False, "accepting": True, **dict.fromkeys(numbers, 0)}
+
+
+def test_a_busy_worker_without_progress_is_dead() -> None:
+    bench = Bench(progress_timeout_s=5.0)
+    bench.submit()
+    for _ in range(30):
+        bench.now += 0.2
+        bench.load("p", [1], steps=3, busy=True)
+        bench.load("d", [1])
+        bench.core.tick(bench.now)
+    assert [w.role for w in bench.core.pools.workers.values()] == ["decode"]
+    assert bench.core.num_queued == 1  # until a prefill worker comes
+
+
+def test_a_worker_that_says_nothing_is_silent_and_not_busy() -> None:
+    bench = Bench(progress_timeout_s=3.0, dead_after_s=4.0)
+    bench.load("p", [], steps=3, busy=True)
+    bench.load("d", [])
+    for _ in range(39):
+        bench.now += 0.1
+        bench.core.tick(bench.now)
+    assert len(bench.core.pools.workers) == 2
+    bench.now += 0.2
+    bench.core.tick(bench.now)
+    assert [reason.partition(" for ")[0] for reason in bench.core.reasons_lost.values()] == ["silent", "silent"]
+
+
+def test_a_worker_whose_connection_is_gone_is_dead_sooner_unless_it_comes_back() -> None:
+    bench = Bench(dead_after_s=5.0, unreachable_s=0.25)
+    asked: list[Action] = []
+
+    def later(seconds: float) -> None:
+        bench.now += seconds
+        asked.extend(bench.core.tick(bench.now))
+
+    for broken in (False, True):
+        bench.load("p", [])
+        bench.load("d", [])
+        later(0.15)
+        assert not asked
+        later(0.16)  # its heartbeat is overdue: it is spoken to
+        assert [a.worker[0] for a in asked if isinstance(a, Send) and isinstance(a.message, Alive)] == ["p", "d"]
+        bench.core.reached(("d", 1), False, bench.now)
+        later(0.2)
+        bench.core.reached(("d", 1), not broken, bench.now)
+        later(0.1)
+        assert (("d", 1) in bench.core.pools.workers) == (not broken)
+        asked.clear()
+    assert "its connection is gone" in bench.core.reasons_lost[("d", 1)]
+
+
+def _found_dead_after(phase: float, told: bool) -> float:
+    """Seconds from the end of worker d's process, on another host, until its requests go elsewhere. ``phase``: of its heartbeats, and of
+    the coordinator's ticks; ``told``: ZeroMQ says that some connection has ended."""
+    bench = Bench()
+    killed, heartbeat, tick = 2.0, 0.25 * phase, 0.05 * ((7 * phase) % 1)
+    while ("d", 1) in bench.core.pools.workers:
+        assert bench.now < killed + 5
+        bench.now = min(heartbeat, tick)
+        if bench.now == heartbeat:
+            bench.load("p", [])
+            if bench.now < killed:
+                bench.load("d", [])
+            heartbeat += 0.25
+        else:
+            if told and killed <= bench.now < killed + 0.05:
+                bench.core.connection_lost()
+            for said in bench.core.tick(bench.now):
+                if isinstance(said, Send):
+                    too_early = bench.now < killed + 0.002  # ZeroMQ has not taken the connection down yet
+                    bench.core.reached(said.worker, said.worker[0] == "p" or too_early, bench.now)
+            tick += 0.05
+    assert ("p", 1) in bench.core.pools.workers
+    return bench.now - killed
+
+
+def test_a_killed_worker_of_another_host_is_found_within_0_4_s() -> None:
+    """In virtual time with the ordinary limits, whenever it dies. (On the coordinator's host its end is seen at once.) Without word of a
+    lost connection it is 0.65 s: a heartbeat has to be late first."""
+    phases = [i / 97 for i in range(97)]
+    assert 0.25 < max(_found_dead_after(phase, told=True) for phase in phases) <= 0.4
+    assert 0.5 < max(_found_dead_after(phase, told=False) for phase in phases) <= 0.65
+
+
+def test_whose_connection_comes_back_in_time_is_not_dead() -> None:
+    bench = Bench(dead_after_s=5.0)
+    bench.core.connection_lost()
+    for spoken in (False, False, False, True, True, True, True, True):
+        bench.now += 0.05
+        said = [a for a in bench.core.tick(bench.now) if isinstance(a, Send)]
+        assert said or bench.now > 0.2, "until it is reached again it is spoken to"
+        for send in said:
+            bench.core.reached(send.worker, send.worker[0] == "p" or spoken, bench.now)
+    assert len(bench.core.pools.workers) == 2
+
+
+def test_a_coordinator_that_stands_still_just_as_a_connection_ends_finds_out_whose() -> None:
+    """What it said before seemed to reach everybody, and nothing else makes it speak: no heartbeat is due for hours."""
+    bench = Bench(heartbeat_s=9000.0, dead_after_s=9000.0)
+    bench.core.connection_lost()
+    for seconds in (0.0, 3.0, *[0.05] * 10):
+        bench.now += seconds
+        for said in bench.core.tick(bench.now):
+            if isinstance(said, Send):
+                bench.core.reached(said.worker, said.worker[0] == "p" or bench.now == 0.0, bench.now)
+    assert set(bench.core.pools.workers) == {("p", 1)}
+
+
+def test_the_coordinators_own_stall_is_nobodys_silence() -> None:
+    bench = Bench()
+    bench.core.tick(bench.now)
+    bench.now = 10.0
+    bench.core.tick(bench.now)
+    assert len(bench.core.pools.workers) == 2
+
+
+@pytest.mark.parametrize("silent", ["p", "d"])
+def test_a_silent_worker_has_lost_nothing_until_it_is_dead(silent: str) -> None:
+    """A worker that got no processor for some seconds, and was allowed to, used to be four "lost" attempts in a row: status 500."""
+    bench = Bench(dead_after_s=60.0)
+    bench.submit()
+    bench.load("p", [])
+    bench.load("d", [])
+    if silent == "d":
+        bench.first(1)
+    actions: list[Action] = []
+    while bench.now < 20:
+        bench.now += 0.2
+        actions += bench.load("d" if silent == "p" else "p", [])
+        actions += bench.core.tick(bench.now)
+    assert not ends(actions)
+    assert not sent(actions, Prefill)
+    assert not sent(actions, Cancel)
+    actions = bench.load("p", []) + bench.load("d", [])  # now it speaks, and does not know of it
+    (again,) = sent(actions + bench.core.tick(bench.now), Prefill)
+    assert again.spec.epoch == 1
+
+
+def test_a_restarted_worker_replaces_itself() -> None:
+    bench = Bench()
+    bench.submit()
+    actions = bench.hello("p", "prefill", incarnation=2)
+    assert len(sent(actions, Welcome)) == 1
+    assert len(sent(actions, Prefill)) == 1
+    assert bench.say("p", FirstToken(coordinator=7, dispatch=1, index=0, token=5)) != []  # the old incarnation: fenced
+    assert bench.core.num_flights == 1
+
+
+def test_a_silent_worker_is_dead_after_a_while_also_with_heartbeats_quicker_than_ticks() -> None:
+    bench = Bench(heartbeat_s=0.01, dead_after_s=0.5)
+    for _ in range(9):
+        bench.now += 0.06
+        bench.load("d", [])
+        bench.core.tick(bench.now)
+    assert list(bench.core.reasons_lost) == [("p", 1)]

@@ -1,0 +1,115 @@
+"""Each policy over snapshots of the workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from support.lifecycle_bench import make_hello
+
+from splitserve.coordinator.lifecycle.routing import Need, choose_decode, choose_pair, choose_prefill, that_fit
+from splitserve.coordinator.lifecycle.worker import Worker
+from splitserve.transport.messages.messages import ModelIdentity
+
+MODEL = ModelIdentity(fingerprint="m", dtype="f", block_size=16, layout="l", block_bytes=8)
+HASHES = [bytes([i]) * 16 for i in range(10)]
+
+
+def worker(name: str, role: Any = "prefill", mixed: bool = False, **state: Any) -> Worker:
+    """``mixed``: of a process of that name."""
+    named = {"worker_id": f"{name}:{role}", "process": name, "mixed": True} if mixed else {}
+    sizes = {"max_model_len": 1000, "num_blocks": 100, "max_num_seqs": 10, "max_batch_tokens": 512}
+    hello = make_hello(name, role, model=MODEL, **sizes, **named)
+    made = Worker(hello, 0.0)
+    for dispatch, num_tokens in state.pop("pending", {}).items():
+        made.promise_prompt(dispatch, num_tokens)
+    for key, value in state.items():
+        setattr(made, key, value)
+    return made
+
+
+def need(turn: int = 0, session: str = "", num_tokens: int = 160) -> Need:
+    return Need(num_tokens, HASHES[0], lambda: HASHES, session, turn)
+
+
+def chosen(policy: Any, workers: list[Worker], wanted: Need) -> str:
+    return choose_prefill(policy, workers, wanted).hello.worker_id
+
+
+def test_round_robin_takes_turns() -> None:
+    workers = [worker(n) for n in "abc"]
+    assert [chosen("round_robin", workers, need(t)) for t in range(6)] == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_least_loaded_goes_where_least_waits() -> None:
+    assert chosen("least_loaded", [worker("a", pending={1: 100}), worker("b", pending={1: 10})], need()) == "b"
+
+
+def test_prefix_goes_where_most_is_cached_whatever_the_load() -> None:
+    workers = [worker("a", cached=set(HASHES[:2])), worker("b", cached=set(HASHES[:7]), pending={1: 9999})]
+    assert chosen("prefix", workers, need()) == "b"
+
+
+def test_a_cached_block_counts_only_with_all_before_it() -> None:
+    workers = [worker("a", cached=set(HASHES[1:])), worker("b", cached=set(HASHES[:1]))]
+    assert chosen("prefix", workers, need()) == "b"
+
+
+def test_sticky_keeps_a_session_and_moves_only_those_of_a_lost_worker() -> None:
+    workers = [worker(n) for n in "abcd"]
+    before = {s: chosen("sticky", workers, need(session=s)) for s in map(str, range(200))}
+    assert min(Counter(before.values()).values()) > 20
+    after = {s: chosen("sticky", workers[:3], need(session=s)) for s in before}
+    assert all(after[s] == home for s, home in before.items() if home != "d")
+
+
+def test_hybrid_weighs_waiting_work_against_cached_work() -> None:
+    cached, idle = worker("a", cached=set(HASHES[:8])), worker("b")
+    assert chosen("hybrid", [cached, idle], need()) == "a"
+    cached.promise_prompt(1, 500)
+    assert chosen("hybrid", [cached, idle], need()) == "b"
+
+
+def test_hybrid_spreads_equals_and_keeps_sessions_among_equals() -> None:
+    workers = [worker(n) for n in "ab"]
+    assert {chosen("hybrid", workers, need(t)) for t in range(20)} == {"a", "b"}
+    assert len({chosen("hybrid", workers, need(t, session="s")) for t in range(20)}) == 1
+
+
+def test_decode_goes_where_most_room_is_left() -> None:
+    full, empty = worker("a", "decode", dispatches={1, 2, 3, 4, 5}), worker("b", "decode", dispatches={6})
+    found = choose_decode("hybrid", [full, empty], need())
+    assert found is empty
+    cached = worker("c", "decode", dispatches={7}, cached=set(HASHES))
+    assert choose_decode("hybrid", [full, empty, cached], need()) is cached
+
+
+def pair_of(name: str, **state: Any) -> tuple[Worker, Worker]:
+    """A mixed worker's two halves; the state is that of the decode half."""
+    return worker(name, "prefill", mixed=True), worker(name, "decode", mixed=True, **state)
+
+
+def test_a_mixed_worker_generates_for_what_it_computes() -> None:
+    (prefill, decode), (other_prefill, other_decode) = pair_of("a"), pair_of("b")
+    plain_prefill, plain_decode = worker("p"), worker("d", "decode")
+    assert that_fit([prefill], [other_decode, plain_decode]) == ([], [])
+    assert that_fit([prefill, other_prefill], [decode, plain_decode]) == ([prefill], [decode])
+    assert that_fit([plain_prefill], [decode]) == ([plain_prefill], [decode])
+    busy = pair_of("c", dispatches={1, 2, 3})
+    chosen_pair = choose_pair("hybrid", [prefill, other_prefill, busy[0]], [decode, busy[1]], need())
+    assert chosen_pair == (prefill, decode), "where most room is, and both halves"
+
+
+def test_a_prompt_is_computed_locally_where_that_costs_less() -> None:
+    """Tokens to compute there, and as many for every sequence that waits for them there; against those at a prefill worker."""
+    local, decode = pair_of("a")
+    remote = worker("p")
+    assert choose_pair("hybrid", [remote, local], [decode], need()) == (local, decode), "nobody is disturbed, nothing moves"
+    decode.dispatches = {1, 2}
+    assert choose_pair("hybrid", [remote, local], [decode], need()) == (remote, decode)
+    local.cached = set(HASHES[:9])  # of ten blocks: a follow-up turn
+    assert choose_pair("hybrid", [remote, local], [decode], need()) == (local, decode)
+    local.cached = set()
+    remote.promise_prompt(7, 2000)
+    assert choose_pair("hybrid", [remote, local], [decode], need(num_tokens=160)) == (local, decode), "a short one need not wait"
+    assert choose_pair("hybrid", [remote, local], [decode], need(num_tokens=1600)) == (remote, decode)

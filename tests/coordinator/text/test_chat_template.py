@@ -1,0 +1,116 @@
+"""Chat templates: the same text as transformers, and nothing but text."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest, Message
+from splitserve.coordinator.http.errors import InvalidRequest
+from splitserve.coordinator.text.chat_template import ChatTemplate
+from splitserve.coordinator.text.served_model import ServedModel
+
+LLAMA_LIKE = """{%- if not date_string is defined %}{%- set date_string = strftime_now("%Y") %}{%- endif %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if loop.first and message['role'] == 'system' %}
+        {{- '<|system|>\n' + message['content'] | trim + '<|end|>' }}
+        {%- continue %}
+    {%- endif %}
+    {%- generation %}{{- '<|' + message['role'] + '|>' + date_string + message | tojson }}{%- endgeneration %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Was ist <b>'größer'</b>? 日本"}],
+    [{"role": "system", "content": "  Be brief.\n"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b & c"}],
+]
+
+
+def messages(chat: list[dict[str, Any]]) -> list[Message]:
+    return ChatCompletionRequest.model_validate_json(json.dumps({"messages": chat})).messages
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_the_same_tokens_as_transformers(
+    model: ServedModel, model_folder: Path, chat: list[dict[str, Any]], add_generation_prompt: bool
+) -> None:
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(model_folder / "tokenizer.json"), bos_token="<|bos|>", eos_token="<|eos|>")
+    options: Any = {"chat_template": LLAMA_LIKE, "add_generation_prompt": add_generation_prompt, "tokenize": False}
+    expected = theirs.apply_chat_template(chat, **options)
+    text = ChatTemplate(LLAMA_LIKE, {"bos_token": "<|bos|>"}).render(messages(chat), add_generation_prompt=add_generation_prompt)
+    assert text == expected
+    ours = model.tokenizer.encode([text], add_special_tokens=False)[0]
+    assert ours == theirs(expected, add_special_tokens=False)["input_ids"]
+    assert ours.count(0) == 1  # BOS
+
+
+def test_variables_of_the_request_reach_the_template() -> None:
+    template = ChatTemplate("{{ enable_thinking }}{{ add_generation_prompt }}{{ messages | length }}")
+    text = template.render(messages(CHATS[0]), extra={"enable_thinking": 7, "add_generation_prompt": "no", "messages": []})
+    assert text == "7no1"
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render(messages(CHATS[0])) == datetime.now().strftime("%Y")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('no') }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{{ messages[7].content }}",
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+    ],
+)
+def test_a_template_that_fails_is_a_bad_request(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat template"):
+        ChatTemplate(source).render(messages(CHATS[0]))
+
+
+def test_a_template_that_does_not_compile_is_said_so_at_start() -> None:
+    with pytest.raises(ValueError, match="does not compile"):
+        ChatTemplate("{% for %}")
+
+
+def test_loading(model_folder: Path, tmp_path: Path, model: ServedModel) -> None:
+    def write(config: dict[str, Any]) -> None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
+    write({})
+    assert ChatTemplate.load(tmp_path, model.tokenizer) is None
+    write({"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]})
+    template = ChatTemplate.load(tmp_path, model.tokenizer)
+    assert template is not None
+    assert template.render(messages(CHATS[0])) == "d"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    template = ChatTemplate.load(tmp_path, model.tokenizer)
+    assert template is not None
+    assert template.render(messages(CHATS[0])) == "file"
+
+
+@pytest.mark.parametrize(
+    ("remove", "config", "message"),
+    [
+        ("tokenizer.json", {"max_position_embeddings": 100, "vocab_size": 512}, "no tokenizer.json"),
+        ("config.json", None, "max_position_embeddings"),
+        ("", {"max_position_embeddings": 10, "vocab_size": 512}, "context ends at 10"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served_says_why(
+    model_folder: Path, tmp_path: Path, remove: str, config: dict[str, Any] | None, message: str
+) -> None:
+    if remove != "tokenizer.json":
+        (tmp_path / "tokenizer.json").write_bytes((model_folder / "tokenizer.json").read_bytes())
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        ServedModel.load(tmp_path, "x", max_model_len=20)

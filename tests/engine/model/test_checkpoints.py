@@ -1,0 +1,196 @@
+"""What a checkpoint folder may look like, and what is said about one that cannot be served."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.batches import HandSequence, make_batch
+from support.models import make_checkpoint
+
+from splitserve.engine import device
+from splitserve.engine.errors import ModelConfigError, OutOfMemoryError, WeightsError
+from splitserve.engine.model.config import ModelConfig
+from splitserve.engine.model.fingerprint import model_fingerprint
+from splitserve.engine.model.weights import Checkpoint
+from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path, "llama3")
+    return tmp_path
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Sets fields of config.json; None removes one."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def next_token(folder: Path, **engine: Any) -> int:
+    runner = ModelRunner(EngineConfig(folder, device="cpu", block_size=8, num_blocks=64, **engine))
+    prompt = list(range(20))
+    return int(runner.execute(make_batch([(HandSequence(prompt, [3, 1, 2]), len(prompt))], 8)).token_ids[0])
+
+
+def test_several_eos_tokens(folder: Path) -> None:
+    assert ModelConfig.from_folder(folder).eos_token_ids == (257, 258)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 259}))
+    assert ModelConfig.from_folder(folder).eos_token_ids == (259,)
+
+
+def test_older_files_name_the_rope_parameters_otherwise(folder: Path) -> None:
+    new = ModelConfig.from_folder(folder)
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    edit_config(folder, rope_parameters=None, rope_theta=theta, rope_scaling=rope)
+    assert ModelConfig.from_folder(folder) == new
+    rope["type"] = rope.pop("rope_type")
+    edit_config(folder, rope_scaling=rope)
+    assert ModelConfig.from_folder(folder) == new
+
+
+def test_sharded_weights_are_the_same_model(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "one", "qwen2")
+    make_checkpoint(tmp_path / "several", "qwen2", max_shard_size="100KB")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
+    assert next_token(tmp_path / "several") == next_token(tmp_path / "one")
+
+
+def test_float16_weights_are_converted(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "half", "llama2", dtype=torch.float16)
+    make_checkpoint(tmp_path / "full", "llama2", dtype=torch.float32)
+    assert next_token(tmp_path / "half") == next_token(tmp_path / "full")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM"),
+        ({"architectures": None}, "none is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope' is not supported"),
+        ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
+        ({"head_dim": 12}, "multiple of 8"),
+        ({"hidden_size": None}, "'hidden_size' must be a positive whole number"),
+    ],
+)
+def test_what_is_not_supported_is_said(folder: Path, changes: dict[str, Any], told: str) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(ModelConfigError, match=told):
+        ModelConfig.from_folder(folder)
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=r"config\.json does not exist"):
+        ModelConfig.from_folder(tmp_path)
+    with pytest.raises(ModelConfigError, match="is not a folder"):
+        ModelConfig.from_folder(tmp_path / "absent")
+
+
+def test_pickled_weights_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match="unpickling runs code"):
+        next_token(folder)
+
+
+def test_missing_and_unexpected_tensors_are_named(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.9.extra"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"1 missing: model\.layers\.1\.mlp\.up_proj\.weight; 1 unexpected: model\.layers\.9\.extra"):
+        next_token(folder)
+
+
+def test_a_tensor_of_the_wrong_shape_is_named(folder: Path) -> None:
+    edit_config(folder, intermediate_size=168)
+    with pytest.raises(WeightsError, match=r"has shape \[160, 64\], config.json implies \[168, 64\]"):
+        next_token(folder)
+
+
+def test_a_truncated_file_is_reported(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(WeightsError, match="download it again"):
+        next_token(folder)
+
+
+def test_a_shard_that_is_absent_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen2", max_shard_size="100KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[0]
+    shard.unlink()
+    with pytest.raises(WeightsError, match=f"of the index: {shard.name}"):
+        next_token(tmp_path)
+
+
+def test_a_cache_too_small_for_one_sequence_says_what_to_lower(folder: Path) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"holds 10 blocks.*lower --max-model-len to 80"):
+        ModelRunner(EngineConfig(folder, device="cpu", block_size=8, num_blocks=10, max_model_len=100))
+
+
+def test_a_cache_beyond_the_machine_says_how_many_blocks_fit(folder: Path) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"enough for \d+ blocks; lower --kv-cache-gib or --num-blocks"):
+        ModelRunner(EngineConfig(folder, device="cpu", block_size=8, kv_cache_bytes=1 << 50))
+
+
+def test_a_longer_context_than_the_model_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelConfigError, match="more than the model's 512"):
+        next_token(folder, max_model_len=513)
+
+
+def test_the_fingerprint_follows_the_content(folder: Path) -> None:
+    first = model_fingerprint(folder)
+    assert model_fingerprint(folder) == first
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][5] += 1e-3
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    second = model_fingerprint(folder)
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+    assert len({first, second, model_fingerprint(folder)}) == 3
+
+
+def test_the_pool_may_lie_in_memory_of_the_callers(folder: Path) -> None:
+    buffers: list[bytearray] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        buffers.append(bytearray(num_bytes))
+        return memoryview(buffers[0])
+
+    runner = ModelRunner(EngineConfig(folder, device="cpu", block_size=8, num_blocks=64, pool_allocator=allocate))
+    runner.warm_up()
+    view = runner.kv_cache.block_bytes_view
+    assert view.shape == (64, runner.kv_cache.layout.block_bytes)
+    assert view[0].any()
+    assert bytes(view[1]) == bytes(buffers[0][view.shape[1] : 2 * view.shape[1]])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_is_the_checkpoints_own_dtype_where_the_cpu_has_no_faster_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype
+) -> None:
+    make_checkpoint(tmp_path, "llama3", dtype=stored)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.dtype == stored
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(device, "cpu_widens_bfloat16", lambda: True)
+    assert device.select_dtype("auto", cpu, stored) == (torch.bfloat16 if stored == torch.bfloat16 else torch.float32)
+    monkeypatch.setattr(device, "cpu_widens_bfloat16", lambda: False)
+    assert device.select_dtype("auto", cpu, stored) == torch.float32
+    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: True)
+    assert device.select_dtype("auto", cpu, stored) == torch.bfloat16
+
+
+def test_a_start_says_how_long_each_phase_took(folder: Path) -> None:
+    runner = ModelRunner(EngineConfig(folder, "cpu", block_size=8, num_blocks=64))
+    runner.warm_up()
+    assert list(runner.phases.seconds) == ["fingerprint", "weights", "KV cache", "warm-up"]
+    assert all(seconds >= 0 for seconds in runner.phases.seconds.values())
+    assert re.fullmatch(r"\d+\.\d s: fingerprint \d+\.\d, weights \d+\.\d, KV cache \d+\.\d, warm-up \d+\.\d", str(runner.phases))

@@ -1,0 +1,154 @@
+"""A grammar's masks: what they let through follows the grammar, a new matcher that reads the output is where the old one was."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+from support.models import EOS_TOKEN_ID, VOCAB_SIZE, write_byte_tokenizer
+from tokenizers import Tokenizer
+
+from splitserve.engine.errors import GrammarError
+from splitserve.engine.sampling.constraint import CompileGrammar, TokenMatcher
+from splitserve.engine.sampling.grammar import GrammarCompiler
+from splitserve.engine.sampling.grammar_thread import GrammarThread
+from splitserve.engine.sampling.sampled_rows import SampledRows
+from splitserve.engine.sampling.sampler import Sampler
+from splitserve.engine.sampling.token_masks import forbid_tokens
+from splitserve.engine.step.batch import SamplingParams, SamplingState
+from splitserve.kernels.reference import TorchKernels
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+GRAMMAR = LLMatcher.grammar_from_json_schema(SCHEMA).encode()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grammar")
+    write_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def compiler(folder: Path) -> GrammarCompiler:
+    return GrammarCompiler(folder, VOCAB_SIZE, [EOS_TOKEN_ID])
+
+
+def allowed(words: np.ndarray) -> list[int]:
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+    return [int(token) for token in bits.nonzero()[0]]
+
+
+def walk(matcher: TokenMatcher, seed: int) -> list[int]:
+    """Random tokens of those that the masks allow, an end token with the rest."""
+    chance, output = random.Random(seed), []  # type: random.Random, list[int]
+    while EOS_TOKEN_ID not in (choices := allowed(matcher.mask(output))):
+        output.append(chance.choice(choices))
+    return output
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_the_masks_allow_is_valid(compiler: GrammarCompiler, folder: Path, seed: int) -> None:
+    text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(walk(compiler.matcher(GRAMMAR), seed))
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_a_new_matcher_goes_on_where_the_lost_one_was(compiler: GrammarCompiler, folder: Path) -> None:
+    output = walk(compiler.matcher(GRAMMAR), seed=3)
+    other_worker = GrammarCompiler(folder, VOCAB_SIZE, [EOS_TOKEN_ID])
+    undisturbed = compiler.matcher(GRAMMAR)
+    for n in range(len(output) + 1):
+        mask = undisturbed.mask(output[:n])
+        assert (other_worker.matcher(GRAMMAR, output[:n]).mask(output[:n]) == mask).all()
+
+
+def test_a_grammar_that_is_none_says_why(compiler: GrammarCompiler, tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match="foo"):
+        compiler.matcher(b"start: foo")
+    with pytest.raises(GrammarError, match="does not follow"):
+        compiler.matcher(GRAMMAR, [0])
+    with pytest.raises(GrammarError, match=r"tokenizer\.json"):
+        GrammarCompiler(tmp_path, VOCAB_SIZE, [EOS_TOKEN_ID]).matcher(GRAMMAR)
+
+
+def test_a_matcher_that_cannot_go_on_allows_the_end_alone(compiler: GrammarCompiler) -> None:
+    matcher = compiler.matcher(GRAMMAR)
+    assert not matcher.failure
+    assert allowed(matcher.mask([0])) == [EOS_TOKEN_ID]
+    assert matcher.failure
+
+
+class OneRow:
+    """A matcher that allows the same tokens always."""
+
+    failure = ""
+
+    def __init__(self, *tokens: int) -> None:
+        bits = np.zeros(64, np.uint8)
+        bits[list(tokens)] = 1
+        self._words = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def mask(self, output_token_ids: Sequence[int]) -> np.ndarray:
+        return self._words
+
+
+def state(matcher: TokenMatcher | None, **params: object) -> SamplingState:
+    grammar = b"g" if matcher is not None else b""
+    return SamplingState(SamplingParams(max_tokens=9, temperature=0.0, grammar=grammar, **params), [1], [], matcher)  # type: ignore[arg-type]
+
+
+def test_only_the_rows_with_a_grammar_are_touched() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    before = logits.clone()
+    assert forbid_tokens(logits, [state(None), state(OneRow(0, 31, 32, 49)), state(None)]) == [1]
+    assert (logits[[0, 2]] == before[[0, 2]]).all()
+    assert logits[1].isfinite().nonzero().flatten().tolist() == [0, 31, 32, 49]
+    assert (logits[1, [0, 31, 32, 49]] == before[1, [0, 31, 32, 49]]).all()
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
+    expected = logits.log_softmax(-1)
+    tokens, told = Sampler(TorchKernels(), (3,)).sample(logits, SampledRows.booked([state(OneRow(7, 8), logprobs=2), state(None)]))
+    assert tokens[0] == (7 if expected[0, 7] > expected[0, 8] else 8)
+    assert tokens[1] == expected[1].argmax()
+    assert told[0].logprob == pytest.approx(float(expected[0, tokens[0]]))
+    assert told[0].top_ids == tuple(expected[0].topk(2).indices.tolist())
+
+
+class Core:
+    def __init__(self) -> None:
+        self.heard: dict[tuple[int, int], TokenMatcher | str] = {}
+
+    def grammar_compiled(self, key: tuple[int, int], matcher: TokenMatcher) -> None:
+        self.heard[key] = matcher
+
+    def grammar_failed(self, key: tuple[int, int], reason: str) -> None:
+        self.heard[key] = reason
+
+
+def test_the_thread_answers_every_order(compiler: GrammarCompiler) -> None:
+    thread, core = GrammarThread(compiler, lambda: None), Core()
+    orders = [CompileGrammar((1, i), GRAMMAR if i % 2 else b"start: foo") for i in range(6)]
+    for order in [CompileGrammar(None, GRAMMAR), CompileGrammar(None, b"start: foo"), *orders]:
+        thread.submit(order)
+    deadline = time.monotonic() + 60
+    while len(core.heard) < len(orders):
+        assert time.monotonic() < deadline
+        thread.report(core)
+        time.sleep(0.001)
+    thread.stop()
+    assert [key for key, answer in sorted(core.heard.items()) if isinstance(answer, str)] == [(1, 0), (1, 2), (1, 4)]

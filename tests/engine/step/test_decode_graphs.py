@@ -1,0 +1,151 @@
+"""Decode steps replayed on fixed memory give what plain ones give, for any batch size and context, and padding touches nothing.
+
+The kernels are the GPU's, in Triton's interpreter; what a CUDA graph does is played by running the same computation on the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.batches import HandSequence, make_batch
+from support.models import VOCAB_SIZE, make_checkpoint
+from torch import Tensor
+
+from splitserve.bench.kernels import triton_interpreter
+from splitserve.engine.errors import OutOfMemoryError
+from splitserve.engine.sampling.device_sampler import DeviceSampler
+from splitserve.engine.step import model_runner
+from splitserve.engine.step.batch import SamplingParams, StepOutput
+from splitserve.engine.step.decode_graphs import BUCKETS, buckets_up_to
+from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.kernels.cuda import CudaKernels
+from splitserve.kernels.gpu.attention_tiles import TileShape
+
+triton_interpreter.install()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),  # a poisoned slot beside the ones in use
+]
+BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS = 8, 64, 3
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2)
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
+    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: CudaKernels(num_sms=1, prefill_shape=TileShape(16, 32, 4, 3)))
+    config = EngineConfig(tmp_path, "cpu", "float32", BLOCK_SIZE, NUM_BLOCKS, max_model_len=80, max_decode_seqs=MAX_SEQS)
+    runner = ModelRunner(config)
+    runner.kv_cache.pool.fill_(torch.nan)
+    return runner
+
+
+def replayed(recorded: list[tuple[int, int]]) -> Callable[[Callable[[], Tensor]], Callable[[], Tensor]]:
+    """As a graph: the result is always in the same memory. Notes the results' addresses and rows."""
+
+    def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        result = compute()
+        recorded.append((result.data_ptr(), len(result)))
+
+        def replay() -> Tensor:
+            result.copy_(compute())
+            return result
+
+        return replay
+
+    return record
+
+
+def prompts(*lengths: int) -> list[HandSequence]:
+    random = np.random.default_rng(4)
+    rows = random.permutation(NUM_BLOCKS).reshape(-1, 8).tolist()
+    return [HandSequence(random.integers(0, VOCAB_SIZE, n).tolist(), row, GREEDY) for n, row in zip(lengths, rows, strict=False)]
+
+
+def run(runner: ModelRunner, sequences: list[HandSequence], counts: list[int]) -> StepOutput:
+    output = runner.execute(make_batch(list(zip(sequences, counts, strict=True)), BLOCK_SIZE))
+    for sequence, count, token in zip(sequences, counts, output.token_ids.tolist(), strict=True):
+        sequence.num_computed += count
+        sequence.output.append(token)
+    return output
+
+
+def test_replayed_steps_are_the_plain_ones(runner: ModelRunner) -> None:
+    def steps() -> list[StepOutput]:
+        sequences = prompts(9, 3, 18)
+        told = [run(runner, sequences, [9, 3, 18])]
+        for going_on in (sequences, sequences[:2], sequences[2:]):  # buckets of 4, 2, 1; contexts of any length
+            told.append(run(runner, going_on, [1] * len(going_on)))
+        return told
+
+    plain = steps()
+    pool = runner.kv_cache.pool.clone()
+    recorded: list[tuple[int, int]] = []
+    runner.kv_cache.pool.fill_(torch.nan)
+    runner.capture(replayed(recorded))
+    assert [rows for _, rows in recorded] == [4, 2, 1]  # largest first
+    assert len({address for address, _ in recorded}) == 1, "all graphs give their logits in one place"
+    assert runner.kv_cache.pool.isnan().all()  # a recording has only padding
+    for step, expected in zip(steps(), plain, strict=True):
+        assert step.token_ids.tolist() == expected.token_ids.tolist()
+        for row, told in expected.logprobs.items():
+            assert step.logprobs[row].top_ids == told.top_ids
+            assert step.logprobs[row].top_logprobs == pytest.approx(told.top_logprobs, abs=1e-4)
+    assert torch.equal(runner.kv_cache.pool.isnan(), pool.isnan())  # nothing but the sequences' own slots was written
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_replayed_step_takes_its_tokens_from_the_one_before(runner: ModelRunner, launched: bool) -> None:
+    runner.capture(replayed([]))
+    runner._sampler = DeviceSampler((2,)) if launched else runner._sampler
+    execute = (lambda batch: runner.launch(batch)()) if launched else runner.execute
+    told: list[list[int]] = []
+    for ahead in (False, True):
+        sequences = prompts(9, 3, 18)
+        run(runner, sequences, [9, 3, 18])
+        for rows in ([2, 0], [0]):
+            batch = make_batch([(sequences[i], 1) for i in rows], BLOCK_SIZE)
+            if ahead:
+                fed_from = np.array([2, 0] if len(rows) == 2 else [1], np.int32)
+                batch = replace(batch, token_ids=np.zeros_like(batch.token_ids), fed_from=fed_from)
+            output = execute(batch)
+            for i, token in zip(rows, output.token_ids.tolist(), strict=True):
+                sequences[i].num_computed += 1
+                sequences[i].output.append(token)
+        told.append([token for s in sequences for token in s.output])
+    assert told[0] == told[1]
+
+
+def test_what_is_no_decode_step_runs_plainly(runner: ModelRunner) -> None:
+    runner.capture(replayed([]))
+    graphs = runner._graphs
+    assert graphs is not None
+    sequences = prompts(9, 5, 4, 3, 2)
+    for s in sequences:
+        s.num_computed = len(s.prompt) - 1
+    assert graphs.serves(make_batch([(s, 1) for s in sequences[:4]], BLOCK_SIZE))
+    assert not graphs.serves(make_batch([(s, 1) for s in sequences], BLOCK_SIZE))  # more than the largest graph has
+    sequences[0].num_computed -= 1
+    assert not graphs.serves(make_batch([(sequences[0], 2)], BLOCK_SIZE))
+    assert not graphs.serves(make_batch([(sequences[0], 1)], BLOCK_SIZE))  # one token, but of a prompt that goes on
+    assert not graphs.serves(make_batch([(sequences[1], 1)], BLOCK_SIZE, prompt_logprobs=1))
+
+
+def test_no_memory_for_a_graph_says_what_to_lower(runner: ModelRunner) -> None:
+    def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(OutOfMemoryError, match="--decode-max-num-seqs or --kv-cache-gib"):
+        runner.capture(record)
+
+
+def test_buckets() -> None:
+    assert buckets_up_to(1) == [1]
+    assert buckets_up_to(3) == [1, 2, 4]
+    assert buckets_up_to(64)[-2:] == [48, 64]
+    assert buckets_up_to(1000) == list(BUCKETS)

@@ -1,0 +1,124 @@
+"""A float8 KV cache answers nearly as a wide one; float8 options are refused, with a sentence, where they cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.batches import HandSequence, make_batch
+from support.models import VOCAB_SIZE, make_checkpoint
+
+from splitserve.bench.kernels import triton_interpreter
+from splitserve.engine.errors import ModelConfigError
+from splitserve.engine.step import model_runner
+from splitserve.engine.step.batch import SamplingParams
+from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+from splitserve.kernels import select
+from splitserve.kernels.cuda import CudaKernels
+from splitserve.kernels.gpu.attention_tiles import TileShape
+
+triton_interpreter.install()
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+BLOCK_SIZE = 8
+PARAMS = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2)
+
+
+def make_runner(folder: Path, **changes: Any) -> ModelRunner:
+    config: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "num_blocks": 16,
+        "max_model_len": 64,
+        **changes,
+    }
+    return ModelRunner(EngineConfig(folder, **config))
+
+
+def answer(runner: ModelRunner) -> tuple[list[int], list[float]]:
+    """A prompt in two chunks, then decode steps: tokens, and their logprobs."""
+    sequence = HandSequence(np.random.default_rng(1).integers(0, VOCAB_SIZE, 20).tolist(), [9, 3, 5, 4], PARAMS)
+    logprobs = []
+    for count in (13, 7, 1, 1):
+        output = runner.execute(make_batch([(sequence, count)], BLOCK_SIZE))
+        sequence.num_computed += count
+        if 0 in output.logprobs:
+            sequence.output.append(int(output.token_ids[0]))
+            logprobs.append(output.logprobs[0].logprob)
+    return sequence.output, logprobs
+
+
+def test_a_float8_cache_answers_nearly_as_a_wide_one(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama3", num_hidden_layers=2)
+    wide, narrow = make_runner(tmp_path), make_runner(tmp_path, kv_dtype="fp8")
+    assert narrow.kv_cache.layout.block_bytes * 4 == wide.kv_cache.layout.block_bytes
+    assert narrow.kv_cache.layout.description != wide.kv_cache.layout.description  # the two do not mix: workers compare it when they meet
+    (tokens, logprobs), (expected, expected_logprobs) = answer(narrow), answer(wide)
+    assert tokens == expected
+    assert logprobs != expected_logprobs
+    stored, exact = (
+        runner.kv_cache.pool[[9, 3], 0].float() for runner in (narrow, wide)
+    )  # before any attention: the same but for rounding
+    assert torch.allclose(stored, exact, rtol=1 / 16 + 1e-5, atol=2**-10)  # three bits of mantissa
+
+
+def test_the_gpu_kernels_fill_and_read_it_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    expected_runner = make_runner(tmp_path, kv_dtype="fp8")
+    expected = answer(expected_runner)
+    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: CudaKernels(1, prefill_shape=TileShape(16, 32, 4, 3)))
+    runner = make_runner(tmp_path, kv_dtype="fp8")
+    tokens, logprobs = answer(runner)
+    assert tokens == expected[0]
+    assert logprobs == pytest.approx(expected[1], abs=0.05)  # a value on the edge between two of float8's may fall either way
+    same = (runner.kv_cache.pool.float() == expected_runner.kv_cache.pool.float()).float().mean()
+    assert same > 0.99
+
+
+def test_scales_come_from_the_checkpoint(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
+    plain = make_runner(tmp_path, kv_dtype="fp8")
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.k_scale"
+    save_file({**weights, name: torch.tensor(4.0)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    scaled = make_runner(tmp_path, kv_dtype="fp8")
+    answer(plain)
+    answer(scaled)
+    keys, scaled_keys = (runner.kv_cache.pool[9, 0, 0].float() for runner in (plain, scaled))
+    assert torch.allclose(scaled_keys * 4, keys, rtol=0.15, atol=0.02)
+    assert make_runner(tmp_path).fingerprint == scaled.fingerprint  # a wide cache has no use for it, and loads all the same
+
+
+def test_quantized_workers_do_not_mix_with_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
+    plain = make_runner(tmp_path)
+    monkeypatch.setattr(model_runner, "select_kernels", lambda *_, **__: CudaKernels(1))
+    assert make_runner(tmp_path, quantization="fp8").fingerprint == f"{plain.fingerprint}-fp8"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"quantization": "fp8"}, "needs a GPU with float8 instructions, and the device is cpu"),
+        ({"quantization": "fp8", "exact": True}, "leave exact off, or quantization at none"),
+        ({"kv_dtype": "fp8", "exact": True}, "leave exact off, or kv_dtype at auto"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    make_checkpoint(tmp_path, "llama3", num_hidden_layers=1)
+    with pytest.raises(ModelConfigError, match=says):
+        make_runner(tmp_path, **options)
+
+
+@pytest.mark.parametrize("which", ["fp8_linears", "fp8_cache"])
+def test_a_gpu_before_ada_is_told_so(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability: Callable[[object], tuple[int, int]] = lambda device: (8, 0)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(select.UnsuitableKernelsError, match="NVIDIA A100 has no float8 instructions"):
+        select.select_kernels(torch.device("cuda"), 1, **{which: True})

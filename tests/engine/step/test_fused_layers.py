@@ -1,0 +1,48 @@
+"""A decode step whose layers run in one call has the bits of one whose kernels are called one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.batches import HandSequence, hidden_states, make_batch
+from support.models import VOCAB_SIZE, make_checkpoint
+
+from splitserve.engine.step.model_runner import EngineConfig, ModelRunner
+
+native_layers = pytest.importorskip("splitserve.kernels.native_layers", reason="the C++ kernels were not built")
+pytestmark = pytest.mark.skipif(
+    not native_layers.BUILT, reason="the C++ kernels were built from an earlier checkout: python setup.py build_ext --inplace"
+)
+BLOCK_SIZE = 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])  # biases; norms of q and k; a sliding window
+def test_the_same_bits_and_cache(tmp_path: Path, family: str, dtype: str) -> None:
+    make_checkpoint(tmp_path, family)
+    runner = ModelRunner(EngineConfig(tmp_path, "cpu", dtype, BLOCK_SIZE, 64, max_model_len=80, exact=True))
+    assert runner._model._fused is not None
+    random = np.random.default_rng(4)
+    sequences = [HandSequence(random.integers(0, VOCAB_SIZE, n).tolist(), list(range(i, 64, 8))) for i, n in enumerate((5, 41, 20))]
+    runner.execute(make_batch([(s, len(s.prompt) - 1) for s in sequences], BLOCK_SIZE))
+    for s in sequences:
+        s.num_computed = len(s.prompt) - 1
+    batch = make_batch([(s, 1) for s in sequences], BLOCK_SIZE)
+    pool, told = runner.kv_cache.pool.clone(), []
+    layers: list[int] = []
+
+    def hidden() -> torch.Tensor:
+        runner.kv_cache.pool.copy_(pool)
+        with torch.inference_mode():
+            return hidden_states(runner, batch, layers.append)
+
+    for fused in (runner._model._fused, None):
+        runner._model._fused = fused
+        told.append((hidden(), runner.kv_cache.pool.clone()))
+    assert torch.equal(told[0][0], told[1][0])
+    assert torch.equal(told[0][1], told[1][1])
+    num_layers = runner.config.num_layers
+    assert layers == [num_layers - 1, num_layers, *range(1, num_layers + 1)]

@@ -1,0 +1,280 @@
+"""The pool controller: when it changes roles, when it holds still, and what it makes of missing or wrong inputs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from splitserve.bench.studies.steer_workload import worker
+from splitserve.steering.capacity import Capacity
+from splitserve.steering.controller import Decision, Fleet, PoolController
+from splitserve.steering.latency_bounds import LatencyBound
+from splitserve.steering.load_watch import LoadPicture
+from splitserve.steering.options import SteeringOptions
+from splitserve.transport.messages.messages import Role
+
+OPTIONS = SteeringOptions(ttft_s=4.0, tpot_s=0.15, mode="act")
+CODE = LoadPicture(200, 8.0, new_tokens=2600, pairs=3.4e6, output_tokens=30, context=2615, num_judged=100)
+CHAT = LoadPicture(200, 9.0, new_tokens=500, pairs=1.25e5, output_tokens=450, context=725, num_judged=100)
+
+
+class Cluster:
+    """Does what is decided, at once; its clock goes on by seconds."""
+
+    def __init__(self, controller: PoolController, prefill: int, decode: int) -> None:
+        self.controller, self.now = controller, 100.0
+        self.roles = ["prefill"] * prefill + ["decode"] * decode
+        self.decisions: list[Decision] = []
+
+    @property
+    def fleet(self) -> Fleet:
+        names = {role: [f"w{i}" for i, r in enumerate(self.roles) if r == role] for role in ("prefill", "decode")}
+        spare = {role: of_role[0] for role, of_role in names.items() if len(of_role) > 1}
+        return Fleet(len(names["prefill"]), len(names["decode"]), names, 0, 2048, 128, spare)  # type: ignore[arg-type]
+
+    def run(self, seconds: int, picture: LoadPicture) -> list[Decision]:
+        found = []
+        for _ in range(seconds):
+            self.now += 1
+            for decision in self.controller.decide(picture, self.fleet, self.now):
+                found.append(decision)
+                if decision.kind == "flip":
+                    self.roles[int(decision.worker[1:])] = decision.role
+        self.decisions += found
+        return found
+
+
+def cluster(prefill: int = 4, decode: int = 4, **options: object) -> Cluster:
+    return Cluster(PoolController(replace(OPTIONS, **options), worker()), prefill, decode)  # type: ignore[arg-type]
+
+
+def test_it_follows_a_load_that_shifts_and_says_why() -> None:
+    tried = cluster()
+    tried.run(20, CODE)
+    many_prefill = tried.fleet.prefill
+    found = tried.run(20, CHAT)
+    assert many_prefill >= 6
+    assert tried.fleet.decode >= 5
+    assert all("load" in d.reason and "requests/s" in d.reason for d in found)
+    assert {d.at for d in found} == {found[0].at}, "all of a change at once"
+
+
+def test_it_waits_whether_a_change_of_the_load_stays() -> None:
+    tried = cluster()
+    for _ in range(20):
+        assert not tried.run(2, CODE)
+        assert not tried.run(2, CHAT)
+
+
+def test_no_oscillation_under_constant_load() -> None:
+    """The mix as it is estimated goes up and down by a fifth."""
+    draw = random.Random(7)
+    for steady in (CODE, CHAT, replace(CODE, rate=5.0, output_tokens=200)):
+        tried = cluster()
+        for _ in range(600):
+            shaken = {name: getattr(steady, name) * draw.uniform(0.8, 1.2) for name in ("rate", "new_tokens", "output_tokens")}
+            tried.run(1, replace(steady, **shaken))  # type: ignore[arg-type]
+        flips = [d for d in tried.decisions if d.kind == "flip"]
+        assert len({d.at for d in flips}) <= 3, [(d.at, d.role) for d in flips]
+        assert not [d for d in flips if d.at > 400]
+
+
+def test_where_there_is_room_nothing_is_changed() -> None:
+    tried = cluster()
+    assert not tried.run(60, replace(CODE, rate=1.0))
+    assert "room" in tried.controller.state
+
+
+@pytest.mark.parametrize(
+    ("picture", "fleet", "scaled"),
+    [
+        (LoadPicture(0, 0.0), Fleet(4, 4, {}), []),
+        (LoadPicture(100, 5.0), Fleet(4, 4, {"prefill": ["a"], "decode": ["b"]}), []),
+        (replace(CHAT, output_tokens=0.0, context=0.0), Fleet(1, 1, {"prefill": ["a"], "decode": ["b"]}), [("scale_up", "prefill")]),
+        (CODE, Fleet(0, 4, {"decode": ["b"]}), [("scale_up", "prefill")]),
+        (CODE, Fleet(0, 0, {}), []),
+        (CODE, Fleet(4, 4, {}), [("scale_up", "prefill")]),
+        (replace(CODE, new_tokens=float("nan"), rate=float("nan")), Fleet(4, 4, {"decode": ["b"]}), []),
+        (replace(CODE, new_tokens=float("inf")), Fleet(4, 4, {"decode": ["b"]}), []),
+        (replace(CODE, output_tokens=float("nan")), Fleet(4, 4, {"decode": ["b", "c"]}), []),
+    ],
+)
+def test_missing_and_impossible_inputs_change_no_role_and_only_a_known_load_asks_for_workers(
+    picture: LoadPicture, fleet: Fleet, scaled: list[tuple[str, str]]
+) -> None:
+    controller = PoolController(replace(OPTIONS, max_workers=16), worker())
+    for now in range(60):
+        controller.decide(picture, fleet, float(now))
+    assert [(decision.kind, decision.role) for decision in controller.decisions] == scaled
+
+
+def test_without_a_latency_model_no_role_is_changed() -> None:
+    controller = PoolController(OPTIONS, None)
+    assert not controller.decide(CODE, cluster().fleet, 1.0)
+    assert "no latency model" in controller.state
+
+
+def test_the_last_worker_of_a_role_stays() -> None:
+    tried = cluster(1, 1)
+    assert not tried.run(60, CODE)
+    assert not tried.run(60, CHAT)
+
+
+def test_a_change_that_made_things_worse_is_taken_back_and_nothing_tried_for_a_while() -> None:
+    tried = cluster()
+    before = replace(CODE, attainment=0.8, in_pace=0.9)
+    tried.run(5, before)
+    assert tried.fleet.prefill > 4
+    after = replace(CODE, attainment=0.4, in_pace=0.5)
+    (*_, last) = tried.run(40, after)
+    assert tried.fleet.prefill == 4
+    assert "back to 4 prefill workers" in last.reason
+    assert "50% of requests make their TPOT where 90% did" in last.reason
+    held = tried.run(30, after)
+    assert not held, "whatever the model says"
+
+
+def test_what_had_queued_up_before_a_change_is_no_reason_to_take_it_back() -> None:
+    tried = cluster()
+    tried.run(5, replace(CODE, attainment=0.8, in_time=0.8))
+    prefill = tried.fleet.prefill
+    tried.run(40, replace(CODE, attainment=0.2, in_time=0.2))
+    assert tried.fleet.prefill >= prefill > 4
+
+
+def test_sequences_that_run_for_long_keep_their_workers_busy_when_no_more_come() -> None:
+    capacity, batch = Capacity(worker(), OPTIONS, 2048, 128), Capacity(worker(), OPTIONS, 2048, 128).batch(CODE)
+    long, short = (replace(CODE, num_decoding=4 * batch, remaining_tokens=n) for n in (400.0, 20.0))
+    assert capacity.pressure(long, 5, 3).decode > 1.0 > capacity.pressure(short, 5, 3).decode
+
+
+def test_what_waits_counts_for_both_roles() -> None:
+    capacity = Capacity(worker(), OPTIONS, 2048, 128)
+    calm, crowded = capacity.pressure(CODE, 5, 3), capacity.pressure(replace(CODE, num_waiting=80), 5, 3)
+    assert crowded.prefill > 1.5 * calm.prefill
+    assert crowded.decode > 1.5 * calm.decode
+
+
+def test_scaling_up_by_queue_depth_within_bounds_and_with_a_pause() -> None:
+    tried = cluster(4, 4, max_workers=9, scale_up_after_s=10.0, scale_cooldown_s=60.0)
+    deep = replace(CHAT, rate=1.0, num_waiting=60)
+    found = [d for d in tried.run(69, deep) if d.kind == "scale_up"]
+    assert sum(tried.controller.wanted.values()) == 9
+    assert tried.controller.wanted[found[0].role] == tried.roles.count(found[0].role) + 1
+    assert [d.at - 100 for d in found] == [11.0]
+    assert "60 requests waited" in found[0].reason
+    tried.roles.append(found[0].role)
+    assert not [d for d in tried.run(200, deep) if d.kind == "scale_up"], "there are as many as there may be"
+
+
+def test_scaling_down_when_one_fewer_would_do_but_not_below_the_least() -> None:
+    tried = cluster(2, 2, max_workers=8, min_workers=3, scale_down_after_s=30.0)
+    idle = replace(CODE, rate=0.2)
+    (down,) = [d for d in tried.run(60, idle) if d.kind == "scale_down"]
+    assert down.worker in tried.fleet.spare.values(), "it says which"
+    tried.roles.remove(down.role)
+    tried.run(1, idle)
+    assert tried.controller.wanted == {"prefill": tried.fleet.prefill, "decode": tried.fleet.decode}
+    assert not tried.run(300, idle)
+
+
+def test_scaling_down_takes_only_workers_that_may_go() -> None:
+    """Of the role that the best ratio has too many of there is none: one of the other goes if the ratio that is left has room."""
+    controller = PoolController(replace(OPTIONS, max_workers=8, scale_down_after_s=30.0), worker())
+    idle, now = replace(CODE, rate=0.2), 0.0
+
+    def decided(spare: dict[Role, str]) -> list[tuple[str, str, str]]:
+        nonlocal now
+        found = []
+        for now in (now + second for second in range(1, 120)):
+            found += controller.decide(idle, Fleet(4, 4, {}, 0, 2048, 128, spare), now)
+        return [(d.kind, d.worker, d.role) for d in found]
+
+    assert not decided({})
+    assert controller.wanted == {"prefill": 4, "decode": 4}
+    assert set(decided({"prefill": "p"})) == {("scale_down", "p", "prefill")}
+    assert set(decided({"decode": "d"})) == {("scale_down", "d", "decode")}
+
+
+@pytest.mark.parametrize(
+    ("rule", "shows", "in_use", "role", "said"),
+    [
+        ({"scale_up_ttft": LatencyBound(1.0, 0.95)}, {"ttft_kept": 0.94}, {}, "prefill", "the TTFT of 94% of requests was at most 1 s"),
+        ({"scale_up_tpot": LatencyBound(0.08, None)}, {"tpot_kept": 0.89}, {}, "decode", "fewer than 90%"),
+        ({"scale_up_utilisation": 0.8}, {}, {"prefill": 0.7, "decode": 0.81}, "decode", "81% of the decode workers was in use"),
+        ({"scale_up_utilisation": 0.8}, {}, {"prefill": 0.9, "decode": 0.1}, "prefill", "90% of the prefill workers was in use"),
+        ({"scale_up_utilisation": 0.9}, {}, {"prefill": 0.9, "decode": 0.9}, "", ""),
+        ({"scale_up_ttft": LatencyBound(1.0, 0.95)}, {"ttft_kept": 0.95, "tpot_kept": 0.1}, {}, "", ""),
+        ({}, {"ttft_kept": 0.0, "tpot_kept": 0.0}, {"prefill": 1.0, "decode": 1.0}, "", ""),
+    ],
+)
+def test_scaling_up_by_what_was_measured(
+    rule: dict[str, object], shows: dict[str, float], in_use: dict[Role, float], role: str, said: str
+) -> None:
+    options = replace(OPTIONS, max_workers=9, scale_up_after_s=10.0, **rule)  # type: ignore[arg-type]
+    controller = PoolController(options, worker())
+    picture, fleet = replace(CHAT, rate=1.0, **shows), replace(cluster(4, 4).fleet, in_use=in_use)  # type: ignore[arg-type]
+    found = [d for now in range(15) for d in controller.decide(picture, fleet, float(now))]
+    assert [(d.at, d.kind, d.role) for d in found] == ([(10.0, "scale_up", role)] if role else [])
+    assert said in "".join(d.reason for d in found)
+
+
+class Advised(Cluster):
+    """Nobody does what is advised."""
+
+    def run(self, seconds: int, picture: LoadPicture) -> list[Decision]:
+        before = list(self.roles)
+        found = super().run(seconds, picture)
+        self.roles = before
+        return found
+
+
+def test_advice_that_nobody_takes_is_repeated_once_a_minute_and_never_regretted() -> None:
+    tried = Advised(PoolController(replace(OPTIONS, mode="advise"), worker()), 4, 4)
+    said: list[Decision] = []
+    for second in range(130):
+        said += tried.run(1, replace(CODE, attainment=0.9 - second / 200))
+    assert [at - 100 for at in sorted({d.at for d in said})] == [3.0, 63.0, 123.0]
+    assert {d.role for d in said} == {"prefill"}
+    assert "it was said" in tried.controller.state
+
+
+def test_where_no_worker_can_change_its_role_it_says_what_would_be_better() -> None:
+    controller = PoolController(OPTIONS, worker())
+    assert not controller.decide(CODE, Fleet(2, 6, {}, 0, 2048, 128), 1.0)
+    assert "start them as `splitserve worker`" in controller.state
+    assert not controller.decide(replace(CODE, rate=1.0), Fleet(4, 4, {}, 0, 2048, 128), 2.0)
+    assert "best ratio" in controller.state
+
+
+def test_beside_mixed_workers_roles_stay_and_that_is_said_once() -> None:
+    controller = PoolController(replace(OPTIONS, max_workers=9, scale_up_after_s=10.0), worker())
+    mixed = replace(cluster(2, 4).fleet, mixed=2)
+    said = [d for now in range(60) for d in controller.decide(replace(CODE, num_waiting=60), mixed, float(now))]
+    assert [(d.kind, d.role, d.worker) for d in said] == [("hold", "mixed", ""), ("scale_up", "mixed", "")]
+    assert "2 of 8 workers are mixed" in said[0].reason
+    assert "not predicted" in controller.state
+    assert controller.pressure is None
+    assert controller.wanted == {"prefill": 2, "decode": 4, "mixed": 3}
+    assert not [d for now in range(200) for d in controller.decide(replace(CODE, rate=0.1), mixed, 60.0 + now)], "nor is one let go"
+
+
+def test_mixed_workers_that_have_gone_may_come_back() -> None:
+    """One that is started again is gone for a while: the roles that were right beside it are not changed for that."""
+    controller = PoolController(OPTIONS, worker())
+    without = cluster(2, 6).fleet
+    for began in (0.0, 100.0):
+        assert [d.kind for d in controller.decide(CODE, replace(without, mixed=2), began)] == (["hold"] if not began else [])
+        assert not [d for after in range(1, 60) for d in controller.decide(CODE, without, began + after)]
+        assert "may come back" in controller.state
+    gone = [d for after in range(60, 400) for d in controller.decide(CODE, without, 100.0 + after)]
+    assert {d.kind for d in gone} == {"flip"}
+    assert gone[0].at >= 100.0 + OPTIONS.mixed_again_s
+
+
+def test_where_all_are_mixed_there_is_nothing_to_flip() -> None:
+    controller = PoolController(OPTIONS, worker())
+    (hold,) = controller.decide(CODE, Fleet(0, 0, {}, mixed=4), 1.0)
+    assert hold.reason == "all 4 workers are mixed: there are no roles to change"

@@ -1,0 +1,106 @@
+"""A worker's line to its coordinator: a coordinator that falls silent, comes back, or is another one."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from splitserve.transport.channels.channels import RouterChannel
+from splitserve.transport.channels.coordinator_link import CoordinatorLink
+from splitserve.transport.messages.messages import FROM_WORKER, Alive, Fenced, Hello, Message, ModelIdentity, Welcome
+
+MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=64)
+
+
+class Worker:
+    """Notes what its link tells it."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+        self.alone = True
+
+    def hello(self, incarnation: int) -> Hello:
+        numbers = {"max_model_len": 9, "vocab_size": 9, "num_blocks": 9, "max_num_seqs": 9, "max_batch_tokens": 9}
+        return Hello(worker_id="w", incarnation=incarnation, role="decode", host="h", pid=1, model=MODEL, **numbers)
+
+    def welcomed(self, coordinator: int) -> None:
+        self.told.append(("welcomed", coordinator))
+
+    def fenced(self, incarnation: int) -> None:
+        self.told.append(("fenced", incarnation))
+
+    def orphaned(self) -> None:
+        self.told.append("orphaned")
+
+    def told_of(self, addresses: Sequence[str]) -> None:
+        if addresses:
+            self.told.append(list(addresses))
+
+
+class Line:
+    """A worker, its link, and the coordinator's socket; the clock is the test's."""
+
+    def __init__(self) -> None:
+        self.router = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER)
+        self.worker, self.now = Worker(), 0.0
+        counter = itertools.count(5)
+        self.link = CoordinatorLink(self.router.address, None, "w", self.worker, lambda: next(counter), orphaned_after_s=10.0)
+
+    def hear_hello(self) -> bytes:
+        """The identity that the worker's Hello came from."""
+        self.link.tick(self.now)
+        assert self.router.socket.poll(60_000)
+        ((identity, message),) = self.router.receive(10)
+        assert isinstance(message, Hello)
+        return identity
+
+    def say(self, identity: bytes, message: Message) -> None:
+        self.router.send(identity, message)
+        assert self.link.socket.poll(60_000)
+        assert self.link.receive(self.now) == []
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    line = Line()
+    yield line
+    line.link.close()
+    line.router.close()
+
+
+def later(line: Line, seconds: float, do: Callable[[], None] = lambda: None) -> None:
+    line.now += seconds
+    do()
+    line.link.tick(line.now)
+
+
+def test_what_nobody_owns_is_freed_within_the_time_and_the_worker_serves_again_at_once(line: Line) -> None:
+    identity = line.hear_hello()
+    line.say(identity, Welcome(coordinator=1, heartbeat_s=0.2))
+    for _ in range(5):
+        later(line, 9.0, lambda: line.say(identity, Alive(coordinator=1)))
+    assert line.worker.told == [("welcomed", 1)]
+    later(line, 10.0)
+    assert line.worker.told == [("welcomed", 1), "orphaned"]
+    line.say(line.hear_hello(), Welcome(coordinator=2, heartbeat_s=0.2))
+    assert (line.link.coordinator, line.worker.told[-1]) == (2, ("welcomed", 2))
+
+
+def test_a_fenced_worker_says_hello_as_another_incarnation(line: Line) -> None:
+    identity = line.hear_hello()
+    line.say(identity, Fenced(coordinator=1, reason="late"))
+    assert line.worker.told == [("fenced", 6)]
+    assert line.hear_hello() != identity
+
+
+def test_a_worker_that_fits_no_other_says_so_in_its_own_log_once(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    identity = line.hear_hello()
+    sentence = "this decode worker gets no work: its dtype is not that of p0 ('float32' here, 'bfloat16' there)"
+    for misfit in (sentence, sentence, "", ""):
+        line.say(identity, Alive(coordinator=1, misfit=misfit))
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [("WARNING", sentence), ("INFO", "there is a worker of the other role that this one fits")]

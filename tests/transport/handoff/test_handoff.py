@@ -1,0 +1,160 @@
+"""The KV handoff, both ends joined by a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from support.handoff_pair import DECODE, MODEL, Pair, spec, whole
+
+from splitserve.transport.handoff import actions as act
+from splitserve.transport.handoff.sliding_window import NO_BLOCK
+from splitserve.transport.messages.messages import Grant, u32
+
+
+def test_a_handoff() -> None:
+    pair = Pair()
+    whole(pair, spec())
+    (join,) = pair.joined
+    assert (join.token, len(join.blocks), join.num_cached_blocks) == (42, 3, 0)
+    assert pair.ended == [act.Delivered((7, 1))]
+    assert pair.puts == [0, 1, 2]
+    assert pair.receiver.num_leased_blocks == 0
+
+
+def test_what_the_receiver_has_is_not_sent() -> None:
+    pair = Pair()
+    whole(pair, spec(1, 12))
+    pair.pool.release(pair.joined[0].blocks)
+    pair.puts.clear()
+    whole(pair, spec(2, 14, "other"))
+    assert pair.joined[1].num_cached_blocks == 3
+    assert pair.puts == [3]
+
+
+def test_what_the_prefill_worker_had_cached_travels_with_the_handoff() -> None:
+    pair = Pair()
+    whole(pair, spec(), num_cached_tokens=8)
+    assert pair.joined[0].num_cached_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fingerprint", "x"),
+        ("dtype", "bfloat16"),
+        ("block_size", 8),
+        ("layout", "other"),
+        ("block_bytes", 9),
+        ("window", 8),
+        ("numerics", "exact, C++ avx2"),
+    ],
+)
+def test_a_different_model_is_refused_in_a_sentence_that_names_the_field(field: str, value: Any) -> None:
+    pair = Pair(model=replace(MODEL, **{field: value}))
+    whole(pair, spec())
+    (ended,) = pair.ended
+    assert isinstance(ended, act.Undelivered)
+    assert f"{field.replace('_', ' ')} differs" in ended.message
+    assert repr(value) in ended.message
+
+
+def test_no_mover_in_common() -> None:
+    pair = Pair(movers=("pigeon",))
+    whole(pair, spec())
+    assert isinstance(pair.ended[0], act.Undelivered)
+    assert "no mover in common" in pair.ended[0].message
+
+
+def test_without_room_the_grant_comes_later() -> None:
+    pair = Pair()
+    pair.room = (0, 0)
+    whole(pair, spec())
+    assert not pair.joined
+    pair.room = (1, 0)
+    pair.tick(0.1)
+    pair.deliver()
+    assert len(pair.joined) == 1
+
+
+def test_an_offer_that_waits_for_a_row_costs_no_look_at_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 8,192 tokens has hundreds of hashes, and every sequence that ends asks again."""
+    pair, looks = Pair(), []
+    match_prefix = pair.pool.match_prefix
+    monkeypatch.setattr(pair.pool, "match_prefix", lambda hashes: looks.append(hashes) or match_prefix(hashes))
+    pair.room = (0, 0)
+    whole(pair, spec())
+    pair.tick(0.1)
+    assert pair.receiver.num_waiting == 1
+    assert not looks
+    pair.room = (1, 0)
+    pair.tick(0.1)
+    assert len(looks) == 2  # room was found, and then taken
+
+
+def test_what_can_never_fit_is_refused_for_good() -> None:
+    pair = Pair(num_blocks=2)
+    whole(pair, spec(num_tokens=40))
+    assert isinstance(pair.ended[0], act.Undelivered)
+    assert pair.ended[0].kind == "refused"
+    assert "10 KV blocks" in pair.ended[0].message
+
+
+def test_a_corrupt_block_is_asked_for_once_more() -> None:
+    pair = Pair()
+    pair.corrupt = [{1}]
+    whole(pair, spec())
+    assert pair.puts == [0, 1, 2, 1]
+    assert len(pair.joined) == 1
+    assert pair.receiver.num_corrupt_blocks == 1
+
+
+def test_corrupt_twice_is_a_failure_that_frees_everything() -> None:
+    pair = Pair()
+    pair.corrupt = [{1}, {1}]
+    whole(pair, spec())
+    assert not pair.joined
+    assert isinstance(pair.ended[0], act.Undelivered)
+    assert pair.pool.num_used == 0
+
+
+def test_an_older_epoch_is_refused_and_a_newer_one_replaces() -> None:
+    pair = Pair()
+    pair.offer(spec(1, epoch=1))
+    pair.deliver()
+    pair.offer(spec(2, epoch=2))
+    pair.deliver()
+    assert isinstance(pair.ended[0], act.Undelivered)
+    assert pair.ended[0].key == (7, 1)
+    pair.offer(spec(3, epoch=1))
+    pair.deliver()
+    assert pair.ended[1].key == (7, 3)
+    pair.compute(spec(2, epoch=2))
+    pair.deliver()
+    assert [join.key for join in pair.joined] == [(7, 2)]
+
+
+def test_blocks_behind_a_sliding_window_take_no_room_and_do_not_travel() -> None:
+    model = replace(MODEL, window=6)
+    pair = Pair(num_blocks=5, model=model, own=model)
+    whole(pair, spec(1, 30))
+    assert pair.puts == [6, 7]
+    assert pair.joined[0].blocks[:6] == [NO_BLOCK] * 6
+    assert (pair.pool.num_used, pair.joined[0].num_cached_blocks) == (2, 0)
+    pair.pool.release(pair.joined[0].blocks)
+    whole(pair, spec(2, 30, "other"))
+    assert pair.puts == [6, 7, 7]  # all but the partial one is here
+    assert pair.joined[1].num_cached_blocks == 1
+
+
+def test_a_grant_that_wants_blocks_behind_the_window_is_refused() -> None:
+    model = replace(MODEL, window=6)
+    pair = Pair(model=model, own=model)
+    pair.offer(spec(1, 30))
+    pair.collect()
+    pair.deliver(lambda message: isinstance(message, Grant))
+    grant = Grant(coordinator=7, dispatch=1, lease=1, secret=b"s" * 16, blocks=u32([0] * 8), num_cached_blocks=5, lease_s=3)
+    pair.sender.receive(DECODE, grant, 0.0)
+    pair.collect()
+    assert [type(ended) for ended in pair.ended] == [act.Undelivered]

@@ -1,0 +1,358 @@
+"""Lost messages, silent writers and failing movers: every handoff ends, and no block stays."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from support.handoff_pair import BLOCK, DECODE, MODEL, PREFILL, TIMES, Pair, spec, whole
+
+from splitserve.transport.channels.incarnation import COUNT_BITS
+from splitserve.transport.handoff import actions as act
+from splitserve.transport.handoff import contacts
+from splitserve.transport.messages.messages import (
+    Ack,
+    Grant,
+    Handoff,
+    Meet,
+    Message,
+    Met,
+    Nack,
+    Offer,
+    Peer,
+    Refuse,
+    Release,
+    Retire,
+    Retired,
+    Revoke,
+    from_u32,
+)
+
+
+def test_what_was_not_put_yet_is_not_put_of_a_dropped_prompt() -> None:
+    """A step had ended, and a Cancel came before its blocks left: when they were put they were free, and a new step perhaps wrote them;
+    their checksums were of what they held by then, and the Handoff told the decode worker to join them."""
+    pair = Pair()
+    pair.offer(spec())
+    pair.deliver()
+    pair.compute(spec())
+    pair.sender.abandon((7, 1))
+    actions = pair.sender.take()
+    assert [type(action) for action in actions] == [act.CancelPuts, act.ToPeer]
+
+
+def test_a_lease_revoked_under_a_new_incarnation_is_not_written_any_more() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver()
+    (lease,) = pair.receiver.leases()
+    revoke = Revoke(coordinator=7, dispatch=1, lease=lease, reason="fenced")
+    pair.sender.receive(("d", 3), revoke, pair.now)
+    pair.compute(spec())
+    pair.deliver()
+    assert pair.puts == []
+    assert isinstance(pair.ended[0], act.Undelivered)
+
+
+@pytest.mark.parametrize(("mover", "held"), [("shm", 3), ("zmq", 0)])
+def test_a_silent_writers_blocks_are_quarantined_if_it_writes_by_itself(mover: str, held: int) -> None:
+    pair = Pair(movers=(mover,))
+    pair.offer(spec())
+    pair.deliver()
+    pair.now = 10.0
+    pair.receiver.tick(pair.now)  # the sender is frozen: no renewal, no answer
+    assert pair.pool.num_used == held
+    pair.receiver.writer_gone(PREFILL)
+    assert pair.pool.num_used == 0
+
+
+def test_a_writer_of_another_host_that_stays_silent_is_shut_out_and_its_blocks_are_free() -> None:
+    pair = Pair(movers=("nixl", "zmq"))
+    for i in (1, 2):
+        pair.offer(spec(i))
+    pair.deliver()
+    held = pair.pool.num_used
+    pair.now = TIMES.lease
+    pair.receiver.tick(pair.now)  # it is frozen: its leases end, and it does not answer
+    pair.collect()
+    pair.to_sender.clear()
+    assert pair.receiver.silent_writers(pair.now + TIMES.silence - 0.1) == set()
+    pair.now += TIMES.silence
+    assert pair.receiver.silent_writers(pair.now) == {PREFILL}
+    assert pair.pool.num_used == held
+    pair.receiver.writer_shut_out(PREFILL)
+    assert pair.pool.num_used == 0
+    assert pair.sender.mover_failed(DECODE, "shut out"), "thawed, it finds out by its next put, and goes on by zmq"
+    whole(pair, spec(3))
+    assert [join.spec.dispatch for join in pair.joined] == [3]
+
+
+def test_shutting_a_writer_out_ends_its_running_leases_too() -> None:
+    pair = Pair(movers=("nixl",))
+    pair.offer(spec())
+    pair.deliver()
+    pair.receiver.writer_shut_out(PREFILL)
+    assert pair.pool.num_used == 0
+    pair.deliver()
+    assert isinstance(pair.ended[0], act.Undelivered)
+
+
+def test_a_thawed_writer_lets_go_when_asked() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver()
+    pair.now = 10.0
+    pair.receiver.tick(pair.now)
+    pair.deliver()
+    assert pair.pool.num_used == 0
+    assert isinstance(pair.ended[0], act.Undelivered)
+
+
+def test_meeting_a_newer_incarnation_of_the_same_process_ends_the_quarantine() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver()
+    pair.now = 10.0
+    pair.receiver.tick(pair.now)
+    meet = Meet(worker_id="p", incarnation=9, host="h", pid=5, model=MODEL, movers=("shm",))
+    other = 9 + (1 << COUNT_BITS)
+    pair.receiver.receive(("p", other), replace(meet, incarnation=other), pair.now)  # another process: proves nothing
+    assert pair.pool.num_used == 3
+    pair.receiver.receive(("p", 10), replace(meet, incarnation=10), pair.now)
+    assert pair.pool.num_used == 0
+
+
+def _cut_off_and_retired() -> Pair:
+    """A writer by shm whose grant was lost, and who is called otherwise since; the decode worker asks in vain for three blocks."""
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver(drop=lambda message: isinstance(message, Grant))
+    pair.sender.retire()
+    pair.collect()
+    pair.to_receiver.clear()  # a Release without a lease, which could free nothing
+    pair.now = TIMES.lease
+    pair.receiver.tick(pair.now)
+    pair.collect()
+    pair.to_sender.clear()
+    assert pair.pool.num_used == 3
+    return pair
+
+
+def test_a_name_that_has_ended_is_told_until_it_is_heard_and_leaves_nothing_in_quarantine() -> None:
+    pair = _cut_off_and_retired()
+    for kind in (Retire, Retired):
+        assert not pair.sender.has_retired
+        pair.tick(TIMES.resend)
+        pair.deliver(drop=lambda message, kind=kind: isinstance(message, kind))  # type: ignore[misc]
+    assert pair.pool.num_used == 0
+    pair.tick(TIMES.resend)
+    pair.deliver()
+    assert pair.sender.has_retired
+
+
+def test_an_echo_does_not_bring_back_who_has_retired() -> None:
+    """Its Meet and Offer came late: it would have been granted blocks that nobody lets go of."""
+    pair = _cut_off_and_retired()
+    pair.tick(TIMES.resend)
+    pair.deliver()
+    meet = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("shm",), addressee=2)
+    pair.receiver.receive(PREFILL, meet, pair.now)
+    offer = Offer(request_id="q", epoch=0, coordinator=7, dispatch=9, num_tokens=4, block_hashes=b"h" * 16)
+    pair.receiver.receive(PREFILL, offer, pair.now)
+    pair.collect()
+    assert pair.to_sender == []
+    assert pair.pool.num_used == 0
+    pair.receiver.receive(("p", 3), replace(meet, incarnation=3), pair.now)
+    pair.collect()
+    assert isinstance(pair.to_sender[0], Met), "the same process under a later name is somebody else"
+
+
+def test_the_end_of_one_name_is_not_that_of_the_next_nor_of_another_process() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver()
+    for ended in (PREFILL[1] - 1, PREFILL[1] + (1 << COUNT_BITS), PREFILL[1] + (7 << COUNT_BITS)):
+        pair.receiver.receive(("p", ended), Retire(incarnation=ended), pair.now)
+        assert pair.pool.num_used == 3
+
+
+def test_a_new_incarnation_says_for_the_old_one_that_it_writes_no_more() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec())
+    pair.deliver()
+    pair.sender.peer_lost(DECODE, "it cannot be reached")
+    pair.collect()
+    pair.to_receiver.clear()
+    pair.sender.rename(Meet(worker_id="p", incarnation=4, host="h", pid=5, model=MODEL, movers=("shm",)))
+    assert [type(action) for action in pair.sender.take()] == [act.Connect]
+    pair.tick(TIMES.resend)
+    pair.deliver()
+    assert pair.pool.num_used == 0
+    assert pair.sender.has_retired
+
+
+def test_a_decode_worker_with_a_new_name_is_told_too_and_one_that_is_gone_is_not() -> None:
+    pair = Pair(movers=("shm",))
+    whole(pair, spec())
+    renamed = ("d", 8)
+    pair.sender.offer(Peer(worker_id="d", incarnation=8, address="tcp://d"), spec(2), 3, [], pair.now)
+    pair.sender.retire()
+    pair.sender.take()
+    pair.tick(TIMES.resend)
+    assert [action.peer for action in pair.sender.take() if isinstance(action, act.ToPeer)] == [DECODE, renamed]
+    pair.sender.peer_gone(renamed)
+    assert pair.sender.has_retired
+
+
+def test_who_wrote_by_zmq_only_owes_nobody_a_word() -> None:
+    pair = Pair(movers=("zmq",))
+    whole(pair, spec())
+    pair.sender.retire()
+    assert pair.sender.has_retired
+
+
+def test_renewal_keeps_a_slow_prompts_lease() -> None:
+    pair = Pair()
+    pair.offer(spec())
+    pair.deliver()
+    for _ in range(40):
+        pair.tick(0.5)
+        pair.deliver()
+    pair.compute(spec())
+    pair.deliver()
+    assert len(pair.joined) == 1
+
+
+KINDS: list[type[Message]] = [Meet, Met, Offer, Grant, Handoff, Ack, Nack, Release, Revoke, Refuse]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lost=st.dictionaries(st.sampled_from(KINDS), st.integers(1, 2), max_size=6),
+    mover=st.sampled_from(["shm", "zmq"]),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    cancelled=st.sets(st.integers(0, 4)),
+    corrupt=st.sets(st.integers(0, 7), max_size=2),
+)
+def test_whatever_is_lost_every_handoff_ends_and_no_block_stays(
+    lost: dict[type[Message], int], mover: str, lengths: list[int], cancelled: set[int], corrupt: set[int]
+) -> None:
+    pair = Pair(movers=(mover,))
+    left = dict(lost)
+
+    def drop(message: Message) -> bool:
+        if left.get(type(message), 0) > 0:
+            left[type(message)] -= 1
+            return True
+        return False
+
+    specs = [spec(i, length, f"r{i}") for i, length in enumerate(lengths)]
+    for what in specs:
+        pair.offer(what)
+        pair.deliver(drop)
+        pair.corrupt = [corrupt]
+        pair.compute(what)
+        pair.deliver(drop)
+        if what.dispatch in cancelled:
+            pair.sender.abandon((7, what.dispatch))
+            pair.receiver.cancel((7, what.dispatch))
+            pair.deliver(drop)
+    released: set[tuple[int, int]] = set()
+    for _ in range(200):
+        pair.tick(0.25)
+        pair.deliver(drop)
+        for join in pair.joined:
+            if join.key not in released:
+                released.add(join.key)
+                pair.pool.release(join.blocks)  # the sequence has ended
+    assert len(pair.sender) == 0
+    assert pair.receiver.num_granted == pair.receiver.num_waiting == 0
+    assert pair.pool.num_used == 0
+    ended = {e.key for e in pair.ended}
+    assert ended | {(7, i) for i in cancelled} >= {(7, what.dispatch) for what in specs}
+    for join in pair.joined:
+        assert len(join.blocks) == -(-len(from_u32(join.spec.token_ids)) // BLOCK)
+
+
+def test_a_mover_that_fails_is_replaced_by_zmq() -> None:
+    """What was under way ends and frees its blocks; the peer is met anew, and the next handoff is not by shared memory."""
+    pair = Pair(movers=("shm", "zmq"))
+    pair.offer(spec(1))
+    pair.deliver()
+    assert pair.sender.mover_failed(DECODE, "the memory is gone")
+    assert pair.sender.num_fallbacks == 1
+    pair.deliver()
+    assert [type(end) for end in pair.ended] == [act.Undelivered]
+    assert pair.pool.num_used == 0
+    pair.sender.receive(DECODE, Met(worker_id="d", incarnation=2, mover="shm", num_blocks=16), pair.now)  # an echo of the first meeting
+    whole(pair, spec(2, epoch=1))
+    assert [join.spec.dispatch for join in pair.joined] == [2]
+    assert not pair.sender.mover_failed(DECODE, "the network is gone"), "there is nothing else to fall back to"
+    assert pair.sender.num_fallbacks == 1
+
+
+def test_the_answer_to_an_echo_of_a_meeting_decides_nothing() -> None:
+    """A Meet meant for the decode worker's earlier incarnation, with which shm had failed, came late; its answer named zmq, and was taken
+    for the answer to the Meet that followed. The receiver went by shm: what was said to be placed it believed to be there, while parcels
+    were still on their way into blocks that it had verified."""
+    pair = Pair(movers=("shm", "zmq"))
+    pair.offer(spec())
+    echo = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("zmq",), addressee=1)
+    pair.receiver.receive(PREFILL, echo, pair.now)
+    pair.deliver()
+    (lease,) = pair.receiver.leases()
+    assert pair.opened == [pair.receiver.mover_of(lease)] == ["shm"]
+
+
+def test_a_meet_that_was_meant_for_an_earlier_incarnation_is_told_who_is_here() -> None:
+    pair = Pair()
+    pair.sender.offer(Peer(worker_id="d", incarnation=1, address="tcp://d"), spec(), 3, [], pair.now)
+    pair.collect()
+    (meet,) = pair.to_receiver
+    pair.receiver.receive(PREFILL, meet, pair.now)
+    pair.collect()
+    (met,) = pair.to_sender
+    pair.sender.receive(("d", 1), met, pair.now)
+    pair.collect()
+    (ended,) = pair.ended
+    assert isinstance(ended, act.Undelivered)
+    assert "has restarted" in ended.message
+
+
+def test_a_forced_mover_that_fails_in_use_is_replaced_too_and_an_echo_does_not_bring_it_back() -> None:
+    pair = Pair(movers=("shm",))
+    pair.offer(spec(1))
+    pair.collect()
+    (first,) = [message for message in pair.to_receiver if isinstance(message, Meet)]
+    pair.deliver()
+    assert pair.sender.mover_failed(DECODE, "the memory is gone")
+    whole(pair, spec(2, epoch=1))
+    pair.to_receiver.append(first)
+    whole(pair, spec(3, epoch=2))
+    assert [join.spec.dispatch for join in pair.joined] == [2, 3]
+    assert pair.sender.num_fallbacks == 1
+
+
+def test_who_forces_a_mover_that_the_other_has_not_is_refused_while_none_has_failed() -> None:
+    pair = Pair(movers=("nccl",))
+    pair.offer(spec(1))
+    pair.deliver()
+    ((_, kind, reason),) = [(e.key, e.kind, e.message) for e in pair.ended if isinstance(e, act.Undelivered)]
+    assert kind == "peer_lost"
+    assert "no mover in common: prefill has nccl; decode has shm, nixl, zmq" in reason
+
+
+def test_a_communicator_is_made_anew_once_before_another_mover_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contacts, "MADE_ANEW", frozenset({"nixl"}))  # stands for nccl, which this receiver has not
+    pair = Pair(movers=("nixl",))
+    for number in (1, 2):
+        whole(pair, spec(number))
+        assert not pair.sender.mover_failed(DECODE, "broke after a handoff that it had carried"), number
+    assert pair.sender.mover_failed(DECODE, "nobody is met") is False
+    pair.offer(spec(3))
+    pair.deliver()
+    assert pair.sender.mover_failed(DECODE, "broke again")
+    whole(pair, spec(4))
+    assert [join.spec.dispatch for join in pair.joined] == [1, 2, 4]
+    assert pair.sender.num_fallbacks == 1

@@ -1,0 +1,126 @@
+"""A worker's lines to all coordinators: one process, several on one host, several hosts. Each is the owner of what it asked for.
+
+A worker is told of some by its settings, and each that welcomes it names the others of its host. What concerns one request goes to the
+coordinator that the message names; reports go to everyone who has welcomed the worker.
+
+Fenced by its only coordinator, a worker starts over as a new incarnation. Fenced by one of several, it drops that one's work and says hello
+again: the others' work is none of that one's business. (The line keeps messages in order, so nothing of before comes after the hello.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from ..messages.messages import FirstToken, Hello, Joined, Load, Message, RequestFailed, StepTokens
+from .coordinator_link import ORPHANED_AFTER_S, CoordinatorLink, LinkedWorker
+from .keys import ClusterKey
+
+OF_A_REQUEST = (FirstToken, Joined, StepTokens, RequestFailed)
+_log = logging.getLogger(__name__)
+
+
+class CoordinatorLinks:
+    """Stands between the worker and its links, and is to each of them the worker."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        key: ClusterKey | None,
+        worker_id: str,
+        worker: LinkedWorker,
+        incarnations: Callable[[], int],
+        poller: zmq.Poller,
+        orphaned_after_s: float = ORPHANED_AFTER_S,
+    ) -> None:
+        """``poller``: all sockets are registered there, as they come and go."""
+        self._key, self._worker_id, self._worker, self._incarnations = key, worker_id, worker, incarnations
+        self._orphaned_after_s, self._poller = orphaned_after_s, poller
+        self._links: dict[str, CoordinatorLink] = {}
+        self._newcomers: list[str] = []
+        self.incarnation = incarnations()
+        for address in dict.fromkeys(addresses):
+            self._open(address)
+
+    @property
+    def coordinators(self) -> list[int]:
+        """Incarnations of those that have welcomed this worker: only their work counts."""
+        return [link.coordinator for link in self._links.values() if link.coordinator is not None]
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Between reports: as often as the most curious one wants them."""
+        return min(link.heartbeat_s for link in self._links.values())
+
+    def send(self, *messages: Message) -> None:
+        """Each to whom it concerns. What is for a coordinator that is not there any more is dropped."""
+        for coordinator in self.coordinators:
+            mine = [m for m in messages if not isinstance(m, OF_A_REQUEST) or m.coordinator == coordinator]
+            if mine:
+                self._link_to(coordinator).send(*mine)
+
+    def report(self, load: Callable[[int], Load]) -> None:
+        """To each coordinator the load as it is to it."""
+        for coordinator in self.coordinators:
+            self._link_to(coordinator).send(load(coordinator))
+
+    def receive(self, ready: set[object], now: float) -> list[Message]:
+        """What coordinators have said, but for what concerns the links themselves; ``ready``: sockets with something to read."""
+        messages = [message for link in list(self._links.values()) if link.socket in ready for message in link.receive(now)]
+        newcomers, self._newcomers = self._newcomers, []
+        for address in newcomers:
+            if address not in self._links:
+                _log.info("told of another coordinator at %s", address)
+                self._open(address)
+        return messages
+
+    def tick(self, now: float) -> None:
+        """Says hello again where it was not answered."""
+        for link in list(self._links.values()):
+            link.tick(now)
+
+    def watch_by(self, poller: zmq.Poller) -> None:
+        """The sockets are to be registered there from now on."""
+        self._poller = poller
+        for link in self._links.values():
+            poller.register(link.socket, zmq.POLLIN)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """``linger_s``: how long what was sent last may take to leave."""
+        for link in self._links.values():
+            link.close(linger_s)
+
+    # --- what a link asks of the worker behind it ------------------------------------------------
+
+    def hello(self, incarnation: int) -> Hello:
+        return self._worker.hello(incarnation)
+
+    def welcomed(self, coordinator: int) -> None:
+        self._worker.welcomed(coordinator)
+
+    def told_of(self, addresses: Sequence[str]) -> None:
+        """Where other coordinators listen."""
+        self._newcomers += addresses
+
+    def fenced(self, incarnation: int) -> None:
+        """The only link has come back under this number."""
+        self.incarnation = incarnation
+        self._worker.fenced(incarnation)
+
+    def orphaned(self) -> None:
+        self._worker.orphaned()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one coordinator."""
+        return len(self._links) == 1
+
+    def _link_to(self, coordinator: int) -> CoordinatorLink:
+        return next(link for link in self._links.values() if link.coordinator == coordinator)
+
+    def _open(self, address: str) -> None:
+        link = CoordinatorLink(address, self._key, self._worker_id, self, self._incarnations, self._orphaned_after_s, self.incarnation)
+        self._links[address] = link
+        self._poller.register(link.socket, zmq.POLLIN)

@@ -1,0 +1,160 @@
+"""Messages to bytes and back: one tag byte, then the fields as a msgpack map.
+
+Decoding believes nothing before it is checked, in this order: the tag is one the caller allows; the size is within that
+type's bound; the msgpack is complete and well formed, and each field in it of its own type (msgspec, strict) and within that
+type's bounds: a list, a map or bytes are refused by the length that their header claims, before there is room made for them;
+last, columns end with a whole item and fields fit together (``message_checks``). Nothing is nested deeper than the type is. Where the list
+that a type allows is long (LONG_LIST entries), all that headers claim is first looked for, by skipping over the message without building
+anything: so a claim can never make us reserve more than what really arrived. Whatever fails raises ``BadMessage``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import msgspec
+
+from ..errors import BadMessage
+from . import messages
+from .checks import Checks
+from .fields import WIRE_VERSION
+from .messages import Message
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What one message type may hold, beside what its fields say. ``long_lists``: a list in it may have LONG_LIST entries or more."""
+
+    max_bytes: int = 64 * KIB
+    long_lists: bool = False
+
+
+LONG_LIST = 1024
+_TOKENS = Bounds(max_bytes=5 * MIB)
+
+WIRE: dict[int, tuple[type[Message], Bounds]] = {
+    1: (messages.Hello, Bounds()),
+    2: (messages.Load, Bounds()),
+    3: (messages.BlockEvents, Bounds(max_bytes=33 * MIB)),
+    4: (messages.FirstToken, Bounds(max_bytes=32 * MIB, long_lists=True)),
+    5: (messages.Joined, Bounds()),
+    6: (messages.StepTokens, Bounds(max_bytes=24 * MIB)),
+    7: (messages.RequestFailed, Bounds()),
+    8: (messages.Goodbye, Bounds()),
+    16: (messages.Welcome, Bounds()),
+    17: (messages.Fenced, Bounds()),
+    18: (messages.Prefill, _TOKENS),
+    19: (messages.Cancel, Bounds(max_bytes=MIB)),
+    20: (messages.Alive, Bounds()),
+    21: (messages.Move, _TOKENS),
+    22: (messages.Drain, Bounds()),
+    23: (messages.Flip, Bounds()),
+    32: (messages.Meet, Bounds()),
+    33: (messages.Offer, Bounds(max_bytes=17 * MIB)),
+    34: (messages.Renew, Bounds(max_bytes=MIB)),
+    35: (messages.Handoff, Bounds(max_bytes=13 * MIB)),
+    36: (messages.Release, Bounds()),
+    37: (messages.Placed, Bounds(max_bytes=9 * MIB)),
+    38: (messages.ParcelComing, Bounds()),
+    39: (messages.RendezvousEntry, Bounds()),
+    40: (messages.SessionOver, Bounds()),
+    41: (messages.Retire, Bounds()),
+    48: (messages.Met, Bounds()),
+    49: (messages.Grant, Bounds(max_bytes=5 * MIB)),
+    50: (messages.Refuse, Bounds()),
+    51: (messages.Ack, Bounds()),
+    52: (messages.Nack, Bounds(max_bytes=5 * MIB)),
+    53: (messages.Revoke, Bounds()),
+    54: (messages.Retired, Bounds()),
+}
+"""Tags are part of the wire: a number is never given to another type."""
+
+MAX_MESSAGE_BYTES = 1 + max(bounds.max_bytes for _, bounds in WIRE.values())
+
+_TAGS = {kind: (bytes([tag]), bounds) for tag, (kind, bounds) in WIRE.items()}
+_DECODERS = {kind: (msgspec.msgpack.Decoder(kind), Checks(kind)) for kind, _ in WIRE.values()}
+
+
+def _plain(value: object) -> float:
+    """A float of numpy's as a float."""
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"a message holds {type(value).__name__}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def encode(message: Message) -> bytes:
+    """The message's bytes. Raises BadMessage where its receiver would refuse it as too large."""
+    tag, bounds = _TAGS[type(message)]
+    try:
+        payload = _ENCODER.encode(message)
+    except UnicodeEncodeError:  # half a character, as in a file's name that is no UTF-8
+        payload = msgpack.packb(message, default=_fields_of, unicode_errors="replace")
+    if len(payload) > bounds.max_bytes:
+        raise BadMessage(f"{type(message).__name__} of {len(payload)} bytes; at most {bounds.max_bytes} are allowed")
+    return tag + payload
+
+
+def _fields_of(part: Message) -> dict[str, Any]:
+    """Of a message, or of one within it."""
+    return msgspec.structs.asdict(part)
+
+
+def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Message:
+    """The message in ``data``, which must be of one of the ``allowed`` types. Raises BadMessage and nothing else."""
+    if not data:
+        raise BadMessage("empty message")
+    kind, bounds = WIRE.get(data[0], (None, None))
+    if kind is None or bounds is None:
+        raise BadMessage(f"unknown message tag {data[0]}")
+    if kind not in allowed:
+        raise BadMessage(f"{kind.__name__} is not a message for this receiver")
+    if len(data) > 1 + bounds.max_bytes:
+        raise BadMessage(f"{kind.__name__} of {len(data) - 1} bytes; at most {bounds.max_bytes} are allowed")
+    decoder, checks = _DECODERS[kind]
+    payload = data[1:]
+    try:
+        if bounds.long_lists:
+            _look_for_all(payload)
+        message = decoder.decode(payload)
+        checks.check(message)
+        return message
+    except (msgspec.MsgspecError, msgpack.UnpackException, ValueError) as error:  # ValueError: also text that is no UTF-8
+        reason = _version_difference(kind, payload) or f"{kind.__name__}: {str(error)[:400] or type(error).__name__}"
+        raise BadMessage(reason) from None
+
+
+class _Versioned(msgspec.Struct):
+    """What is read of a message whose other fields may mean anything."""
+
+    wire_version: int = WIRE_VERSION
+
+
+def _version_difference(kind: type[Message], payload: bytes | memoryview) -> str:
+    """A sentence for people, where a message by which processes meet is of another wire version; else ""."""
+    if "wire_version" not in kind.__struct_fields__:
+        return ""
+    try:
+        theirs = msgspec.msgpack.decode(payload, type=_Versioned).wire_version
+    except (msgspec.MsgspecError, ValueError):
+        return ""
+    if theirs == WIRE_VERSION:
+        return ""
+    advice = "install the same version of splitserve on both (`splitserve version` says which wire version it has)"
+    return f"{kind.__name__} of wire version {theirs}, and here it is {WIRE_VERSION}: {advice}"
+
+
+def _look_for_all(payload: bytes | memoryview) -> None:
+    """Raises ValueError or UnpackException where the payload is not one whole msgpack value."""
+    if not payload:
+        raise ValueError("nothing but a tag")  # an Unpacker for nothing reserves 1 MiB
+    scan = msgpack.Unpacker(max_buffer_size=len(payload), read_size=len(payload))  # by default it reserves 1 MiB
+    scan.feed(payload)
+    scan.skip()

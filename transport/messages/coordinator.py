@@ -1,0 +1,230 @@
+"""What workers and the coordinator say to each other."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
+
+from .fields import (
+    MAX_REQUEST_TOKENS,
+    MAX_ROWS,
+    WIRE_VERSION,
+    Address,
+    Count,
+    Dispatch,
+    Duration,
+    HashColumn,
+    Incarnation,
+    Message,
+    Name,
+    ProcessNumber,
+    RowColumn,
+    Text,
+    TokenId,
+    WireVersion,
+)
+from .parts import FinishReason, ModelIdentity, Peer, RequestSpec, Role, TokenLogprobs
+
+Readings = Annotated[dict[Text, float], Meta(max_length=64)]
+"""By name."""
+
+# --- worker -> coordinator -----------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """A worker introduces itself: on connecting, and again whenever the coordinator fences it."""
+
+    wire_version: WireVersion = WIRE_VERSION
+    worker_id: Name
+    incarnation: Incarnation
+    role: Role
+    host: Name
+    pid: ProcessNumber
+    model: ModelIdentity
+    max_model_len: Count
+    vocab_size: Count
+    num_blocks: Count
+    max_num_seqs: Count
+    max_batch_tokens: Count
+    peer_address: Address = ""  # where prefill workers reach this decode worker
+    device: Annotated[str, Meta(max_length=64)] = ""  # its GPU's UUID
+    process: Annotated[str, Meta(max_length=256)] = ""  # that can change its role, and is this worker for now; empty: it cannot
+    mixed: bool = False  # its process is a worker of the other role too, for good, over the same blocks
+
+
+class Load(Message, frozen=True, kw_only=True):
+    """Heartbeat and load report. ``steps`` grows while a busy worker makes progress."""
+
+    worker_id: Name
+    incarnation: Incarnation
+    blocks_free: Count
+    blocks_cached: Count
+    blocks_used: Count
+    blocks_leased: Count
+    num_running: Count
+    num_waiting: Count
+    num_waiting_tokens: Count
+    steps: Count
+    busy: bool
+    accepting: bool
+    draining: bool = False  # it takes no new work and leaves as soon as it holds nothing
+    dispatches: RowColumn = b""  # every dispatch of this coordinator of which the worker holds anything: lost and orphaned ones show here
+    num_others: Count = 0  # dispatches of other coordinators that it holds
+    num_others_tokens: Count = 0  # prompt tokens of theirs that it has not computed
+    num_cache_reports: Count = 0  # BlockEvents said so far: one that was lost shows here
+    counters: Readings = field(default_factory=dict)  # cumulative since start
+    gauges: Readings = field(default_factory=dict)  # as they are now
+
+
+class BlockEvents(Message, frozen=True, kw_only=True):
+    """Which block hashes a worker's prefix cache gained and lost since its last report. ``reset`` first forgets all.
+
+    ``number`` counts a worker's reports from 1; the coordinator takes them in order, and asks for everything where one is missing.
+    """
+
+    worker_id: Name
+    incarnation: Incarnation
+    number: Count = 0
+    reset: bool = False
+    stored: HashColumn = b""
+    removed: HashColumn = b""
+
+
+class FirstToken(Message, frozen=True, kw_only=True):
+    """The last prefill chunk is done. With ``finished`` set there is no handoff and the request is over.
+
+    A request with ``max_tokens`` 0 (echo with logprobs) has no token: ``token`` is None.
+    """
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    index: Count
+    token: TokenId | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_REQUEST_TOKENS)] | None = None
+    """One entry per prompt token but the first."""
+    num_cached_tokens: Count = 0
+    queue_s: Duration = 0.0  # waiting on the prefill worker
+    prefill_s: Duration = 0.0
+    finished: FinishReason | None = None
+
+
+class Joined(Message, frozen=True, kw_only=True):
+    """The decode worker has verified the handoff and the sequence joins its batch. Repeats what FirstToken says, should the coordinator
+    hear that later, or never because the prefill worker has died."""
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    index: Count
+    token: TokenId
+    logprobs: TokenLogprobs | None = None
+    transfer_s: Duration = 0.0  # from the first token to the verified join, but for the Handoff message's way
+    num_cached_blocks: Count = 0  # blocks that did not travel
+    num_cached_tokens: Count = 0  # of the prompt, found in the prefill worker's prefix cache
+
+
+class StepTokens(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """All tokens of one decode step, as columns; ``finished``, ``logprobs`` and ``decode_s`` name rows."""
+
+    coordinator: Incarnation
+    dispatches: RowColumn
+    indices: RowColumn
+    tokens: RowColumn
+    finished: Annotated[dict[int, FinishReason], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
+    logprobs: Annotated[dict[int, TokenLogprobs], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)
+    decode_s: Annotated[dict[int, Duration], Meta(max_length=MAX_ROWS)] = field(default_factory=dict)  # since the join, of finished rows
+
+    def check(self) -> None:
+        """See ``Message``."""
+        if not len(self.dispatches) == len(self.indices) == len(self.tokens):
+            raise ValueError("the columns differ in length")
+
+
+FailureKind = Literal["preempted", "handoff_failed", "peer_lost", "refused", "deadline", "internal"]
+
+
+class RequestFailed(Message, frozen=True, kw_only=True):
+    """The worker has given this dispatch up and holds nothing of it any more. ``refused`` and ``deadline`` are final;
+    the other kinds may be dispatched again."""
+
+    coordinator: Incarnation
+    dispatch: Dispatch
+    kind: FailureKind
+    message: Text
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """A draining worker holds nothing any more, and ends."""
+
+    worker_id: Name
+    incarnation: Incarnation
+
+
+# --- coordinator -> worker -----------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """Answer to Hello, and said again where BlockEvents were lost. A worker drops all work of the coordinator that it knew at this address
+    before, and sends its whole cache as BlockEvents. ``others``: where more coordinator processes of this host listen."""
+
+    coordinator: Incarnation
+    heartbeat_s: Duration
+    others: Annotated[tuple[Address, ...], Meta(max_length=256)] = ()
+
+
+class Alive(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """The coordinator's heartbeat. A worker that misses it for long has no owner: it frees all it holds and says Hello again.
+    ``misfit``: why it gets no work, where it fits no worker of the other role, as a sentence for its log."""
+
+    coordinator: Incarnation
+    misfit: Text = ""
+
+
+class Fenced(Message, frozen=True, kw_only=True):
+    """The coordinator had declared this incarnation dead: drop all work, take a new incarnation, say Hello again."""
+
+    coordinator: Incarnation
+    reason: Text
+
+
+class Prefill(Message, frozen=True, kw_only=True):
+    """Compute this prompt and hand its KV blocks to ``decode``."""
+
+    spec: RequestSpec
+    decode: Peer
+
+
+class Move(Message, frozen=True, kw_only=True):
+    """Hand the running sequence of ``dispatch`` with its KV blocks to ``decode``, where it goes on as ``spec.dispatch``.
+
+    ``spec.token_ids`` are the tokens that the coordinator has heard of; the worker puts those in their place that it has.
+    """
+
+    dispatch: Dispatch
+    spec: RequestSpec
+    decode: Peer
+
+
+class Drain(Message, frozen=True, kw_only=True):
+    """Take no new work, hand over or finish what there is, say Goodbye and end. ``timeout_s``: give back by then what is left;
+    None: the worker's own setting."""
+
+    coordinator: Incarnation
+    timeout_s: Duration | None = None
+
+
+class Flip(Message, frozen=True, kw_only=True):
+    """To a worker whose process can change its role: ``role`` begins there at once, over the same weights, blocks and prefix cache, as a
+    worker of its own; the one that this is told to drains, and ends by itself. ``timeout_s``: see Drain."""
+
+    coordinator: Incarnation
+    role: Role
+    timeout_s: Duration | None = None
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """Drop these dispatches, free their blocks, say nothing more of them."""
+
+    coordinator: Incarnation
+    dispatches: RowColumn

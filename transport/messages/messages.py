@@ -1,0 +1,146 @@
+"""Every message that crosses a process boundary, as a closed set of validated types.
+
+Who says what:
+
+    worker      -> coordinator   Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye
+    coordinator -> worker        Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip
+    prefill     -> decode        Meet, Offer, Renew, Placed, Handoff, Release, Retire
+    decode      -> prefill       Met, Grant, Refuse, Ack, Nack, Revoke, Retired
+    their movers, both ways      RendezvousEntry, ParcelComing, SessionOver
+
+A decode worker that leaves speaks to another decode worker as a prefill worker does.
+
+A *dispatch* names one attempt (one epoch) of one request: the coordinator numbers them and never
+uses a number twice in its life, so a message of an older epoch names a dispatch that is no longer
+known, and is dropped. ``coordinator`` fields carry the coordinator's incarnation for the same reason.
+"""
+
+from __future__ import annotations
+
+from .coordinator import (
+    Alive,
+    BlockEvents,
+    Cancel,
+    Drain,
+    FailureKind,
+    Fenced,
+    FirstToken,
+    Flip,
+    Goodbye,
+    Hello,
+    Joined,
+    Load,
+    Move,
+    Prefill,
+    RequestFailed,
+    StepTokens,
+    Welcome,
+)
+from .fields import (
+    HASH_BYTES,
+    MAX_PARCEL_POSITIONS,
+    MAX_ROWS,
+    SECRET_BYTES,
+    Message,
+    from_hashes,
+    from_u32,
+    from_u64,
+    u32,
+    u32_array,
+    u64,
+)
+from .handoff import (
+    Ack,
+    Grant,
+    Handoff,
+    Meet,
+    Met,
+    Nack,
+    Offer,
+    ParcelComing,
+    Placed,
+    Refuse,
+    Release,
+    RendezvousEntry,
+    Renew,
+    Retire,
+    Retired,
+    Revoke,
+    SessionOver,
+)
+from .parts import (
+    FinishReason,
+    ModelIdentity,
+    Peer,
+    RequestSpec,
+    Role,
+    Sampling,
+    TokenLogprobs,
+)
+
+FROM_WORKER = (Hello, Load, BlockEvents, FirstToken, Joined, StepTokens, RequestFailed, Goodbye)
+FROM_COORDINATOR = (Welcome, Alive, Fenced, Prefill, Move, Cancel, Drain, Flip)
+FROM_PREFILL = (Meet, Offer, Renew, Placed, Handoff, Release, Retire, RendezvousEntry, ParcelComing, SessionOver)
+FROM_DECODE = (Met, Grant, Refuse, Ack, Nack, Revoke, Retired, RendezvousEntry, SessionOver)
+BETWEEN_MOVERS = (RendezvousEntry, ParcelComing, SessionOver)
+"""The movers' own: the handoff's cores never see them."""
+
+__all__ = [
+    "BETWEEN_MOVERS",
+    "FROM_COORDINATOR",
+    "FROM_DECODE",
+    "FROM_PREFILL",
+    "FROM_WORKER",
+    "HASH_BYTES",
+    "MAX_PARCEL_POSITIONS",
+    "MAX_ROWS",
+    "SECRET_BYTES",
+    "Ack",
+    "Alive",
+    "BlockEvents",
+    "Cancel",
+    "Drain",
+    "FailureKind",
+    "Fenced",
+    "FinishReason",
+    "FirstToken",
+    "Flip",
+    "Goodbye",
+    "Grant",
+    "Handoff",
+    "Hello",
+    "Joined",
+    "Load",
+    "Meet",
+    "Message",
+    "Met",
+    "ModelIdentity",
+    "Move",
+    "Nack",
+    "Offer",
+    "ParcelComing",
+    "Peer",
+    "Placed",
+    "Prefill",
+    "Refuse",
+    "Release",
+    "RendezvousEntry",
+    "Renew",
+    "RequestFailed",
+    "RequestSpec",
+    "Retire",
+    "Retired",
+    "Revoke",
+    "Role",
+    "Sampling",
+    "SessionOver",
+    "StepTokens",
+    "TokenLogprobs",
+    "Welcome",
+    "from_hashes",
+    "from_u32",
+    "from_u64",
+    "u32",
+    "u32_array",
+    "u64",
+]

@@ -1,0 +1,86 @@
+"""What both worker roles tell the coordinator in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from ..handoff.handoff import PeerId
+from ..messages.messages import BlockEvents, Load, TokenLogprobs
+
+
+class CacheEvents(Protocol):
+    """The engine's: what a cache has gained and lost."""
+
+    def take(self) -> tuple[list[bytes], list[bytes]]: ...
+    def close(self) -> None: ...
+
+
+class PrefixCache(Protocol):
+    """A block manager, as far as its cache's contents go."""
+
+    def watch(self) -> CacheEvents: ...
+    def cached_hashes(self) -> list[bytes]: ...
+
+
+class LogprobsEntry(Protocol):
+    """The engine's logprobs of one position."""
+
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def top_ids(self) -> tuple[int, ...]: ...
+    @property
+    def top_logprobs(self) -> tuple[float, ...]: ...
+
+
+class CacheReporter:
+    """Numbers what a worker says of its prefix cache."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache, self._events = cache, cache.watch()
+        self.num_reports = 0
+
+    def report(self, worker: PeerId, everything: bool) -> BlockEvents | None:
+        """What the cache gained and lost since the last report; with ``everything``, all it has. None: nothing to say."""
+        stored, removed = self._events.take()
+        if everything:
+            stored, removed = self._cache.cached_hashes(), []
+        if not (stored or removed or everything):
+            return None
+        self.num_reports += 1
+        worker_id, incarnation = worker
+        return BlockEvents(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            number=self.num_reports,
+            reset=everything,
+            stored=b"".join(stored),
+            removed=b"".join(removed),
+        )
+
+    def close(self) -> None:
+        """It reports no more."""
+        self._events.close()
+
+
+def logprobs_message(entry: LogprobsEntry) -> TokenLogprobs:
+    """The engine's logprobs as they travel."""
+    return TokenLogprobs(logprob=entry.logprob, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs)
+
+
+class Telemetry(Protocol):
+    """What a worker's device, or its process, reports of itself."""
+
+    @property
+    def gauges(self) -> Mapping[str, float]: ...
+    @property
+    def counters(self) -> Mapping[str, float]: ...
+
+
+def with_telemetry(load: Load, *sources: Telemetry) -> Load:
+    """Adds the readings of all sources to the heartbeat."""
+    for source in sources:
+        load.counters.update(source.counters)
+        load.gauges.update(source.gauges)
+    return load
