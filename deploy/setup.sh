@@ -63,7 +63,7 @@ make_venv() {
 # The first new enough Python that can make virtual environments; else the first new enough one.
 find_python() {
     local candidate needs
-    local -a candidates=(python3 python3.13 python3.12 python3.11)
+    local -a candidates=(python3 python3.14 python3.13 python3.12 python3.11)
     if [[ -n "${PYTHON:-}" ]]; then
         candidates=("$PYTHON")
     fi

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shlex
 from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
@@ -21,6 +22,8 @@ from .scaling import AnyRole
 
 WEBHOOK_S = 5.0
 COMMAND_S = 300.0
+VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR")
+"""What a command inherits of the coordinator's environment, in which there may be secrets."""
 _log = logging.getLogger(__name__)
 
 
@@ -79,8 +82,9 @@ class Hooks:
             _log.error("steering: the webhook %s did not take a decision: %s", url, error)
 
     async def _execute(self, argv: list[str]) -> None:
+        environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         try:
-            process = await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
+            process = await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True, env=environment)
         except OSError as error:
             _log.error("steering: cannot run %s: %s", shlex.join(argv), error)
             return

@@ -64,6 +64,13 @@ def test_no_venv_module_is_said_with_what_to_do(bare_clone: Path) -> None:
     assert "apt-get install python3-venv" in result.stderr
 
 
+def test_the_newest_python_alone_will_do(tmp_path: Path) -> None:
+    (tmp_path / "python3.14").write_text("#!/bin/sh\n")
+    (tmp_path / "python3.14").chmod(0o755)
+    found = bash("-c", f"source {ROOT}/deploy/setup.sh; PATH={tmp_path}; find_python")
+    assert found.stdout.strip() == str(tmp_path / "python3.14"), found.stderr
+
+
 @pytest.mark.parametrize("apt_get", ["echo E: no network >&2; exit 100", "exec sleep 30"], ids=["fails", "hangs"])
 def test_debian_packages_that_cannot_be_installed_fail_nothing(tmp_path: Path, apt_get: str) -> None:
     for tool in ("bash", "cat", "chmod", "dirname", "mktemp", "rm", "sh", "sleep", "tail", "timeout", "touch"):

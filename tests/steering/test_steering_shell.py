@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,18 @@ async def test_a_hook_that_fails_is_said_and_does_no_harm(caplog: pytest.LogCapt
         while not ("webhook" in caplog.text and "cannot run" in caplog.text):
             await asyncio.sleep(0.01)
     await hooks.close()
+
+
+async def test_a_command_sees_no_secret_of_the_coordinators_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITSERVE_COORDINATOR_REDIS_URL", "redis://:secret@host")
+    seen = tmp_path / "seen"
+    hooks = Hooks("act", None, f"sh -c 'env >{seen}'")
+    hooks.start_worker("decode")
+    async with asyncio.timeout(PATIENCE_S):
+        while hooks.busy:
+            await asyncio.sleep(0.01)
+    assert f"PATH={os.environ['PATH']}" in seen.read_text()
+    assert "secret" not in seen.read_text()
 
 
 def test_metrics() -> None:

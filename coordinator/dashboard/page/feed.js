@@ -6,11 +6,12 @@ const PATIENCE_MS = 4000;
 const STICK_MS = 5000; // so long this page stays with the process it knows
 const MAX_POINTS = 450;
 const MAX_REQUESTS = 120;
+const LINK_USED = "This link opens the dashboard once, within an hour of its making, and no longer does. Enter the admin key: it opens this browser for a week. `splitserve up` prints a new link when it starts.";
 
 export class Feed {
   /** `onState(state, history)` after each answer; `onTrouble(kind, sentence)`: kind is "lost" or "denied". */
   constructor(onState, onTrouble) {
-    Object.assign(this, { onState, onTrouble, boot: "", points: [], requests: [], timer: 0, lastHeard: 0, slo: null, refused: "" });
+    Object.assign(this, { onState, onTrouble, boot: "", points: [], requests: [], timer: 0, lastHeard: 0, slo: null, refused: location.hash === "#link-used" ? LINK_USED : "" });
     document.addEventListener("visibilitychange", () => document.hidden || this.ask());
   }
 

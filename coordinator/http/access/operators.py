@@ -31,6 +31,7 @@ from ..errors import Forbidden, Unauthorized, from_validation
 
 LOGIN = "/dashboard/login"
 MIN_KEY_CHARS = 16
+USED = "../#link-used"
 SESSION_S = 7 * 86_400
 TOKEN_S = 3600
 MAX_BODY_BYTES = 4096
@@ -89,14 +90,13 @@ class Operators:
         return self._with_session(request, Response(status_code=204, headers=HEADERS))
 
     async def _by_token(self, request: Request) -> Response:
-        """A used or expired token leads to the dashboard too, which asks for the key."""
-        answer = Response(status_code=303, headers={**HEADERS, "location": "../"})
+        """A used or expired token leads to the dashboard too, which says so and asks for the key."""
         token, now = request.query_params.get("token", ""), self._clock()
         self._used = {used: expires for used, expires in self._used.items() if expires > now}
         if not self._is_valid("token", token) or token in self._used:
-            return answer
+            return Response(status_code=303, headers={**HEADERS, "location": USED})
         self._used[token] = now + TOKEN_S
-        return self._with_session(request, answer)
+        return self._with_session(request, Response(status_code=303, headers={**HEADERS, "location": "../"}))
 
     def _with_session(self, request: Request, answer: Response) -> Response:
         session = self._sign("session", f"{self._clock() + SESSION_S:.0f}")

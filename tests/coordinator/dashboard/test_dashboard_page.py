@@ -124,6 +124,20 @@ async def test_the_admin_key_opens_the_page_for_this_browser(dispatcher: FakeDis
     await server.stop(grace_s=0)
 
 
+async def test_a_link_that_has_been_used_says_so(dispatcher: FakeDispatcher, model: ServedModel, tmp_path: Path) -> None:
+    operators = Operators(ADMIN_KEY)
+    server = HttpServer(create_app(dispatcher, model, system=system, operators=operators))
+    await server.start()
+    link = f"http://127.0.0.1:{server.port}{LOGIN}?token={operators.token()}"
+    async with httpx.AsyncClient() as other:
+        assert (await other.get(link)).status_code == 303
+    async with browser(tmp_path) as page:
+        await page.open(link)
+        await page.until("!document.querySelector('#unlock').hidden")
+        assert "This link opens the dashboard once" in await page.text("#notice")
+    await server.stop(grace_s=0)
+
+
 def crowd(role: str) -> list[WorkerSnapshot]:
     return [WorkerSnapshot(f"{role}-{i}", role, 100, 50, 20, 30, 0, 2, 0, 0, 5, busy=i / 64) for i in range(64)]
 

@@ -127,10 +127,10 @@ async def test_a_session_is_no_other_keys_and_cannot_be_made_up(
 
 async def test_a_link_opens_one_session_for_an_hour(app: HttpApp, operators: Operators, clock: Clock) -> None:
     link, late = (f"{LOGIN}?token={operators.token()}" for _ in range(2))
-    for status in (200, 401):
+    for status, leads_to in ((200, "../"), (401, "../#link-used")):
         async with visitor(app) as http:
             answer = await http.get(link)
-            assert (answer.status_code, answer.headers["location"]) == (303, "../")
+            assert (answer.status_code, answer.headers["location"]) == (303, leads_to)
             assert (await http.get("/metrics")).status_code == status
     clock.now += TOKEN_S
     async with visitor(app) as http:
