@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rich.console import Console
 from rich.table import Table
 
-from ..coordinator.http.errors import InvalidRequest
-from ..coordinator.tenants.usage_api import groups, moment, month_start, totals
+from ..coordinator.errors import InvalidRequest
+from ..coordinator.routes.usage import groups, moment, month_start, totals
 
 
 class UsageSettings(BaseModel):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, ParamSpec
 
-from .http.errors import ApiError
+from .errors import ApiError
 
 LOG_EVERY_S = 60.0
 P = ParamSpec("P")

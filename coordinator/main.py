@@ -28,16 +28,14 @@ from ..transport.process.private_files import OpenToOthers
 from .background import until_stopped
 from .batch.runner import BatchOptions
 from .dispatcher import SocketDispatcher, prove
-from .generate.limits import HttpLimits
+from .generate.reader.allocator import give_memory_back
 from .http.access.access import Access
 from .http.access.forwarded import TrustedProxies
 from .http.access.operators import Operators, admin_key, make_admin_key
 from .http.access.tls import TlsFiles
 from .http.access.url import url_of
-from .http.front_door import FrontDoor
+from .http.limits import HttpLimits
 from .http.overload import Overload, OverloadLimits
-from .http.reader.allocator import give_memory_back
-from .http.server import HttpServer, create_app
 from .lifecycle.lifecycle import Lifecycle, LifecycleLimits
 from .lifecycle.request import GenerationRequest, Sink
 from .listeners import ListenerFailures
@@ -46,16 +44,16 @@ from .metrics.request_log import log_request
 from .metrics.request_trace import end_trace
 from .metrics.trace_log import TraceLog
 from .processes import CannotStart, Place, Serve, run_all
-from .routes.admin_server import admin_server
+from .routes.tenants import tenant_routes
+from .routes.usage import usage_routes
 from .run_folder import ADMIN_KEY, Door, RunFolder, announce
+from .server import FrontDoor, HttpServer, admin_server, create_app
 from .settings import CoordinatorSettings, is_loopback, listed
-from .tenants.admin_api import tenant_routes
 from .tenants.directory import KeyDirectory, directory_of
 from .tenants.limiter import Limiter, NoLimits
 from .tenants.meter import Meter
 from .tenants.shared_limiter import SharedLimiter
 from .tenants.tenancy import Tenancy
-from .tenants.usage_api import usage_routes
 from .tenants.usage_database import SQLITE
 from .text.served_model import ServedModel
 

@@ -92,3 +92,45 @@ def test_the_pure_cores_know_no_sockets_and_no_torch() -> None:
 def test_the_pure_cores_ask_no_clock_and_draw_no_chance(name: str) -> None:
     path = ROOT.joinpath(*name.split(".")[1:]).with_suffix(".py")
     assert not {"time", "random", "secrets", "threading", "os"} & {imported.split(".")[0] for imported in imports_of(path)}
+
+
+PRODUCT = [*ALLOWED.keys() - {"bench"}]
+ORDERED = ["coordinator", "kernels", "prefill", "decode", "worker", "steering", "loadgen", "cli", "deploy"]
+"""Folders whose files and rooms can be put in an order in which each imports only earlier ones, at every level."""
+
+
+def module_imports() -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    """Every file of the product and the files it imports (for type checking too), as paths without the suffix."""
+    paths = {path.relative_to(ROOT).with_suffix("").parts: path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")}
+    found: dict[tuple[str, ...], set[tuple[str, ...]]] = {name: set() for name in paths}
+    for name, path in paths.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                base = ("splitserve", *name[:-1])[: len(name) + 1 - node.level] if node.level else ()
+                module = (*base, *(node.module.split(".") if node.module else ()))[1:]
+                found[name] |= {(*module, alias.name) if (*module, alias.name) in paths else module for alias in node.names}
+            elif isinstance(node, ast.Import):
+                found[name] |= {tuple(alias.name.split(".")[1:]) for alias in node.names}
+    return {name: (imported & paths.keys()) - {name} for name, imported in found.items()}
+
+
+def circle_among(children: dict[str, set[str]]) -> list[str]:
+    """What is left of a graph once everything that imports nothing more is taken away: empty, or it holds a circle."""
+    while free := [name for name, imported in children.items() if not imported & children.keys()]:
+        children = {name: imported for name, imported in children.items() if name not in free}
+    return sorted(children)
+
+
+@pytest.mark.parametrize("folder", ORDERED)
+def test_no_circle_of_folders_or_files(folder: str) -> None:
+    imports = module_imports()
+    levels = {name[:depth] for name in imports if name[0] == folder for depth in range(1, len(name))}
+    wrong = {}
+    for level in sorted(levels):
+        depth, children = len(level), dict[str, set[str]]()
+        for name in [name for name in imports if name[:depth] == level]:
+            inside = {imported[depth] for imported in imports[name] if imported[:depth] == level}
+            children[name[depth]] = (children.get(name[depth], set()) | inside) - {name[depth]}
+        if left := circle_among(children):
+            wrong["/".join(level)] = left
+    assert not wrong, wrong

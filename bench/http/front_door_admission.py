@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ...coordinator.errors import Headers
 from ...coordinator.generate.generate import GenerationApi
-from ...coordinator.generate.limits import HttpLimits
-from ...coordinator.http.call import Headers
 from ...coordinator.http.inner_call import InnerCall
+from ...coordinator.http.limits import HttpLimits
 from ...coordinator.lifecycle.request import Ended, GenerationRequest
 from ...coordinator.metrics.metrics import Metrics
 from ...coordinator.metrics.request_trace import end_trace

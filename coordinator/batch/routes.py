@@ -15,10 +15,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
+from ..errors import BodyTooLarge, InvalidRequest, NotFound, from_validation
 from ..generate.bodies.fields import Body
 from ..generate.bodies.unknown_fields import UnknownFields
 from ..http.body import held_body
-from ..http.errors import BodyTooLarge, InvalidRequest, NotFound, from_validation
 from ..http.overload import Overload
 from ..tenants.limits import ANONYMOUS, Account
 from .lines import Used

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
+from ..errors import Headers, StorageFull
 from ..full_disk import is_full
 from ..generate.bodies.timeouts import ON_TIMEOUT_HEADER
-from ..http.call import CallHandler, Endpoint, Headers
-from ..http.errors import StorageFull
+from ..http.call import CallHandler, Endpoint
 from ..http.inner_call import InnerCall
 from ..listeners import ListenerFailures
 from ..tenants.directory import Directory

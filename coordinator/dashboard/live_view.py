@@ -22,7 +22,6 @@ from ..metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
 from .diagnosis import diagnose
 from .event_log import EventLog
 
-PERIOD_S = 2.0
 NUM_POINTS = 450  # 15 minutes
 NUM_RECENT = 120
 RATE_S = 10.0

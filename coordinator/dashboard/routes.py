@@ -1,6 +1,6 @@
 """The dashboard: its files, as they lie in ``dashboard/``, and the one feed that they ask once a second.
 
-The files say nothing of anybody and are for everyone; the feed is an operators' page (see ``tenants/gate.py``).
+The files say nothing of anybody and are for everyone; the feed is an operators' page (see ``routes/gate.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...steering.latency_bounds import attainment, notation, parse_bounds
-from ..http.errors import InvalidRequest, NotFound
+from ..errors import InvalidRequest, NotFound
 from ..metrics.metrics import Metrics
 from ..metrics.objectives import Objectives
 from ..metrics.system_snapshot import SystemSnapshot

@@ -14,8 +14,8 @@ from time import monotonic, time
 from typing import Any, NamedTuple
 
 from ...transport.process.otel import RequestTrace
-from ..http.call import JSON, Answering, Headers
-from ..http.errors import ApiError, DeadlineExceeded, InternalError, from_ended
+from ..errors import ApiError, DeadlineExceeded, Headers, InternalError, from_ended
+from ..http.call import JSON, Answering
 from ..lifecycle.request import Dispatcher, Ended, GenerationRequest, PriorityClass
 from ..lifecycle.time_ledger import NAMES, Stages, TimeLedger, server_timing
 from ..metrics.metrics import Metrics

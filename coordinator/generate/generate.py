@@ -15,36 +15,35 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from ...transport.process.otel import RequestTrace, Tracing
+from ..errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, no_workers
 from ..http.access.access import Access
 from ..http.access.forwarded import TrustedProxies
 from ..http.body import ClientGone
 from ..http.call import JSON, Answering, Call, Endpoint
-from ..http.errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, no_workers
+from ..http.limits import LARGE_BODY_BYTES, HttpLimits
 from ..http.overload import Overload
-from ..http.reader.body_reader import LARGE_BODY_BYTES, BodyReader
-from ..http.reader.prompt_reading import Inputs, PromptReader, parse
-from ..http.reader.reader_process import Read
 from ..lifecycle.request import Dispatcher, GenerationRequest, PriorityClass
 from ..metrics.body_log import NAME as BODY_LOG
 from ..metrics.body_log import BodyLog
 from ..metrics.metrics import Metrics
 from ..metrics.token_times import TimedSink
 from ..tenants.buckets import Shortage
-from ..tenants.limiter import Admission, Answer, estimated_tokens
+from ..tenants.limiter import Admission, Answer, estimated_tokens, headers_of, refusal_of
 from ..tenants.limits import Account
-from ..tenants.rate_limit_headers import headers_of, refusal_of
 from ..tenants.tenancy import Tenancy
-from ..text.chat_reading import has_grammar, read_as_chat
 from ..text.served_model import ServedModel
 from .bodies.completion import CompletionRequest
 from .bodies.service_tier import TOLD, class_in_force
 from .bodies.timeouts import HEADER, on_timeout_of, timeout_of
 from .bodies.unknown_fields import UnknownFields
+from .chat_reading import has_grammar, read_as_chat
 from .choice import ChoiceOptions
 from .exchange import ExchangeOptions, HttpExchange
 from .formats import ChatFormat, CompletionFormat, Format
-from .limits import HttpLimits
 from .prompts import is_long, prompts_of
+from .reader.body_reader import BodyReader
+from .reader.prompt_reading import Inputs, PromptReader, parse
+from .reader.reader_process import Read
 from .sampling_params import GenerateRequest, for_choice, is_ranked, num_logprobs, sampling_of
 
 STEMS: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}

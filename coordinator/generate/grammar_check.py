@@ -8,7 +8,7 @@ from threading import Lock
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from ..http.errors import InvalidRequest
+from ..errors import InvalidRequest
 from ..text.tokenizer import Tokenizer
 
 MAX_REMEMBERED = 1024

@@ -8,8 +8,7 @@ from time import monotonic
 from typing import Any
 
 from ..chat_output.events import CallArguments, CallStarted, Event, OutputParser, Reasoning, joined
-from ..chat_output.reasoning import thinks_already
-from ..chat_output.thought_counter import ThoughtCounter
+from ..chat_output.reasoning import CLOSE, OPEN, SPACE, thinks_already
 from ..text.detokenizer import Detokenizer
 from .choice import Choice, ChoiceOptions, Exchange
 from .formats import ChatFormat, ChoiceResult, ReportedReason
@@ -30,6 +29,42 @@ class MarkedDetokenizer:
     def finish(self) -> str:
         """See ``Detokenizer``."""
         return self._inner.finish()
+
+
+class ThoughtCounter:
+    """A detokenizer around another one. ``num_tokens``: of the thought so far, its marks included."""
+
+    def __init__(self, inner: Detokenizer, *, opened: bool) -> None:
+        """``opened``: the prompt ends with the opening mark already; see ``ReasoningParser``."""
+        self.num_tokens = 0
+        self._inner = inner
+        self._opened, self._over = opened, False
+        self._num_seen = 0
+        self._text = ""  # as much of it as may yet become a mark
+
+    def step(self, token_id: int) -> str:
+        """The inner one's text."""
+        text = self._inner.step(token_id)
+        if not self._over:
+            self._count(text)
+        return text
+
+    def finish(self) -> str:
+        """The inner one's."""
+        return self._inner.finish()
+
+    def _count(self, text: str) -> None:
+        self._num_seen += 1
+        self._text += text
+        if not self._opened:
+            bare = self._text.lstrip(SPACE)
+            if not bare.startswith(OPEN):
+                self._over = not OPEN.startswith(bare)
+                return
+            self._opened, self._text = True, bare.removeprefix(OPEN)
+        self.num_tokens = self._num_seen
+        self._over = CLOSE in self._text
+        self._text = self._text[-len(CLOSE) :]
 
 
 class ParsedChoice(Choice):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..http.errors import ContextTooLong, InvalidRequest
+from ..errors import ContextTooLong, InvalidRequest
 from ..text.served_model import ServedModel
 from ..text.tokenizer import PIECE_CHARS
 from .bodies.chat import ChatCompletionRequest, Message
@@ -88,7 +88,8 @@ def chat_prompt(
     template = model.chat_template
     if template is None:
         raise InvalidRequest(f"The model {model.name!r} has no chat template; use /v1/completions.", param="messages")
-    text = template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
+    plain = [message.for_template() for message in messages]
+    text = template.render(plain, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
     (token_ids,) = encode([text], model, add_special_tokens=False, most=most, keep=keep, param="messages")
     return Prompt(token_ids, text)
 

@@ -10,7 +10,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from ...transport.messages.messages import Sampling
-from ..http.errors import ContextTooLong, InvalidRequest
+from ..errors import ContextTooLong, InvalidRequest
 from ..text.served_model import ServedModel
 from .bodies.chat import ChatCompletionRequest
 from .bodies.completion import CompletionRequest

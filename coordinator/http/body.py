@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import Receive
 
-from .errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
+from ..errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
 from .overload import Overload
 
 

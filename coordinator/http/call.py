@@ -14,17 +14,15 @@ from typing import ClassVar, Literal, Protocol
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from ..generate.limits import HttpLimits
+from ..errors import ApiError, BodyTooLarge, Headers
 from ..tenants.limits import ANONYMOUS, Account
 from .access.access import Access
 from .access.forwarded import TrustedProxies
 from .body import check_headers, check_is_json
-from .errors import ApiError, BodyTooLarge
+from .limits import HttpLimits
 from .overload import Overload
-from .reader.body_reader import BodyReader
 
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
-Headers = list[tuple[bytes, bytes]]
 JSON = (b"content-type", b"application/json")
 
 
@@ -67,10 +65,6 @@ class CallHandler(Protocol):
     access: Access
     proxies: TrustedProxies
     overload: Overload
-
-    @property
-    def reader(self) -> BodyReader:
-        """What reads large bodies."""
 
     def opened(self, call: Call) -> None:
         """A call is the next to be answered on its connection; its body may still be on its way."""

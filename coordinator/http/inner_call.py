@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from ..errors import Headers
 from ..tenants.limits import Account
-from .call import Call, CallHandler, Endpoint, Headers
+from .call import Call, CallHandler, Endpoint
 
 
 class Listener(Protocol):

@@ -20,7 +20,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ...transport.channels.host import allow_many_files
-from .errors import ApiError, Unavailable
+from ..errors import ApiError, Unavailable
 
 Resource = Literal["connections", "body_bytes", "websocket_bytes", "tokenizer_bytes"]
 Action = Literal["idle_closed", "sending_ended", "refused"]

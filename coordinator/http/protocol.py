@@ -15,12 +15,11 @@ from typing import Any, Final, NoReturn, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from ..generate.limits import MIN_BYTES_PER_S
+from ..errors import ApiError, Headers, HeadersTooLarge, InvalidRequest, RequestTimeout, Unavailable
 from .access.access import is_preflight
-from .call import JSON, Call, CallHandler, Endpoint, Headers
-from .errors import ApiError, HeadersTooLarge, InvalidRequest, RequestTimeout, Unavailable
+from .call import JSON, Call, CallHandler, Endpoint
+from .limits import LARGE_BODY_BYTES, MIN_BYTES_PER_S
 from .overload import Overload
-from .reader.body_reader import LARGE_BODY_BYTES
 
 MAX_HEADER_BYTES = 64 << 10
 WEBSOCKET_PATH = b"/v1/stream"

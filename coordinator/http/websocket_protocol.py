@@ -10,10 +10,9 @@ from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from ..generate.limits import MIN_BYTES_PER_S
-from .errors import ApiError
+from ..errors import ApiError
+from .limits import LARGE_BODY_BYTES, MIN_BYTES_PER_S
 from .overload import Overload
-from .reader.body_reader import LARGE_BODY_BYTES
 
 INVALID_DATA = 1007  # RFC 6455, section 7.4.1
 POLICY_VIOLATION = 1008

@@ -19,7 +19,8 @@ from typing import Any
 import orjson
 
 from ...transport.process.private_files import private, require_private
-from ..http.call import Call, Headers
+from ..errors import Headers
+from ..http.call import Call
 from ..listeners import ListenerFailures
 from ..tenants.api_key import bearer
 

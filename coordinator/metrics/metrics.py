@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
-from ..http.errors import ApiError
+from ..errors import ApiError
 from ..lifecycle.request import Ended
 from ..lifecycle.time_ledger import NAMES
 from ..listeners import ListenerFailures, Listeners

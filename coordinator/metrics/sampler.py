@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from time import monotonic
 
-from ..dashboard.live_view import PERIOD_S
 from .system_snapshot import SystemSnapshot
+
+PERIOD_S = 2.0
 
 
 class Sampler:

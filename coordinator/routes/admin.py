@@ -1,5 +1,5 @@
 """What an operator may tell the running system: POST /admin/drain/{worker}, /admin/flip/{worker}?to=ROLE and /admin/log-level/{level},
-GET /admin/flips. The gate (``tenants/gate.py``) has let it in."""
+GET /admin/flips. The gate (``routes/gate.py``) has let it in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...transport.messages.messages import Role
-from ..http.errors import InvalidRequest, NotFound
+from ..errors import InvalidRequest, NotFound
 from ..lifecycle.request import Dispatcher
 from ..settings import LogLevel
 

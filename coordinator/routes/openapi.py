@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 from ..batch.routes import MAX_FILES_PAGE, MAX_PAGE, BatchRequest
 from ..generate.bodies.chat import ChatCompletionRequest
 from ..generate.bodies.completion import CompletionRequest
-from ..generate.bodies.tokens import DetokenizeRequest, TokenizeRequest
+from ..generate.token_pages import DetokenizeRequest, TokenizeRequest
 from . import openapi_answers as answers
 
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"

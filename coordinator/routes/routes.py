@@ -16,21 +16,20 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ... import __version__
+from ..errors import ApiError, InternalError, MethodNotAllowed, NotFound, StorageFull, Unavailable
 from ..full_disk import is_full
 from ..generate.bodies.fields import Body
-from ..generate.bodies.tokens import DetokenizeRequest, TokenizeRequest
 from ..generate.bodies.unknown_fields import UnknownFields
 from ..generate.generate import GenerationApi
+from ..generate.token_pages import DetokenizeRequest, TokenizeRequest, detokenized, page_request, tokenized
 from ..http.body import ClientGone, held_body
 from ..http.call import Endpoint
-from ..http.errors import ApiError, InternalError, MethodNotAllowed, NotFound, StorageFull, Unavailable
-from ..http.reader.body_reader import LARGE_BODY_BYTES
+from ..http.limits import LARGE_BODY_BYTES
 from ..lifecycle.request import Dispatcher
 from ..metrics.metrics import CONTENT_TYPE, Metrics
 from ..text.served_model import ServedModel
 from .health import Health
 from .openapi import document
-from .token_pages import detokenized, page_request, tokenized
 
 Asked = TypeVar("Asked", bound=Body)
 

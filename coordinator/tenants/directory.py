@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from ..http.errors import Unauthorized
+from ..errors import Unauthorized
 from .api_key import bearer, digest_of, same
 from .limits import ANONYMOUS, Account
 from .store import TenantStore

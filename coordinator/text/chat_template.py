@@ -7,7 +7,7 @@ to what it is given; ``range`` and the number and size of messages are bounded, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,12 +17,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..generate.bodies.chat import Message, ToolCall
-from ..http.errors import InvalidRequest
+from ..errors import InvalidRequest
 from .tokenizer import Tokenizer, read_json
-
-FUNCTION_CALL_ID = "function0"
-"""Of a call that was told of as before there were tools, when calls had none; of the length that Mistral's templates want."""
 
 
 class _GenerationTag(Extension):
@@ -81,15 +77,19 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         extra: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] = (),
     ) -> str:
-        """The prompt; ``extra`` are further variables. Raises InvalidRequest with the template's own words if it refuses the messages."""
+        """Render the prompt.
+
+        ``messages`` are as Hugging Face templates take them; ``extra`` holds further variables of the template. Raises
+        InvalidRequest with the template's own words if it refuses the messages.
+        """
         variables = {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **(extra or {})}
-        variables["messages"] = [self._as_dict(message) for message in messages]
+        variables["messages"] = [self._with_known_role(message) for message in messages]
         if tools and self._knows_tools:
             variables["tools"] = tools
         elif tools:
@@ -99,35 +99,10 @@ class ChatTemplate:
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidRequest(f"The model's chat template refused the messages: {error}", param="messages") from error
 
-    def _as_dict(self, message: Message) -> dict[str, Any]:
-        role = message.role
-        if role == "developer" and not self._knows_developer:
-            role = "system"  # what it was called before
-        elif role == "function":
-            role = "tool"  # what it is called since
-        fields: dict[str, Any] = {"role": role, "content": message.content or ""}
-        if message.name is not None:
-            fields["name"] = message.name
-        if message.tool_calls:
-            fields["tool_calls"] = [_as_templates_want(call) for call in message.tool_calls]
-        elif message.function_call is not None:
-            fields["tool_calls"] = [_as_templates_want(ToolCall(id=FUNCTION_CALL_ID, function=message.function_call))]
-        if message.tool_call_id is not None:
-            fields["tool_call_id"] = message.tool_call_id
-        elif message.role == "function":
-            fields["tool_call_id"] = FUNCTION_CALL_ID
-        if message.reasoning_content is not None:
-            fields["reasoning_content"] = message.reasoning_content
-        return fields
-
-
-def _as_templates_want(call: ToolCall) -> dict[str, Any]:
-    """OpenAI's clients send arguments as text; templates write them out as JSON, and so want the object."""
-    try:
-        arguments = json.loads(call.function.arguments)
-    except ValueError:
-        arguments = call.function.arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    def _with_known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Rename the role ``developer`` to ``system`` for templates that do not know it."""
+        role = message["role"]
+        return {**message, "role": "system" if role == "developer" and not self._knows_developer else role}
 
 
 def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

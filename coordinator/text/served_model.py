@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
-from ..http.errors import NotFound
+from ..errors import NotFound
 from .chat_template import ChatTemplate
 from .tokenizer import Tokenizer, read_json
 

@@ -13,8 +13,8 @@ import pytest
 from support.http_fakes import ANSWER, CALL, CITY, FakeDispatcher, write_tiny_model
 
 from splitserve.coordinator.batch.runner import BatchOptions
-from splitserve.coordinator.http.server import HttpServer, create_app
 from splitserve.coordinator.lifecycle.request import GenerationRequest
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
 

@@ -15,10 +15,10 @@ from openai import AsyncOpenAI
 from support.http_fakes import ADMIN_KEY, ANSWER, OPERATOR, FakeDispatcher, write_tiny_model
 
 from splitserve.coordinator.batch.runner import BatchOptions
-from splitserve.coordinator.generate.limits import HttpLimits
 from splitserve.coordinator.http.access.operators import Operators
-from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import GenerationRequest
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
 

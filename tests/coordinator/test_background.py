@@ -12,9 +12,9 @@ from e2e.cluster import free_port
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.coordinator import main
 from splitserve.coordinator.batch.runner import BatchRunner
-from splitserve.coordinator.http.server import HttpServer
 from splitserve.coordinator.metrics.sampler import Sampler
 from splitserve.coordinator.processes import Place
+from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.store import TenantStore

@@ -23,10 +23,10 @@ from support.small_disk import SmallDisk, small_disk
 
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.coordinator.batch.runner import BatchOptions
-from splitserve.coordinator.generate.limits import HttpLimits
-from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
 from splitserve.coordinator.metrics.trace_log import TraceLog
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.limiter import Admission
 from splitserve.coordinator.tenants.limits import Account, Limits

@@ -13,13 +13,13 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.dispatcher import SocketDispatcher
 from splitserve.coordinator.generate.choice import Choice
-from splitserve.coordinator.http.server import HttpServer
 from splitserve.coordinator.lifecycle.flight import Action, End, Push
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
 from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
 from splitserve.coordinator.listeners import LOG_EVERY_S, ListenerFailures, Listeners
 from splitserve.coordinator.metrics.request_record import RequestRecord
 from splitserve.coordinator.metrics.trace_log import TraceLog
+from splitserve.coordinator.server import HttpServer
 from splitserve.transport.messages.messages import Sampling
 
 BODY = {"prompt": "quick", "max_tokens": 5}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from ...chat_output.tool_choice import (
+from .fields import INT64, NULL, Body, invalid, only, schema, unknown_within
+from .sampling import SamplingFields
+from .tools import (
     FUNCTION_CALL,
     MAX_TOOLS,
     TOOL_CHOICE,
@@ -18,10 +21,10 @@ from ...chat_output.tool_choice import (
     check_function_call,
     check_tool_choice,
 )
-from .fields import INT64, NULL, Body, invalid, only, schema, unknown_within
-from .sampling import SamplingFields
 
 MAX_MESSAGES = 10_000
+FUNCTION_CALL_ID = "function0"
+"""Id of a call in the form that OpenAI had before tools; as long as Mistral's templates require."""
 PARTS = ("text", "refusal")
 """Kinds of parts of a content: what an assistant refused earlier in words is text to the template, too."""
 
@@ -68,6 +71,14 @@ class ToolCall(Body):
         """See ``Body``."""
         return super().unknown_fields() + unknown_within("function", self.function)
 
+    def for_template(self) -> dict[str, Any]:
+        """Return the call with its arguments parsed: OpenAI's clients send them as text, templates write them as JSON."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except ValueError:
+            arguments = self.function.arguments
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
 
 class Message(Body):
     """One message of a chat."""
@@ -95,6 +106,23 @@ class Message(Body):
         for i, call in enumerate(self.tool_calls or ()):
             found += unknown_within(f"tool_calls[{i}]", call)
         return found
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as Hugging Face chat templates take it: older fields of OpenAI's become today's."""
+        fields: dict[str, Any] = {"role": "tool" if self.role == "function" else self.role, "content": self.content or ""}
+        if self.name is not None:
+            fields["name"] = self.name
+        if self.tool_calls:
+            fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        elif self.function_call is not None:
+            fields["tool_calls"] = [ToolCall(id=FUNCTION_CALL_ID, function=self.function_call).for_template()]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        elif self.role == "function":
+            fields["tool_call_id"] = FUNCTION_CALL_ID
+        if self.reasoning_content is not None:
+            fields["reasoning_content"] = self.reasoning_content
+        return fields
 
 
 def unknown_of_messages(messages: Sequence[Message]) -> list[str]:

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from pydantic import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from ...http.errors import InvalidRequest
+from ...errors import InvalidRequest
 
 WHITESPACE = r"[ \n\t]{0,20}"
 """Between JSON's tokens: bounded, for small models would go on with newlines for ever."""

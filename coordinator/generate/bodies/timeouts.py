@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, cast, get_args
 
-from ...http.errors import InvalidRequest
+from ...errors import InvalidRequest
 
 HEADER = b"x-request-timeout"
 ON_TIMEOUT_HEADER = b"x-on-timeout"

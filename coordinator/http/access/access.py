@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
 
-from ..errors import Forbidden, InvalidRequest
+from ...errors import Forbidden, InvalidRequest
 
 Headers = Sequence[tuple[bytes, bytes]]
 SAFE_METHODS = frozenset(["GET", "HEAD", "OPTIONS"])

@@ -25,9 +25,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ....transport.process.private_files import require_private, write_private
+from ...errors import Forbidden, Unauthorized, from_validation
 from ...tenants.api_key import bearer
 from ..body import read_body
-from ..errors import Forbidden, Unauthorized, from_validation
 
 LOGIN = "/dashboard/login"
 MIN_KEY_CHARS = 16

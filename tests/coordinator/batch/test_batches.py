@@ -23,8 +23,8 @@ from splitserve.coordinator.batch import routes
 from splitserve.coordinator.batch.lines import Line, read_lines
 from splitserve.coordinator.batch.runner import BatchOptions, BatchRunner
 from splitserve.coordinator.batch.store import BatchStore
-from splitserve.coordinator.generate.limits import HttpLimits
-from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.http.limits import HttpLimits
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.tenants.directory import Everyone
 from splitserve.coordinator.text.served_model import ServedModel
 

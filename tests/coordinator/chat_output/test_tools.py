@@ -15,8 +15,8 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.chat_output.style import ChatStyle
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
-from splitserve.coordinator.generate.limits import HttpLimits
-from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.http.limits import HttpLimits
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.chat_template import ChatTemplate
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -196,8 +196,9 @@ def test_templates_get_tools_and_calls_as_they_want_them() -> None:
     messages += [{"role": "tool", "tool_call_id": "a", "content": "Rain."}]
     request = ChatCompletionRequest.model_validate_json(json.dumps({"messages": messages, "tools": [WEATHER]}))
     source = "{{ tools[0].function.name }}|{{ messages[1].tool_calls[0].function.arguments.days }}|{{ messages[2].tool_call_id }}"
-    assert ChatTemplate(source).render(request.messages, tools=[WEATHER]) == "weather|3|a"
-    told = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}").render(request.messages, tools=[WEATHER])
+    messages = [message.for_template() for message in request.messages]
+    assert ChatTemplate(source).render(messages, tools=[WEATHER]) == "weather|3|a"
+    told = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}").render(messages, tools=[WEATHER])
     assert told.startswith("system: ")
     assert json.dumps(PARAMETERS) in told
 
@@ -265,5 +266,8 @@ def test_a_chat_of_functions_reads_as_one_of_tools() -> None:
         {"role": "tool", "name": "weather", "tool_call_id": "function0", "content": "12"},
     ]
     template = ChatTemplate("{% for m in messages %}{{ m | tojson }}\n{% endfor %}")
-    told = [template.render(ChatCompletionRequest.model_validate({**ASK, "messages": messages}).messages) for messages in (before, since)]
+    told = [
+        template.render([m.for_template() for m in ChatCompletionRequest.model_validate({**ASK, "messages": messages}).messages])
+        for messages in (before, since)
+    ]
     assert [json.loads(line) for line in told[0].splitlines()] == [json.loads(line) for line in told[1].splitlines()]

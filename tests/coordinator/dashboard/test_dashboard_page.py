@@ -10,11 +10,11 @@ from support.browser import CHROMIUM, browser
 from support.http_fakes import ADMIN_KEY, ANSWER, FakeDispatcher
 
 from splitserve.coordinator.http.access.operators import LOGIN, Operators
-from splitserve.coordinator.http.server import HttpServer, create_app
 from splitserve.coordinator.lifecycle.time_ledger import TimeLedger
 from splitserve.coordinator.metrics.objectives import Objectives
 from splitserve.coordinator.metrics.request_record import RequestRecord
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"

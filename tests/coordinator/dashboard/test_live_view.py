@@ -10,11 +10,11 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.dashboard.live_view import NUM_POINTS, NUM_RECENT, LiveView
 from splitserve.coordinator.http.access.operators import Operators
-from splitserve.coordinator.http.server import HttpServer, create_app
 from splitserve.coordinator.lifecycle.time_ledger import Stage, TimeLedger
 from splitserve.coordinator.metrics.objectives import Objectives
 from splitserve.coordinator.metrics.request_record import RequestRecord
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.tenants.limits import ANONYMOUS, Account
 from splitserve.coordinator.tenants.tenancy import Tenancy
 from splitserve.coordinator.text.served_model import ServedModel

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.http_fakes import MAX_MODEL_LEN, FakeDispatcher
 
-from splitserve.coordinator.http.server import HttpServer
+from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 JSON = {"content-type": "application/json"}

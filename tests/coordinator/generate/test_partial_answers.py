@@ -9,9 +9,9 @@ import httpx
 import pytest
 from support.http_fakes import ANSWER, CALL, OPERATOR, FakeDispatcher
 
+from splitserve.coordinator.errors import InvalidRequest
 from splitserve.coordinator.generate.bodies.timeouts import ON_TIMEOUT_HEADER, on_timeout_of
-from splitserve.coordinator.generate.limits import HttpLimits
-from splitserve.coordinator.http.errors import InvalidRequest
+from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
 from splitserve.coordinator.text.served_model import ServedModel
 

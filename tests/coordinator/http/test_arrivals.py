@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from support.http_fakes import FakeDispatcher
 
+from splitserve.coordinator.errors import Headers
 from splitserve.coordinator.generate.prompts import INLINE_CHARS
-from splitserve.coordinator.http.call import Headers
 from splitserve.coordinator.http.inner_call import InnerCall
-from splitserve.coordinator.http.server import HttpApp, create_app
 from splitserve.coordinator.lifecycle.request import GenerationRequest
+from splitserve.coordinator.server import HttpApp, create_app
 from splitserve.coordinator.tenants.limits import ANONYMOUS
 from splitserve.coordinator.text.served_model import ServedModel
 

@@ -19,9 +19,9 @@ import pytest
 import uvloop
 from support.http_fakes import ANSWER, FakeDispatcher
 
-from splitserve.coordinator.generate.limits import HttpLimits
-from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
 TEXT = {"model": "tiny", "prompt": "Hi", "max_tokens": 1000, "temperature": 0}

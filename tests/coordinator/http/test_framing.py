@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.http.server import HttpServer
+from splitserve.coordinator.server import HttpServer
 
 BODY = json.dumps({"model": "tiny", "prompt": "Hi", "max_tokens": 2, "temperature": 0}).encode()
 HOST, KIND = b"host: localhost\r\n", b"content-type: application/json\r\n"

@@ -17,10 +17,10 @@ from support.http_fakes import FakeDispatcher
 from websockets.asyncio import client
 from websockets.exceptions import ConnectionClosed
 
-from splitserve.coordinator.generate.limits import HttpLimits
+from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.http.overload import RESERVED, Overload, OverloadLimits
-from splitserve.coordinator.http.server import HttpServer, create_app
 from splitserve.coordinator.http.websocket_protocol import WebSocketProtocol
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.http.server import HttpServer
 from splitserve.coordinator.lifecycle.request import Ended
+from splitserve.coordinator.server import HttpServer
 
 
 @pytest.mark.parametrize("stream", [False, True])

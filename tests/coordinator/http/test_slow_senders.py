@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.generate.limits import HttpLimits
+from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.http.protocol import HttpProtocol
-from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"

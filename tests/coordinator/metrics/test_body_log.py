@@ -14,9 +14,9 @@ import pytest
 from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.http.call import Call
-from splitserve.coordinator.http.server import HttpServer
 from splitserve.coordinator.listeners import ListenerFailures
 from splitserve.coordinator.metrics.body_log import MAX_BYTES, BodyLog, JoinedStream
+from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.tenants.limits import ANONYMOUS
 from splitserve.transport.process.private_files import OpenToOthers
 

@@ -18,11 +18,11 @@ import pytest
 from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 
 from splitserve.coordinator.http.access.operators import Operators
-from splitserve.coordinator.http.server import HttpServer, create_app
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
 from splitserve.coordinator.metrics.efficiency import Efficiency
 from splitserve.coordinator.metrics.system_collector import WORKER_COUNTERS, WORKER_GAUGES
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
 MONITORING = Path(__file__).resolve().parents[3] / "deploy" / "monitoring"

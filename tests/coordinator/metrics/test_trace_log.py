@@ -9,9 +9,9 @@ from time import monotonic
 import httpx
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.http.server import HttpServer, create_app
 from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
 from splitserve.coordinator.metrics.trace_log import BLOCK_SIZE, TraceLog
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.planner.simulator.prompts import SINK
 from splitserve.planner.trace.readers import open_trace

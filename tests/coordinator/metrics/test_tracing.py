@@ -13,9 +13,9 @@ from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.trace import SpanKind, format_trace_id
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.http.server import HttpServer
 from splitserve.coordinator.lifecycle.time_ledger import NAMES
 from splitserve.coordinator.metrics.request_trace import end_trace
+from splitserve.coordinator.server import HttpServer
 from splitserve.transport.process.otel import Tracing
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

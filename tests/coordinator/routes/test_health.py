@@ -12,10 +12,10 @@ import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
-from splitserve.coordinator.http.server import HttpServer
 from splitserve.coordinator.listeners import ListenerFailures
 from splitserve.coordinator.routes import health as module
 from splitserve.coordinator.routes.health import RECENT_S, Health
+from splitserve.coordinator.server import HttpServer
 
 
 async def test_all_is_well(http: httpx.AsyncClient) -> None:

@@ -10,7 +10,7 @@ import pytest
 from coordinator.generate.test_bad_requests import BAD_CHAT, BAD_FOR_BOTH, BAD_TEXT, CHAT, TEXT
 from jsonschema import Draft202012Validator
 
-from splitserve.coordinator.http.server import HttpServer
+from splitserve.coordinator.server import HttpServer
 
 BEYOND_A_SCHEMA = {
     *("min_tokens", "ignore_eos", "guided_choice", "tool_choice", "stream_options", "best_of", "top_logprobs", "max_tokens"),

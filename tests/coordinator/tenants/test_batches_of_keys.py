@@ -13,7 +13,7 @@ import pytest
 from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.batch.runner import BatchOptions
-from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import NewKey, TenantStore

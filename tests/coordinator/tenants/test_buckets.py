@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.coordinator.tenants.buckets import DAY_TOKENS, MONTH_TOKENS, NUM_FIELDS, TOKENS, Holder, Room, Shortage, admit, settle
+from splitserve.coordinator.tenants.limiter import duration, headers_of, refusal_of
 from splitserve.coordinator.tenants.limits import Limits
-from splitserve.coordinator.tenants.rate_limit_headers import duration, headers_of, refusal_of
 
 NOON = datetime(2026, 3, 31, 12, tzinfo=UTC).timestamp()
 

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
+from splitserve.coordinator.errors import Unauthorized
 from splitserve.coordinator.http.access.operators import Operators
-from splitserve.coordinator.http.errors import Unauthorized
-from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.routes.tenants import tenant_routes
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.settings import CoordinatorSettings
-from splitserve.coordinator.tenants.admin_api import tenant_routes
 from splitserve.coordinator.tenants.directory import KeyDirectory, directory_of
 from splitserve.coordinator.tenants.errors import TenantsFileError, Unknown
 from splitserve.coordinator.tenants.store import TenantStore

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 
 from splitserve.coordinator.http.access.operators import Operators
-from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.tenants import usage_database
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.meter import Meter

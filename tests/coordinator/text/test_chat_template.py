@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest, Message
-from splitserve.coordinator.http.errors import InvalidRequest
+from splitserve.coordinator.errors import InvalidRequest
+from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
 from splitserve.coordinator.text.chat_template import ChatTemplate
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -32,8 +32,9 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
-def messages(chat: list[dict[str, Any]]) -> list[Message]:
-    return ChatCompletionRequest.model_validate_json(json.dumps({"messages": chat})).messages
+def messages(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    request = ChatCompletionRequest.model_validate_json(json.dumps({"messages": chat}))
+    return [message.for_template() for message in request.messages]
 
 
 @pytest.mark.parametrize("chat", CHATS)

@@ -13,11 +13,10 @@ from websockets.asyncio import client
 from websockets.exceptions import InvalidStatus
 from websockets.typing import Origin
 
+from splitserve.coordinator.errors import ApiError, InvalidRequest
 from splitserve.coordinator.http.access.access import Access
-from splitserve.coordinator.http.errors import ApiError, InvalidRequest
-from splitserve.coordinator.http.front_door import FrontDoor
-from splitserve.coordinator.http.server import HttpServer, create_app
 from splitserve.coordinator.main import front_door_of
+from splitserve.coordinator.server import FrontDoor, HttpServer, create_app
 from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.coordinator.text.served_model import ServedModel
 

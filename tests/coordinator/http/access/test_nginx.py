@@ -21,9 +21,8 @@ from splitserve.cli.tls_trust import pinned
 from splitserve.cli.up import free_port
 from splitserve.coordinator.http.access.access import Access
 from splitserve.coordinator.http.access.forwarded import TrustedProxies
-from splitserve.coordinator.http.front_door import FrontDoor
-from splitserve.coordinator.http.server import HttpServer, create_app
 from splitserve.coordinator.metrics.request_record import RequestRecord
+from splitserve.coordinator.server import FrontDoor, HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="nginx is not installed (deploy/setup.sh does)")

@@ -12,7 +12,7 @@ from support.http_fakes import ADMIN_KEY, OPERATOR, FakeDispatcher
 
 from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.http.access.operators import LOGIN, SESSION_S, TOKEN_S, Operators, admin_key, make_admin_key
-from splitserve.coordinator.http.server import HttpApp, create_app
+from splitserve.coordinator.server import HttpApp, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
 FOR_OPERATORS = ("/metrics", "/debug/state", "/dashboard/feed", "/admin/flips")

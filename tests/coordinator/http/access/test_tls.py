@@ -19,9 +19,7 @@ from splitserve.cli.config import ConfigError
 from splitserve.cli.tls_trust import pinned, trust
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.access.tls import TlsFiles
-from splitserve.coordinator.http.front_door import FrontDoor
-from splitserve.coordinator.http.server import HttpServer, create_app
-from splitserve.coordinator.routes.admin_server import admin_server
+from splitserve.coordinator.server import FrontDoor, HttpServer, admin_server, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "Hi", "temperature": 0, "max_tokens": 1000}

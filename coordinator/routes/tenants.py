@@ -21,13 +21,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..errors import NotFound, StorageFull, from_validation
 from ..full_disk import is_full
 from ..http.body import read_body
-from ..http.errors import NotFound, StorageFull, from_validation
 from ..lifecycle.request import PriorityClass
-from .errors import Unknown
-from .limits import LIMIT_NAMES
-from .store import TenantStore
+from ..tenants.errors import Unknown
+from ..tenants.limits import LIMIT_NAMES
+from ..tenants.store import TenantStore
 
 MAX_BODY_BYTES = 1 << 16
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$")]

@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 
-from .reasoning import CLOSE as THOUGHT_ENDS
-from .reasoning import OPEN as THOUGHT_BEGINS
-from .tool_choice import Tool, parameters_of
-from .tool_parsers import ARGS, CLOSE, OPEN, PYTHON_TAG, TOOL_CALLS, ToolStyle
+from ..chat_output.reasoning import CLOSE as THOUGHT_ENDS
+from ..chat_output.reasoning import OPEN as THOUGHT_BEGINS
+from ..chat_output.tool_parsers import ARGS, CLOSE, OPEN, PYTHON_TAG, TOOL_CALLS, ToolStyle
+from .bodies.tools import Tool, parameters_of
 
 NEWLINE, PARAMETERS = "\n", '"parameters": '
 WHITESPACE = r"[ \n\t]{0,20}"

@@ -1,19 +1,49 @@
-"""What /tokenize and /detokenize answer: on a thread for small bodies, in the readers' process for large ones."""
+"""The bodies and answers of /tokenize and /detokenize, on a thread for small bodies, in the reader process for large ones."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import orjson
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
-from ..generate.bodies.fields import MAX_TOKENS, Body
-from ..generate.bodies.tokens import DetokenizeRequest, TokenizeRequest
-from ..generate.prompts import chat_prompt, encode
-from ..http.errors import InvalidRequest, from_validation
+from ..errors import InvalidRequest, from_validation
 from ..text.served_model import ServedModel
+from .bodies.chat import MAX_MESSAGES, Message, NoTemplate, unknown_of_messages
+from .bodies.fields import INT64, MAX_TOKENS, Body
+from .prompts import chat_prompt, encode
 
 B = TypeVar("B", bound=Body)
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: either ``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    chat_template: NoTemplate = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("invalid", "prompt: give either `prompt` or `messages`")
+        return self
+
+    def unknown_fields(self) -> list[str]:
+        """See ``Body``."""
+        return super().unknown_fields() + unknown_of_messages(self.messages or ())
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=INT64)]], Field(max_length=MAX_TOKENS)]
 
 
 def page_request(kind: type[B], body: bytes | bytearray) -> B:

@@ -15,8 +15,8 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Origin, Subprotocol
 
-from splitserve.coordinator.http.errors import Unauthorized
-from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.errors import Unauthorized
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.tenants.limits import Account
 from splitserve.coordinator.tenants.tenancy import Tenancy
 from splitserve.coordinator.text.served_model import ServedModel

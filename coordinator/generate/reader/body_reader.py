@@ -14,13 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from ...errors import ApiError, Overloaded, Unavailable
+from ...http.overload import Overload
 from ...text.served_model import ServedModel
-from ..errors import ApiError, Overloaded, Unavailable
-from ..overload import Overload
 from .frames import receive, send
 
-LARGE_BODY_BYTES = 64 << 10
-"""A larger body is read in another process. Measured: the loop parses one of this size in 2 to 17 ms, whatever it holds."""
 MOST_PROCESSES = 4
 ANSWER_TIMEOUT_S = 120.0
 """With no byte from a process for so long it is ended. The slowest bodies that were found take 2 s."""

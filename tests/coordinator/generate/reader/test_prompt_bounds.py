@@ -21,7 +21,7 @@ from support.http_fakes import (
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import normalizers, pre_tokenizers
 
-from splitserve.coordinator.http.server import HttpServer, create_app
+from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.shared_limiter import SharedLimiter
 from splitserve.coordinator.tenants.store import TenantStore

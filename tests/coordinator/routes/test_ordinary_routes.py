@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.http_fakes import FakeDispatcher
 
 from splitserve import __version__
-from splitserve.coordinator.http.server import HttpServer
 from splitserve.coordinator.metrics import metrics
 from splitserve.coordinator.metrics.histogram import BATCH, BatchedHistogram
+from splitserve.coordinator.server import HttpServer
 from splitserve.coordinator.text.served_model import ServedModel
 
 

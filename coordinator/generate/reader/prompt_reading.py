@@ -10,17 +10,17 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from ...chat_output.reasoning import OPEN
-from ...chat_output.tool_choice import Function
-from ...generate.bodies.chat import ChatCompletionRequest
-from ...generate.bodies.completion import CompletionRequest
-from ...generate.bodies.fields import Body
-from ...generate.grammar_check import GrammarCheck
-from ...generate.prompts import Prompt, prompts_of
-from ...generate.sampling_params import GenerateRequest
-from ...text.chat_reading import grammar_for
+from ...errors import from_validation
+from ...http.call import Endpoint
 from ...text.served_model import ServedModel
-from ..call import Endpoint
-from ..errors import from_validation
+from ..bodies.chat import ChatCompletionRequest
+from ..bodies.completion import CompletionRequest
+from ..bodies.fields import Body
+from ..bodies.tools import Function
+from ..chat_reading import grammar_for
+from ..grammar_check import GrammarCheck
+from ..prompts import Prompt, prompts_of
+from ..sampling_params import GenerateRequest
 
 FORMATS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 B = TypeVar("B", bound=Body)

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 
 import uvicorn
@@ -13,35 +14,48 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from ...transport.channels.host import allow_many_files
-from ..batch.routes import BatchRoutes
-from ..batch.runner import BatchOptions, BatchRunner
-from ..dashboard.routes import Dashboard
-from ..generate.generate import GenerationApi
-from ..generate.limits import HttpLimits
-from ..listeners import Listeners
-from ..metrics.metrics import Metrics
-from ..metrics.sampler import Sampler
-from ..metrics.system_snapshot import SystemSnapshot
-from ..routes.admin import AdminRoutes, Fleet
-from ..routes.health import Health
-from ..routes.routes import OrdinaryRoutes
-from ..tenants.gate import Gate
-from ..tenants.tenancy import Tenancy
-from ..text.served_model import ServedModel
-from .access.gate import AccessGate
-from .access.operators import Operators
+from ..transport.channels.host import allow_many_files
+from .batch.routes import BatchRoutes
+from .batch.runner import BatchOptions, BatchRunner
+from .dashboard.routes import Dashboard
 from .errors import Unavailable
-from .front_door import FrontDoor
-from .listening_server import ListeningServer, bind, context_of
-from .overload import Overload
-from .protocol import HttpProtocol
-from .websocket_protocol import WebSocketProtocol
-from .websocket_stream import WebSocketStreams
+from .generate.generate import GenerationApi
+from .http.access.access import Access
+from .http.access.forwarded import TrustedProxies
+from .http.access.operators import Operators
+from .http.access.tls import TlsFiles
+from .http.access_gate import AccessGate
+from .http.limits import HttpLimits
+from .http.listening_server import ListeningServer, bind, context_of
+from .http.overload import Overload
+from .http.protocol import HttpProtocol
+from .http.websocket_protocol import WebSocketProtocol
+from .listeners import Listeners
+from .metrics.metrics import Metrics
+from .metrics.sampler import Sampler
+from .metrics.system_snapshot import SystemSnapshot
+from .routes.admin import AdminRoutes, Fleet
+from .routes.gate import Gate
+from .routes.health import Health
+from .routes.routes import OrdinaryRoutes
+from .routes.websocket_stream import WebSocketStreams
+from .tenants.tenancy import Tenancy
+from .text.served_model import ServedModel
 
 BACKLOG = 4096
 KEEP_ALIVE_S = 75
 POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class FrontDoor:
+    """The default is for a server on loopback without keys: names of loopback, no other origin, no TLS, no proxy."""
+
+    access: Access = field(default_factory=Access)
+    admin_access: Access = field(default_factory=Access)
+    """Of the admin port, where a key is always asked for."""
+    tls: TlsFiles | None = None
+    proxies: TrustedProxies = field(default_factory=TrustedProxies)
 
 
 class HttpApp:
@@ -196,3 +210,20 @@ class HttpServer:
             for connection in tuple(self._server.server_state.connections):
                 if isinstance(connection, HttpProtocol | WebSocketProtocol):
                     connection.hurry(loop.time(), timeout_s)
+
+
+def admin_server(app: AccessGate, host: str, port: int, tls: TlsFiles | None = None) -> ListeningServer:
+    """Binds at once. Raises OSError. ``app`` checks who asks."""
+    config = uvicorn.Config(
+        app,
+        http=HttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ssl_context_factory=context_of(tls),
+    )
+    return ListeningServer(config, bind(host, port))

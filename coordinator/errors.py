@@ -31,8 +31,9 @@ import orjson
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ..lifecycle.request import Ended, ErrorKind
+from .lifecycle.request import Ended, ErrorKind
 
+Headers = list[tuple[bytes, bytes]]
 MAX_REPORTED = 3
 RETRY_AFTER_S = 1.0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from .errors import InvalidRequest
+from ...errors import InvalidRequest
 
 MAX_ID_CHARS = 256
 

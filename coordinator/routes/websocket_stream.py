@@ -19,12 +19,13 @@ from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from ..errors import ApiError, Headers, InvalidRequest
 from ..generate.formats import DONE
+from ..generate.generate import GenerationApi
+from ..generate.reader.websocket_message import parsed_message, with_stream
+from ..http.call import Endpoint
+from ..http.inner_call import InnerCall
 from ..tenants.limits import ANONYMOUS, Account
-from .call import CallHandler, Endpoint, Headers
-from .errors import ApiError, InvalidRequest
-from .inner_call import InnerCall
-from .websocket_message import parsed_message, with_stream
 
 PATH = "/v1/stream"
 SUBPROTOCOL = "splitserve"
@@ -37,7 +38,7 @@ ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": "/v1/chat/completions"
 class WebSocketStreams:
     """Takes connections in."""
 
-    def __init__(self, generation: CallHandler) -> None:
+    def __init__(self, generation: GenerationApi) -> None:
         self._generation = generation
 
     def routes(self) -> list[WebSocketRoute]:
@@ -57,7 +58,7 @@ class WebSocketStreams:
 class _Connection:
     """One client's. What it does not read in time waits here, up to a bound."""
 
-    def __init__(self, socket: WebSocket, generation: CallHandler, account: Account) -> None:
+    def __init__(self, socket: WebSocket, generation: GenerationApi, account: Account) -> None:
         self._socket, self._generation, self._account = socket, generation, account
         self._calls: dict[str, InnerCall] = {}
         self._outbox: deque[bytes] = deque()

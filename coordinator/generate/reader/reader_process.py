@@ -18,18 +18,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...generate.bodies.tokens import DetokenizeRequest, TokenizeRequest
-from ...generate.bodies.unknown_fields import MAX_NAMES
-from ...generate.prompts import Prompt
-from ...generate.sampling_params import GenerateRequest
-from ...routes.token_pages import detokenized, page_request, tokenized
+from ...errors import ApiError, InvalidRequest
+from ...http.call import Endpoint
 from ...text.served_model import ServedModel
-from ..call import Endpoint
-from ..errors import ApiError, InvalidRequest
-from ..websocket_message import parsed_message, with_stream
+from ..bodies.unknown_fields import MAX_NAMES
+from ..prompts import Prompt
+from ..sampling_params import GenerateRequest
+from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, page_request, tokenized
 from .allocator import give_memory_back, trimmer
 from .frames import receive, send
 from .prompt_reading import TAIL_CHARS, Inputs, PromptReader, parse, without_inputs
+from .websocket_message import parsed_message, with_stream
 
 NICENESS = 5
 """Streams come first: they write with every token, and large bodies arrive now and then."""

@@ -20,11 +20,10 @@ from pydantic import ValidationError
 from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.generate.bodies.completion import CompletionRequest
-from splitserve.coordinator.generate.limits import HttpLimits
-from splitserve.coordinator.http.reader import reader_process
-from splitserve.coordinator.http.reader.body_reader import LARGE_BODY_BYTES
-from splitserve.coordinator.http.reader.reader_process import MEMBER_VALUES, num_values
-from splitserve.coordinator.http.server import HttpServer
+from splitserve.coordinator.generate.reader import reader_process
+from splitserve.coordinator.generate.reader.reader_process import MEMBER_VALUES, num_values
+from splitserve.coordinator.http.limits import LARGE_BODY_BYTES, HttpLimits
+from splitserve.coordinator.server import HttpServer
 
 TEXT: dict[str, Any] = {"prompt": "the quick brown fox", "max_tokens": 8, "temperature": 0, "seed": 1}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "naïve 世界"}], "max_tokens": 8, "temperature": 0, "seed": 1}

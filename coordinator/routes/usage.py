@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..http.errors import InvalidRequest
-from .errors import TenantsFileError
-from .usage_database import SQLITE, By, open_database
+from ..errors import InvalidRequest
+from ..tenants.errors import TenantsFileError
+from ..tenants.usage_database import SQLITE, By, open_database
 
 
 def usage_routes(url: str | None) -> list[Route]:

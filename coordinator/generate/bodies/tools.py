@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import orjson
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from ..generate.bodies.fields import Body, invalid, unknown_within
+from .fields import Body, invalid, unknown_within
 
 MAX_TOOLS = 128
 Mode = Literal["none", "auto", "required"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..call import CallHandler
 from ..errors import ApiError
-from ..overload import Overload
-from .access import Access, Headers, is_preflight
-from .forwarded import TrustedProxies
+from .access.access import Access, Headers, is_preflight
+from .access.forwarded import TrustedProxies
+from .call import CallHandler
+from .overload import Overload
 
 
 class AccessGate:

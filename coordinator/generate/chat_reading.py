@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..chat_output.call_grammar import after_thought, call_grammar, calls_at_will, either
 from ..chat_output.events import OutputParser
 from ..chat_output.reasoning import ReasoningParser, thinks_already
 from ..chat_output.style import THOUGHT_MARKS
 from ..chat_output.tool_parsers import ARGS, tool_parser
-from ..generate.bodies.chat import ChatCompletionRequest
-from ..generate.bodies.output_format import grammar_of
-from ..generate.choice import ChoiceOptions
-from ..generate.parsed_choice import MarkedDetokenizer
-from ..generate.prompts import Prompt
-from ..generate.sampling_params import GenerateRequest
-from .detokenizer import Detokenizer
-from .served_model import ServedModel
+from ..text.detokenizer import Detokenizer
+from ..text.served_model import ServedModel
+from .bodies.chat import ChatCompletionRequest
+from .bodies.output_format import grammar_of
+from .call_grammar import after_thought, call_grammar, calls_at_will, either
+from .choice import ChoiceOptions
+from .parsed_choice import MarkedDetokenizer
+from .prompts import Prompt
+from .sampling_params import GenerateRequest
 
 
 def has_grammar(request: GenerateRequest) -> bool:

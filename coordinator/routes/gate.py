@@ -2,7 +2,7 @@
 
 /v1/..., /tokenize, /detokenize      an API key, where keys are configured; the account is in ``scope["account"]``
 /health, /ping, /version, /ready, /openapi.json, the dashboard's files and its login       everyone
-all other pages, and on the admin port everything but those for everyone                   operators (``http/operators.py``)
+all other pages, and on the admin port everything but those for everyone                   operators (``http/access/operators.py``)
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from ..dashboard.routes import is_open
-from ..http.access.gate import refuse
+from ..errors import ApiError
 from ..http.access.operators import Operators
-from ..http.errors import ApiError
-from .directory import Directory
-from .limits import ANONYMOUS
+from ..http.access_gate import refuse
+from ..tenants.directory import Directory
+from ..tenants.limits import ANONYMOUS
 
 OPEN = {"/health", "/ping", "/version", "/ready", "/openapi.json"}
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
