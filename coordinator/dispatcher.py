@@ -19,11 +19,11 @@ from ..transport.channels.coordinator_link import identity_of, worker_of
 from ..transport.channels.event_loop import Attachment, attach
 from ..transport.channels.keys import ClusterKey
 from ..transport.messages.messages import FROM_WORKER, Message, Role
-from .lifecycle.flight import Action, End, Push, PushPromptLogprobs, Send
+from .lifecycle.actions import Action, End, Push, PushPromptLogprobs, Send
 from .lifecycle.flips import FlipRecord
 from .lifecycle.lifecycle import Lifecycle
 from .lifecycle.membership import DRAINED
-from .lifecycle.request import Ended, GenerationRequest, Sink
+from .lifecycle.request import Ended, Request, Sink
 from .lifecycle.worker import Worker, WorkerId
 from .listeners import Listeners
 from .metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
@@ -52,7 +52,7 @@ class SocketDispatcher:
         self._longest = 0
         self._known: dict[tuple[str, int], str] = {}
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
-        self.listeners: Listeners[[GenerationRequest, Ended]] = Listeners()
+        self.listeners: Listeners[[Request, Ended]] = Listeners()
         """Called for each sequence that is over."""
         self.steering: Callable[[], dict[str, Any]] | None = None
         """What the pool controller has to say, where there is one."""
@@ -81,7 +81,7 @@ class SocketDispatcher:
 
     # --- for the HTTP side (``Dispatcher``) ------------------------------------------------------
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: Request) -> None:
         self._carry_out(self._core.submit(request, time.monotonic()))
 
     def cancel(self, request_id: str) -> None:
@@ -127,7 +127,7 @@ class SocketDispatcher:
                 "control_address": self.address,
                 "ready": self.ready(),
             },
-            "requests": {"queued": self._core.num_queued, "running": self._core.num_flights - self._core.num_queued},
+            "requests": {"queued": self._core.num_queued, "running": self._core.num_requests - self._core.num_queued},
             "counters": self._core.counters(),
             "last_retries": list(self._core.last_retries),
             "last_recoveries": [asdict(recovery) for recovery in self._core.last_recoveries],
@@ -145,7 +145,7 @@ class SocketDispatcher:
         return SystemSnapshot(
             ready=self.ready(),
             num_waiting=self._core.num_queued,
-            num_running=self._core.num_flights - self._core.num_queued,
+            num_running=self._core.num_requests - self._core.num_queued,
             workers=[_measure(worker) for worker in self._core.pools.workers.values()],
             counters=self._core.counters(),
             stages=self._core.num_by_stage(),
@@ -189,7 +189,7 @@ class SocketDispatcher:
 
     def _carry_out(self, actions: list[Action]) -> None:
         """All of them, whatever a sink or a listener raises: the lifecycle never says an action twice."""
-        touched: dict[Sink, GenerationRequest] = {}
+        touched: dict[Sink, Request] = {}
         for action in actions:
             if isinstance(action, Push):
                 request = action.request
@@ -210,7 +210,7 @@ class SocketDispatcher:
             except Exception:
                 self._sink_failed(request)
 
-    def _carry_out_rare(self, action: PushPromptLogprobs | End, touched: dict[Sink, GenerationRequest]) -> None:
+    def _carry_out_rare(self, action: PushPromptLogprobs | End, touched: dict[Sink, Request]) -> None:
         request = action.request
         try:
             if isinstance(action, End):
@@ -223,7 +223,7 @@ class SocketDispatcher:
         if isinstance(action, End):
             self.listeners(request, action.ended)
 
-    def _sink_failed(self, request: GenerationRequest) -> None:
+    def _sink_failed(self, request: Request) -> None:
         """A defect of ours ends this request alone, with an error; nothing more is pushed to its sink."""
         _log.exception("%s: its tokens cannot be written; it ends with an error", request.request_id)
         sink, request.sink = request.sink, ClosedSink()
@@ -286,7 +286,7 @@ class ProbeSink(ClosedSink):
         self.done.set()
 
 
-async def prove(dispatcher: SocketDispatcher, make: Callable[[int, Sink], GenerationRequest], every_s: float = 0.25) -> None:
+async def prove(dispatcher: SocketDispatcher, make: Callable[[int, Sink], Request], every_s: float = 0.25) -> None:
     """While the system is not ready, sends small requests down the whole path until one has passed it. Runs until it is cancelled."""
     number, was_ready = 0, False
     while True:

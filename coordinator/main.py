@@ -37,7 +37,7 @@ from .http.access.url import url_of
 from .http.limits import HttpLimits
 from .http.overload import Overload, OverloadLimits
 from .lifecycle.lifecycle import Lifecycle, LifecycleLimits
-from .lifecycle.request import GenerationRequest, Sink
+from .lifecycle.request import Request, Sink
 from .listeners import ListenerFailures
 from .metrics.body_log import BodyLog
 from .metrics.request_log import log_request
@@ -377,8 +377,8 @@ def limits_of(settings: CoordinatorSettings, place: Place) -> LifecycleLimits:
     )
 
 
-def _probe(coordinator: int, number: int, sink: Sink) -> GenerationRequest:
+def _probe(coordinator: int, number: int, sink: Sink) -> Request:
     """A request that passes prefill, handoff and decode, whatever the model says."""
     now = time.monotonic()
     sampling = Sampling(max_tokens=2, min_tokens=2, temperature=0.0, ignore_eos=True)
-    return GenerationRequest(f"probe-{coordinator:x}-{number}", [0] * PROBE_TOKENS, sampling, sink, now, now + 10.0, salt=b"probe")
+    return Request(f"probe-{coordinator:x}-{number}", [0] * PROBE_TOKENS, sampling, sink, now, now + 10.0, salt=b"probe")

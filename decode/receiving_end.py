@@ -182,7 +182,5 @@ def advertised_host(settings: DecodeSettings) -> str:
             f"--listen {settings.listen} names no address that prefill workers can connect to, and this host's own cannot be told from "
             f"the coordinator's, {coordinator} ({error}): give --advertise-host"
         ) from error
-    _log.info(
-        "listening on all addresses (%s): prefill workers are told %s; --advertise-host names another", settings.listen, host
-    )
+    _log.info("listening on all addresses (%s): prefill workers are told %s; --advertise-host names another", settings.listen, host)
     return host

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from heapq import nlargest
 from typing import NamedTuple
 
-from ..coordinator.lifecycle.flight import Flight
-from ..coordinator.lifecycle.request import Ended, GenerationRequest
+from ..coordinator.lifecycle.request import Ended, Request
 from .latency_bounds import LatencyBound
 from .options import SteeringOptions
 
@@ -84,7 +83,7 @@ class LoadWatch:
         self._options = options
         self._ended: deque[Note] = deque(maxlen=MEMORY)
 
-    def note(self, request: GenerationRequest, ended: Ended, now: float) -> None:
+    def note(self, request: Request, ended: Ended, now: float) -> None:
         """A request is over. One that was never taken in, or refused, says nothing of the workers."""
         if ended.ledger is None or ended.error in ("refused", "unavailable"):
             return
@@ -94,10 +93,10 @@ class LoadWatch:
         tpot_s = (stages.handoff + stages.decode) / (count - 1) if count > 1 else None
         self._ended.append(Note(request.arrival, prompt, min(ended.num_cached_tokens, prompt), count, now, ttft_s, tpot_s, count > 0))
 
-    def look(self, flights: Iterable[Flight], now: float) -> LoadPicture:
-        """``flights``: all that have not ended."""
+    def look(self, requests: Iterable[Request], now: float) -> LoadPicture:
+        """``requests``: all that have not ended."""
         options = self._options
-        running = [_note_of(flight, now) for flight in flights]
+        running = [_note_of(request, now) for request in requests]
         notes = [*self._ended, *running]
         window = self._window([note.arrival for note in notes], now)
         arrived = [note for note in notes if note.arrival > now - window]
@@ -197,10 +196,10 @@ def _so_far(running: list[Note]) -> float:
     return 2 * sum(begun) / len(begun) if begun else 0.0
 
 
-def _note_of(flight: Flight, now: float) -> Note:
-    request, count = flight.request, len(flight.tokens)
+def _note_of(request: Request, now: float) -> Note:
+    count = len(request.tokens)
     waited = 0.0 if count else now - request.arrival  # how long it took to the first token is judged at the end
-    paced = flight.stage == "decode" and count > MIN_TOKENS and flight.token_at > flight.mark
-    tpot_s = (flight.token_at - flight.mark) / (count - 1) if paced else None
+    paced = request.state == "decode" and count > MIN_TOKENS and request.token_at > request.entered
+    tpot_s = (request.token_at - request.entered) / (count - 1) if paced else None
     prompt = len(request.prompt_token_ids)
-    return Note(request.arrival, prompt, min(flight.num_cached_tokens or 0, prompt), count, None, waited, tpot_s, count > 0)
+    return Note(request.arrival, prompt, min(request.num_cached_tokens or 0, prompt), count, None, waited, tpot_s, count > 0)

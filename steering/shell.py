@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any, Protocol
 
 from ..coordinator.lifecycle.lifecycle import Lifecycle
-from ..coordinator.lifecycle.request import Ended, GenerationRequest
+from ..coordinator.lifecycle.request import Ended, Request
 from ..transport.messages.messages import Role
 from .controller import Decision
 from .hooks import Hooks
@@ -40,7 +40,7 @@ class SteeringShell:
         self.counts: Counter[str] = Counter()
         """Decisions by kind."""
 
-    def note(self, request: GenerationRequest, ended: Ended) -> None:
+    def note(self, request: Request, ended: Ended) -> None:
         self._core.note(request, ended, time.monotonic())
 
     async def run(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..coordinator.lifecycle.flips import FlipRecord
 from ..coordinator.lifecycle.lifecycle import Lifecycle
-from ..coordinator.lifecycle.request import Ended, GenerationRequest
+from ..coordinator.lifecycle.request import Ended, Request
 from ..coordinator.lifecycle.worker import Worker
 from ..engine.latency_profile import Profile
 from ..transport.messages.messages import Role
@@ -28,7 +28,7 @@ class Steering:
         self._in_use: dict[Role, float] = {}
         self.controller = PoolController(options, profile)
 
-    def note(self, request: GenerationRequest, ended: Ended, now: float) -> None:
+    def note(self, request: Request, ended: Ended, now: float) -> None:
         """A request is over."""
         self._watch.note(request, ended, now)
 
@@ -36,7 +36,7 @@ class Steering:
         """What is to be done. Flips are carried out by ``Lifecycle.flip``, where the mode is act."""
         self._in_use = self._use.look(lifecycle.pools.workers.values(), now)
         fleet = replace(fleet_of(lifecycle, self.options.keep), in_use=self._in_use)
-        return self.controller.decide(self._watch.look(lifecycle.flights, now), fleet, now)
+        return self.controller.decide(self._watch.look(lifecycle.requests, now), fleet, now)
 
     def as_json(self, now: float) -> dict[str, Any]:
         """For /debug/state and the dashboard."""

@@ -65,7 +65,7 @@ PURE = [
     "splitserve.coordinator.lifecycle.lifecycle",
     "splitserve.coordinator.lifecycle.routing",
     "splitserve.coordinator.lifecycle.pools",
-    "splitserve.coordinator.lifecycle.waiting_line",
+    "splitserve.coordinator.lifecycle.request_queue",
     "splitserve.coordinator.lifecycle.fair_shares",
     "splitserve.coordinator.lifecycle.forecast",
     "splitserve.coordinator.dashboard.diagnosis",

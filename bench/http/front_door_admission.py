@@ -16,7 +16,7 @@ from ...coordinator.errors import Headers
 from ...coordinator.generate.generate import GenerationApi
 from ...coordinator.http.inner_call import InnerCall
 from ...coordinator.http.limits import HttpLimits
-from ...coordinator.lifecycle.request import Ended, GenerationRequest
+from ...coordinator.lifecycle.request import Ended, Request
 from ...coordinator.metrics.metrics import Metrics
 from ...coordinator.metrics.request_trace import end_trace
 from ...coordinator.metrics.system_snapshot import SystemSnapshot
@@ -38,9 +38,9 @@ class Noting:
 
     def __init__(self) -> None:
         self.reached = 0.0
-        self.waiting: list[GenerationRequest] = []
+        self.waiting: list[Request] = []
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: Request) -> None:
         self.reached = time.perf_counter()
         self.waiting.append(request)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...transport.process.otel import RequestTrace
 from ..errors import ApiError, DeadlineExceeded, Headers, InternalError, from_ended
 from ..http.call import JSON, Answering
-from ..lifecycle.request import Dispatcher, Ended, GenerationRequest, PriorityClass
+from ..lifecycle.request import Dispatcher, Ended, PriorityClass, Request
 from ..lifecycle.time_ledger import NAMES, Stages, TimeLedger, server_timing
 from ..metrics.metrics import Metrics
 from ..metrics.request_record import RequestRecord
@@ -104,7 +104,7 @@ class HttpExchange:
         self._num_open += 1
         return choice
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         """One request a choice, some with each turn of the loop: there may be thousands. A refusal of one ends the exchange."""
         for request in requests[:MAX_PER_TURN]:
             if not self._over:

@@ -22,7 +22,7 @@ from ..http.body import ClientGone
 from ..http.call import JSON, Answering, Call, Endpoint
 from ..http.limits import LARGE_BODY_BYTES, HttpLimits
 from ..http.overload import Overload
-from ..lifecycle.request import Dispatcher, GenerationRequest, PriorityClass
+from ..lifecycle.request import Dispatcher, PriorityClass, Request
 from ..metrics.body_log import NAME as BODY_LOG
 from ..metrics.body_log import BodyLog
 from ..metrics.metrics import Metrics
@@ -244,11 +244,11 @@ class GenerationApi:
             error = InternalError(f"Internal error; the server's log says more under {id}.")
         self.refuse(call, error, id)
 
-    def _admit(self, call: Call, requests: list[GenerationRequest], exchange: HttpExchange) -> None:
+    def _admit(self, call: Call, requests: list[Request], exchange: HttpExchange) -> None:
         tokens = _estimate(requests, exchange)
         self._tenancy.limiter.admit(call.account, tokens, lambda answer: self._answered(call, exchange, requests, answer))
 
-    def _answered(self, call: Call, exchange: HttpExchange, requests: list[GenerationRequest], answer: Admission | Shortage) -> None:
+    def _answered(self, call: Call, exchange: HttpExchange, requests: list[Request], answer: Admission | Shortage) -> None:
         """The limits have been asked: at once, or while the client waited."""
         if isinstance(answer, Shortage):
             exchange.choices.clear()
@@ -282,7 +282,7 @@ class GenerationApi:
 
     def _exchange(
         self, call: Call, request: GenerateRequest, inputs: Inputs, arrival: float
-    ) -> tuple[list[GenerationRequest], HttpExchange]:
+    ) -> tuple[list[Request], HttpExchange]:
         """The exchange and its sequences, one for each choice."""
         n, prompts = request.num_candidates, inputs.prompts
         if len(prompts) * n > self.limits.max_choices:
@@ -312,7 +312,7 @@ class GenerationApi:
         exchange = HttpExchange(answering, self._dispatcher, self._metrics, options, choice_options)
         session = call.headers.get(b"x-session-id", b"").decode("latin-1")[:512] or request.prompt_cache_key or request.user or ""
         requests = [
-            GenerationRequest(
+            Request(
                 request_id=choice.request_id,
                 prompt_token_ids=prompt.token_ids,
                 sampling=for_choice(sampling, request.seed, number),
@@ -369,6 +369,6 @@ class GenerationApi:
         return kind(id, int(time.time()), self._model.name, self._model.tokenizer, request.include_usage, tier, padded=request.obfuscated)
 
 
-def _estimate(requests: Sequence[GenerationRequest], exchange: HttpExchange) -> int:
+def _estimate(requests: Sequence[Request], exchange: HttpExchange) -> int:
     """Tokens that they are taken to use."""
     return estimated_tokens(exchange.num_prompt_tokens, max([r.sampling.max_tokens for r in requests]), len(requests))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from ...transport.messages.messages import FinishReason
-from .failing_stage import FailingStage
-from .flight import End, Flight
+from .actions import End
 from .limits import passed_deadline
-from .recovery import Recovery, RecoveryLog
-from .request import Ended, ErrorKind
+from .outcomes import Outcomes, Recovery
+from .request import Ended, ErrorKind, Request
 from .state import LifecycleState
 
 RETRY_S, LONGEST_RETRY_S = 0.25, 4.0
@@ -26,83 +23,75 @@ class Attempts:
 
     def __init__(self, state: LifecycleState) -> None:
         self._state = state
-        self.proven = False  # a request has gone prefill, handoff, decode
-        self.failing = FailingStage()
-        self.num_redispatched = 0
-        self.last_retries: deque[str] = deque(maxlen=20)
-        """Which requests had to be dispatched again, and why: for people."""
-        self.recoveries = RecoveryLog()
-        self.num_deadlines: dict[str, int] = dict.fromkeys(("queue", "prefill", "handoff", "decode"), 0)
+        self.outcomes = Outcomes()
 
-    def retry(self, flight: Flight, reason: str, now: float, counts: bool = True, of_network: bool = False) -> None:
+    def retry(self, request: Request, reason: str, now: float, counts: bool = True, of_network: bool = False) -> None:
         """A new epoch: prompt plus the tokens the client has. The first is at once, later ones after a while, and rather elsewhere."""
-        flight.avoid = flight.decode if counts else None
-        self.detach(flight, now)
-        flight.early, flight.early_finish = [], None
-        self._state.suspicion.credit(flight)
-        flight.num_failures += counts
-        if flight.num_failures >= self._state.limits.max_attempts + (MORE_FOR_THE_NETWORK if of_network else 0):
-            self.failing.failed(flight.stage, reason)
-            self.fail(flight, "failed", f"gave up after {flight.num_failures} failed attempts; the last: {reason}", now)
+        request.avoid = request.decode if counts else None
+        self.detach(request, now)
+        request.held_back, request.held_back_finish = [], None
+        self._state.suspicion.credit(request)
+        request.num_failures += counts
+        if request.num_failures >= self._state.limits.max_attempts + (MORE_FOR_THE_NETWORK if of_network else 0):
+            self.outcomes.failing.failed(request.state, reason)
+            self.fail(request, "failed", f"gave up after {request.num_failures} failed attempts; the last: {reason}", now)
             return
-        if counts and flight.num_failures > 1:
-            flight.not_before = now + min(LONGEST_RETRY_S, RETRY_S * 4 ** (flight.num_failures - 2))
-        self.num_redispatched += 1
-        self.last_retries.append(f"{flight.request.request_id} in {flight.stage}: {reason}")
-        if flight.recovery is None:
-            flight.recovery = Recovery(flight.request.request_id, reason, now, flight.num_tokens)
-        flight.enter("queue", now)
-        self._state.line.join(flight)
+        if counts and request.num_failures > 1:
+            request.not_before = now + min(LONGEST_RETRY_S, RETRY_S * 4 ** (request.num_failures - 2))
+        self.outcomes.retried(request.request_id, request.state, reason)
+        if request.recovery is None:
+            request.recovery = Recovery(request.request_id, reason, now, request.num_tokens)
+        request.enter("queue", now)
+        self._state.line.join(request)
 
-    def expire(self, flight: Flight, reason: str, now: float) -> None:
+    def expire(self, request: Request, reason: str, now: float) -> None:
         """It has passed a deadline."""
-        self.num_deadlines[flight.stage] += 1
-        if not flight.tokens and flight.request.deadline - flight.request.arrival >= ENOUGH_TIME_S:
-            self.failing.failed(flight.stage, reason)
-        self.fail(flight, "deadline", reason, now)
+        self.outcomes.num_deadlines[request.state] += 1
+        if not request.tokens and request.deadline - request.arrival >= ENOUGH_TIME_S:
+            self.outcomes.failing.failed(request.state, reason)
+        self.fail(request, "deadline", reason, now)
 
-    def expire_if_late(self, flight: Flight, now: float) -> bool:
+    def expire_if_late(self, request: Request, now: float) -> bool:
         """Ends a request that has passed one of its deadlines."""
-        if passed := passed_deadline(flight, self._state.limits, now):
-            self.expire(flight, passed, now)
+        if passed := passed_deadline(request, self._state.limits, now):
+            self.expire(request, passed, now)
         return bool(passed)
 
-    def finish(self, flight: Flight, reason: FinishReason, now: float) -> None:
-        self.proven = self.proven or flight.stage == "decode"
-        self.failing.passed(flight.stage)
-        self._detach_move(flight)
-        self._state.table.unassign(flight)
-        self.end(flight, Ended(finish_reason=reason), now)
+    def finish(self, request: Request, reason: FinishReason, now: float) -> None:
+        self.outcomes.finished(request.state)
+        self._detach_move(request)
+        self._state.table.unassign(request)
+        self.end(request, Ended(finish_reason=reason), now)
 
-    def fail(self, flight: Flight, error: ErrorKind, message: str, now: float) -> None:
-        self.detach(flight, now)
+    def fail(self, request: Request, error: ErrorKind, message: str, now: float) -> None:
+        self.detach(request, now)
         retry_after = 1.0 if error in ("unavailable", "overloaded") else None
-        self.end(flight, Ended(error=error, message=message, retry_after_s=retry_after), now)
+        self.end(request, Ended(error=error, message=message, retry_after_s=retry_after), now)
 
-    def end(self, flight: Flight, ended: Ended, now: float) -> None:
+    def end(self, request: Request, ended: Ended, now: float) -> None:
         """It is over; ``ended`` is completed with what is known of it here."""
-        del self._state.table.flights[flight.request.request_id]
-        if flight.stage == "queue":
-            self._state.line.leave(flight)
-        self._state.line.charge(flight)
-        self._state.suspicion.forget(flight)
-        flight.ledger.close(now)
-        ended.num_cached_tokens, ended.num_output_tokens = flight.num_cached_tokens or 0, len(flight.tokens)
-        ended.num_dispatches, ended.ledger = flight.num_attempts, flight.ledger
-        ended.prefill_worker, ended.decode_worker = flight.route
-        ended.num_prompt_tokens, ended.model = len(flight.request.prompt_token_ids), flight.model
-        self._state.actions.append(End(flight.request, ended))
+        del self._state.table.requests[request.request_id]
+        if request.state == "queue":
+            self._state.line.leave(request)
+        self._state.line.charge(request)
+        self._state.suspicion.forget(request)
+        request.ledger.close(now)
+        ended.num_cached_tokens, ended.num_output_tokens = request.num_cached_tokens or 0, len(request.tokens)
+        ended.num_dispatches, ended.ledger = request.num_attempts, request.ledger
+        ended.prefill_worker, ended.decode_worker = request.route
+        ended.num_prompt_tokens, ended.model = len(request.prompt_token_ids), request.model
+        self._state.actions.append(End(request, ended))
 
-    def detach(self, flight: Flight, now: float) -> None:
+    def detach(self, request: Request, now: float) -> None:
         """The workers are to drop this dispatch; whatever they still say of it is old."""
-        self._state.book_stall(flight, now)
-        if flight.dispatch >= 0:
-            for worker in (flight.prefill, flight.decode):
-                self._state.disown(worker, [flight.dispatch])
-        self._detach_move(flight)
-        self._state.table.unassign(flight)
+        self._state.book_stall(request, now)
+        if request.dispatch >= 0:
+            for worker in (request.prefill, request.decode):
+                self._state.disown(worker, [request.dispatch])
+        self._detach_move(request)
+        self._state.table.unassign(request)
 
-    def _detach_move(self, flight: Flight) -> None:
-        if flight.move is not None:
-            for worker in (flight.decode, flight.move.target):
-                self._state.disown(worker, [flight.move.dispatch])
+    def _detach_move(self, request: Request) -> None:
+        if request.move is not None:
+            for worker in (request.decode, request.move.target):
+                self._state.disown(worker, [request.move.dispatch])

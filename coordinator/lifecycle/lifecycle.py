@@ -23,17 +23,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from ...transport.handoff.actions import TellTokens
 from ...transport.handoff.handoff import Wait
 from ...transport.messages.messages import BlockEvents, FirstToken, Goodbye, Hello, Joined, Load, Message, RequestFailed, Role, StepTokens
+from .actions import Action, End
 from .attempts import Attempts
-from .flight import Action, End, Flight
 from .flips import FlipRecord
 from .limits import LifecycleLimits as LifecycleLimits
 from .limits import shortest_timeout
 from .membership import Membership
+from .outcomes import Recovery
 from .placement import Placement
 from .pools import Pools
 from .progress import Progress
-from .recovery import Recovery
-from .request import Ended, GenerationRequest
+from .request import Ended, Request
 from .routing import Policy
 from .state import LATE_TICK_S, LifecycleState
 from .worker import Worker, WorkerId
@@ -69,20 +69,20 @@ class Lifecycle:
     @property
     def proven(self) -> bool:
         """A request has gone prefill, handoff, decode."""
-        return self._attempts.proven
+        return self._attempts.outcomes.proven
 
     @property
     def failing(self) -> str:
         """In which stage the last requests all failed, and why; empty where they did not."""
-        return str(self._attempts.failing)
+        return str(self._attempts.outcomes.failing)
 
     @property
     def num_queued(self) -> int:
         return len(self._state.line)
 
     @property
-    def num_flights(self) -> int:
-        return len(self._state.table.flights)
+    def num_requests(self) -> int:
+        return len(self._state.table.requests)
 
     @property
     def watches_tokens(self) -> bool:
@@ -92,12 +92,12 @@ class Lifecycle:
     @property
     def last_retries(self) -> deque[str]:
         """Which requests had to be dispatched again, and why."""
-        return self._attempts.last_retries
+        return self._attempts.outcomes.last_retries
 
     @property
     def last_recoveries(self) -> deque[Recovery]:
         """How long requests stood still that had to be dispatched again."""
-        return self._attempts.recoveries.latest
+        return self._attempts.outcomes.last_recoveries
 
     @property
     def reasons_lost(self) -> dict[WorkerId, str]:
@@ -108,16 +108,16 @@ class Lifecycle:
         """Cumulative since the start."""
         members = self._members
         return {
-            "redispatches": self._attempts.num_redispatched,
+            "redispatches": self._attempts.outcomes.num_retries,
             "refused_early": self.num_refused_early,
-            "recoveries": self._attempts.recoveries.count,
-            "recovery_seconds": self._attempts.recoveries.seconds,
+            "recoveries": self._attempts.outcomes.num_recoveries,
+            "recovery_seconds": self._attempts.outcomes.recovery_s,
             "workers_lost": members.num_workers_lost,
             "workers_left": members.num_workers_left,
             "sequences_moved": members.evacuation.num_moved,
             "flips": members.flips.count,
             "moves_given_up": members.evacuation.num_given_up,
-            **{f"deadlines_{stage}": count for stage, count in self._attempts.num_deadlines.items()},
+            **{f"deadlines_{stage}": count for stage, count in self._attempts.outcomes.num_deadlines.items()},
         }
 
     def num_by_stage(self) -> dict[str, int]:
@@ -125,8 +125,8 @@ class Lifecycle:
 
     def waits(self) -> Iterator[Wait]:
         """Every request here."""
-        for request_id, flight in self._state.table.flights.items():
-            yield Wait(request_id, flight.stage, flight.request.deadline)
+        for request_id, request in self._state.table.requests.items():
+            yield Wait(request_id, request.state, request.deadline)
 
     def request_ids(self, dispatches: Iterable[int]) -> list[str]:
         """The requests behind these dispatches."""
@@ -150,9 +150,9 @@ class Lifecycle:
         return ordered, self._state.take()
 
     @property
-    def flights(self) -> list[Flight]:
+    def requests(self) -> list[Request]:
         """All requests that have not ended."""
-        return list(self._state.table.flights.values())
+        return list(self._state.table.requests.values())
 
     @property
     def flips_under_way(self) -> Mapping[str, FlipRecord]:
@@ -164,17 +164,17 @@ class Lifecycle:
         """The latest changes of roles."""
         return self._members.flips.latest
 
-    def submit(self, request: GenerationRequest, now: float) -> list[Action]:
+    def submit(self, request: Request, now: float) -> list[Action]:
         """Takes a request in, or ends it at once."""
         if (refused := self._refused(request, now)) is not None:
             return [End(request, refused)]
-        flight = Flight(request, now, owes_prompt_logprobs=request.prompt_logprobs is not None)
-        self._state.table.flights[request.request_id] = flight
-        self._look_at = min(self._look_at, self._worth_a_look(flight))
-        self._placement.take_in(flight, now)
+        request.admit(now)
+        self._state.table.requests[request.request_id] = request
+        self._look_at = min(self._look_at, self._worth_a_look(request))
+        self._placement.take_in(request, now)
         return self._state.take()
 
-    def _refused(self, request: GenerationRequest, now: float) -> Ended | None:
+    def _refused(self, request: Request, now: float) -> Ended | None:
         if refusal := self.refusal(now):
             return Ended(error="unavailable", message=refusal, retry_after_s=1.0)
         if self.num_queued >= self.limits.max_queue:
@@ -185,7 +185,7 @@ class Lifecycle:
             return Ended(error="refused", message=message)
         return self._too_late(request, now)
 
-    def _too_late(self, request: GenerationRequest, now: float) -> Ended | None:
+    def _too_late(self, request: Request, now: float) -> Ended | None:
         """Refuses what would break its deadline, or its class's objective, by the forecast: at once, and not after the wait."""
         if not self._state.forecast.known:
             return None
@@ -209,14 +209,14 @@ class Lifecycle:
         """Tenants pay for what their running requests generate, while they do."""
         if now - self._charged >= CHARGE_EVERY_S:
             self._charged = now
-            self._state.line.charge_running(self._state.table.flights.values())
+            self._state.line.charge_running(self._state.table.requests.values())
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has gone, or has enough."""
-        flight = self._state.table.flights.get(request_id)
-        if flight is not None:
-            self._attempts.detach(flight, now)
-            self._attempts.end(flight, Ended(), now)
+        request = self._state.table.requests.get(request_id)
+        if request is not None:
+            self._attempts.detach(request, now)
+            self._attempts.end(request, Ended(), now)
             self._placement.serve_line(now)
         return self._state.take()
 
@@ -290,8 +290,8 @@ class Lifecycle:
         self._state.suspicion.credit_all()
         if now >= self._look_at:
             self._expire(now)
-        for flight in self._lost(now):
-            self._attempts.retry(flight, "the workers hold nothing of it", now)
+        for request in self._lost(now):
+            self._attempts.retry(request, "the workers hold nothing of it", now)
         self._charge(now)
         self._members.evacuate(now)
         self._placement.serve_line(now)
@@ -299,21 +299,21 @@ class Lifecycle:
 
     def _expire(self, now: float) -> None:
         """Ends what has passed a deadline, and finds out when it is worth while to look again."""
-        for flight in list(self._state.table.flights.values()):
-            self._attempts.expire_if_late(flight, now)
-        self._look_at = min((self._worth_a_look(flight) for flight in self._state.table.flights.values()), default=float("inf"))
+        for request in list(self._state.table.requests.values()):
+            self._attempts.expire_if_late(request, now)
+        self._look_at = min((self._worth_a_look(request) for request in self._state.table.requests.values()), default=float("inf"))
 
-    def _worth_a_look(self, flight: Flight) -> float:
+    def _worth_a_look(self, request: Request) -> float:
         """Before this time it passes no deadline: stages begin and tokens come later than the last ones."""
-        patient_until = (min(flight.mark, flight.token_at) if flight.tokens else flight.mark) + self._patience
-        return min(flight.request.deadline, patient_until)
+        patient_until = (min(request.entered, request.token_at) if request.tokens else request.entered) + self._patience
+        return min(request.deadline, patient_until)
 
-    def _lost(self, now: float) -> list[Flight]:
+    def _lost(self, now: float) -> list[Request]:
         """Those that no worker holds. Each is assigned to a decode worker, which has not reported it."""
         by_dispatch = self._state.table.by_dispatch
         unheard = (d for worker in self.pools.of_role("decode") for d in worker.dispatches - worker.held)
-        flights = dict.fromkeys(by_dispatch[dispatch] for dispatch in sorted(unheard))  # one that moves has two dispatches
-        return [flight for flight in flights if flight.dispatch >= 0 and self._is_lost(flight, now)]
+        requests = dict.fromkeys(by_dispatch[dispatch] for dispatch in sorted(unheard))  # one that moves has two dispatches
+        return [request for request in requests if request.dispatch >= 0 and self._is_lost(request, now)]
 
     def _note_own_stall(self, now: float) -> None:
         """After a stall no worker was silent. What was sent meanwhile arrives within as long again: ZeroMQ's thread stood still too."""
@@ -325,16 +325,16 @@ class Lifecycle:
             self._state.heard_all_at = now
         self._ticked = now
 
-    def _is_lost(self, flight: Flight, now: float) -> bool:
+    def _is_lost(self, request: Request, now: float) -> bool:
         """Every worker that should hold this dispatch has reported since it had time to take it, and not named it. One that is silent has
         said nothing of it: whether that one is dead is another question, and no failure of the request's."""
-        if now - flight.mark < self.limits.lost_after_s:
+        if now - request.entered < self.limits.lost_after_s:
             return False
-        if flight.move is not None and not self._members.evacuation.is_lost(flight, now):
+        if request.move is not None and not self._members.evacuation.is_lost(request, now):
             return False  # who handed it over may be heard before who took it
-        holders = {"prefill": [flight.prefill], "handoff": [flight.prefill, flight.decode], "decode": [flight.decode]}[flight.stage]
-        told_by = flight.mark + self.limits.lost_after_s
-        return all(w is None or (w.held_at >= told_by and flight.dispatch not in w.held) for w in holders)
+        holders = {"prefill": [request.prefill], "handoff": [request.prefill, request.decode], "decode": [request.decode]}[request.state]
+        told_by = request.entered + self.limits.lost_after_s
+        return all(w is None or (w.held_at >= told_by and request.dispatch not in w.held) for w in holders)
 
     def _serve_or_give_up(self, now: float) -> None:
         """Admitted requests wait a while for workers to come back, not for ever."""
@@ -344,5 +344,5 @@ class Lifecycle:
         if self._unserved_since is None:
             self._unserved_since = now
         if now - self._unserved_since > self.limits.unserved_s:
-            for flight in self._state.line:
-                self._attempts.fail(flight, "unavailable", f"waited {self.limits.unserved_s:g} s: {self.pools.gap}", now)
+            for request in self._state.line:
+                self._attempts.fail(request, "unavailable", f"waited {self.limits.unserved_s:g} s: {self.pools.gap}", now)

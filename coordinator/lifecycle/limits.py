@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .flight import Flight
+from .request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,23 @@ def shortest_timeout(limits: LifecycleLimits) -> float:
     return min(limits.queue_timeout_s, limits.prefill_timeout_s, limits.handoff_timeout_s, limits.token_timeout_s)
 
 
-def own_deadline(flight: Flight) -> str:
+def own_deadline(request: Request) -> str:
     """The sentence for a request whose own time is over, whether the coordinator or a worker sees it first."""
-    took = flight.request.deadline - flight.request.arrival
-    return f"the request did not end within its {took:g} s (stage: {flight.stage}); allow more time or ask for fewer tokens"
+    took = request.deadline - request.arrival
+    return f"the request did not end within its {took:g} s (stage: {request.state}); allow more time or ask for fewer tokens"
 
 
-def passed_deadline(flight: Flight, limits: LifecycleLimits, now: float) -> str:
+def passed_deadline(request: Request, limits: LifecycleLimits, now: float) -> str:
     """Which deadline the request has passed, and what to do about it, as a sentence; empty where none."""
-    if now >= flight.request.deadline:
-        return own_deadline(flight)
-    waited, stage = now - flight.mark, flight.stage
+    if now >= request.deadline:
+        return own_deadline(request)
+    waited, stage = now - request.entered, request.state
     if stage == "queue" and waited > limits.queue_timeout_s:
         return f"no worker had room for {limits.queue_timeout_s:g} s (stage: queue); try again later, or add workers"
     if stage == "prefill" and waited > limits.prefill_timeout_s:
         return f"the prompt was not computed within {limits.prefill_timeout_s:g} s (stage: prefill); try again or shorten the prompt"
     if stage == "handoff" and waited > limits.handoff_timeout_s:
         return f"no decode worker took the prompt's KV blocks over within {limits.handoff_timeout_s:g} s (stage: handoff); try again later"
-    if flight.tokens and now - flight.token_at > limits.token_timeout_s:
+    if request.tokens and now - request.token_at > limits.token_timeout_s:
         return f"no token came for {limits.token_timeout_s:g} s (stage: {stage}); try again later"
     return ""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ...transport.messages.messages import Alive, Drain, Fenced, Hello, Load, Welcome, from_u32
+from .actions import Send
 from .attempts import Attempts
 from .evacuation import Evacuation
-from .flight import Send
 from .flips import Flips
 from .routing import Policy
 from .state import LifecycleState
@@ -113,10 +113,10 @@ class Membership:
         held = len(worker.dispatches)
         self._remember_lost(worker, f"{reason}; requests it held, now tried again: {held}" if held else reason)
         told = f"{worker.role} worker {worker.hello.worker_id} was lost ({reason})"
-        for flight in self._state.suspicion.charge(worker):
-            ever = f" ({flight.num_deaths_ever} in all)" if flight.num_deaths_ever > flight.num_deaths else ""
-            died = f"{flight.num_deaths} workers in a row died while they ran this request{ever}, the last time apart from other suspects"
-            self._attempts.fail(flight, "failed", f"{died}; it is not tried again. The last: {told}", now)
+        for request in self._state.suspicion.charge(worker):
+            ever = f" ({request.num_deaths_ever} in all)" if request.num_deaths_ever > request.num_deaths else ""
+            died = f"{request.num_deaths} workers in a row died while they ran this request{ever}, the last time apart from other suspects"
+            self._attempts.fail(request, "failed", f"{died}; it is not tried again. The last: {told}", now)
         self._give_back(worker, told, now)
 
     def goodbye(self, worker: Worker, now: float) -> None:
@@ -133,22 +133,22 @@ class Membership:
         """Decode workers that drain hand over what they run; prompts that are computed for them go elsewhere."""
         for worker in self._state.pools.of_role("decode"):
             if worker.draining and self.evacuation.has_successor(worker):
-                for flight in self.evacuation.misdirected(worker):
-                    self._attempts.retry(flight, "its decode worker leaves", now, counts=False)
+                for request in self.evacuation.misdirected(worker):
+                    self._attempts.retry(request, "its decode worker leaves", now, counts=False)
                 self._state.actions += self.evacuation.orders(worker, now)
 
     def _give_back(self, worker: Worker, reason: str, now: float, drained: bool = False) -> None:
         """What was assigned to a worker that is here no more is tried elsewhere. That is no fault of the requests."""
         for dispatch in sorted(worker.dispatches):
-            flight = self._state.table.by_dispatch[dispatch]
-            if flight.move is not None and flight.move.target is worker:
-                self._state.actions += self.evacuation.give_up(flight, now)
-            elif flight.stage == "decode" and worker is flight.prefill:
-                flight.prefill = None
-            elif flight.move is not None and drained:
-                self.evacuation.handed_over(flight, now)
+            request = self._state.table.by_dispatch[dispatch]
+            if request.move is not None and request.move.target is worker:
+                self._state.actions += self.evacuation.give_up(request, now)
+            elif request.state == "decode" and worker is request.prefill:
+                request.prefill = None
+            elif request.move is not None and drained:
+                self.evacuation.handed_over(request, now)
             else:
-                self._attempts.retry(flight, reason, now, counts=False)
+                self._attempts.retry(request, reason, now, counts=False)
 
     def _welcome(self, worker_id: WorkerId) -> None:
         welcome = Welcome(

@@ -8,11 +8,12 @@ from __future__ import annotations
 from math import inf
 
 from ...transport.messages.messages import Prefill
-from .attempt_times import AttemptTimes
-from .flight import Flight, Send
+from .actions import Send
 from .open_workers import MOST_COMPARED, OpenWorkers
-from .routing import Policy, choose_decode, choose_pair, choose_prefill, that_fit, that_hold
+from .request import Request
+from .routing import Need, Policy, choose_decode, choose_pair, choose_prefill, that_fit, that_hold
 from .state import LifecycleState
+from .time_ledger import AttemptTimes
 from .worker import Worker
 
 Pair = tuple[Worker, Worker]
@@ -31,22 +32,22 @@ class Placement:
         """... until there is room for one as short as those that found none: at a prefill worker, or else at a decode worker."""
         self._unsure = False  # whether anything but that kept a request waiting
 
-    def take_in(self, flight: Flight, now: float) -> None:
+    def take_in(self, request: Request, now: float) -> None:
         """A new request is dispatched, or else waits."""
         line = self._state.line
         if len(line):
-            hopeless = flight.num_tokens >= min(self._shortest_prompt, self._shortest_sequence) and self._is_hopeless()
-            line.join(flight)
+            hopeless = request.num_tokens >= min(self._shortest_prompt, self._shortest_sequence) and self._is_hopeless()
+            line.join(request)
             if hopeless:
                 self._remember_failure()
             else:
                 self.serve_line(now)
             return
         self._begin_pass()
-        if self._place(flight, now):
-            line.pass_by(flight)
+        if self._place(request, now):
+            line.pass_by(request)
         else:
-            line.join(flight)
+            line.join(request)
             if not self._unsure:
                 self._remember_failure()
 
@@ -57,7 +58,7 @@ class Placement:
             return
         self._begin_pass()
         num_changes = line.num_changes
-        tried_all = line.serve(lambda flight: self._place(flight, now), now)
+        tried_all = line.serve(lambda request: self._place(request, now), now)
         if not self._unsure and (tried_all or (num_changes == line.num_changes and self._lacks_only_prefills())):
             self._order = None if tried_all else line.num_orders
             self._remember_failure()
@@ -85,69 +86,69 @@ class Placement:
         strange = any(w.num_others or (not w.accepting and w.dispatches) for w in self._state.pools.open_of_role("prefill"))
         return self._shortest_sequence == inf and not strange
 
-    def _place(self, flight: Flight, now: float) -> bool:
-        ordinary = self._state.pools.all_fit and not flight.num_attempts and not len(self._state.suspicion)
-        pair = self._best_pair(flight) if ordinary else self._fitting_pair(flight)
+    def _place(self, request: Request, now: float) -> bool:
+        ordinary = self._state.pools.all_fit and not request.num_attempts and not len(self._state.suspicion)
+        pair = self._best_pair(request) if ordinary else self._fitting_pair(request)
         if pair is None:
             return False
-        self._dispatch(flight, *pair, now)
+        self._dispatch(request, *pair, now)
         return True
 
-    def _best_pair(self, flight: Flight) -> Pair | None:
+    def _best_pair(self, request: Request) -> Pair | None:
         """Where every prefill worker may go with every decode worker, for a request that has not been dispatched before."""
-        num_tokens, pools = flight.num_tokens, self._state.pools
-        prefills = self._candidates(pools.open_of_role("prefill"), flight)
+        num_tokens, pools = request.num_tokens, self._state.pools
+        prefills = self._candidates(pools.open_of_role("prefill"), request)
         if not prefills:
             self._shortest_prompt = min(self._shortest_prompt, num_tokens)
             return None
-        decodes = self._candidates(pools.open_of_role("decode"), flight)
+        decodes = self._candidates(pools.open_of_role("decode"), request)
         if not decodes:
             self._shortest_sequence = min(self._shortest_sequence, num_tokens)
             return None
-        need = flight.need(prefills[0], self._state.table.next_dispatch)
+        need = Need.of(request, prefills[0], self._state.table.next_dispatch)
         if self._policy == "hybrid" and need.first is not None:
             prefills = _with(prefills, pools.open_of_role("prefill").caching(need.first, num_tokens))
             decodes = _with(decodes, pools.open_of_role("decode").caching(need.first, num_tokens))
         return choose_prefill(self._policy, prefills, need), choose_decode(self._policy, decodes, need)
 
-    def _candidates(self, workers: OpenWorkers[Worker], flight: Flight) -> list[Worker]:
+    def _candidates(self, workers: OpenWorkers[Worker], request: Request) -> list[Worker]:
         """Of those with room: for the hybrid, whoever may be the best, if nobody caches anything. A session's own worker is found among all
         of these; else some will do."""
         if self._policy != "hybrid":
-            return workers.with_room(flight.num_tokens)
-        return workers.best(flight.num_tokens, self._state.table.next_dispatch, None if flight.request.session else MOST_COMPARED)
+            return workers.with_room(request.num_tokens)
+        return workers.best(request.num_tokens, self._state.table.next_dispatch, None if request.session else MOST_COMPARED)
 
-    def _fitting_pair(self, flight: Flight) -> Pair | None:
+    def _fitting_pair(self, request: Request) -> Pair | None:
         """In all other cases."""
-        num_tokens, state = flight.num_tokens, self._state
-        prefills = [w for w in state.pools.open_of_role("prefill") if self._prefill_has_room(w, flight, num_tokens)]
+        num_tokens, state = request.num_tokens, self._state
+        prefills = [w for w in state.pools.open_of_role("prefill") if self._prefill_has_room(w, request, num_tokens)]
         if not prefills:
             self._shortest_prompt = min(self._shortest_prompt, num_tokens)
             return None
         decodes = state.pools.open_of_role("decode").with_room(num_tokens)
-        if flight.avoid is not None:
-            decodes = [w for w in decodes if w is not flight.avoid and w.kind == flight.avoid.kind] or decodes
+        if request.avoid is not None:
+            decodes = [w for w in decodes if w is not request.avoid and w.kind == request.avoid.kind] or decodes
         if len(state.suspicion):
-            prefills, decodes = state.suspicion.allowed(flight, prefills), state.suspicion.allowed(flight, decodes)
-        prefills = that_hold(flight.most_tokens, prefills, state.pools.open_of_role("prefill"))
-        decodes = that_hold(flight.most_tokens, decodes, state.pools.open_of_role("decode"))
+            prefills, decodes = state.suspicion.allowed(request, prefills), state.suspicion.allowed(request, decodes)
+        prefills = that_hold(request.max_tokens, prefills, state.pools.open_of_role("prefill"))
+        decodes = that_hold(request.max_tokens, decodes, state.pools.open_of_role("decode"))
         prefills, decodes = that_fit(prefills, decodes)
         if not prefills or not decodes:
             self._unsure = True
             return None
-        return self._choose(flight, prefills, decodes)
+        return self._choose(request, prefills, decodes)
 
-    def _choose(self, flight: Flight, prefills: list[Worker], decodes: list[Worker]) -> Pair:
-        need = flight.need(prefills[0], self._state.table.next_dispatch)
+    def _choose(self, request: Request, prefills: list[Worker], decodes: list[Worker]) -> Pair:
+        need = Need.of(request, prefills[0], self._state.table.next_dispatch)
         if self._state.pools.has_mixed:
             return choose_pair(self._policy, prefills, decodes, need)
         prefill = choose_prefill(self._policy, prefills, need)
         return prefill, choose_decode(self._policy, [w for w in decodes if w.kind == prefill.kind], need)
 
-    def _prefill_has_room(self, worker: Worker, flight: Flight, num_tokens: int) -> bool:
+    def _prefill_has_room(self, worker: Worker, request: Request, num_tokens: int) -> bool:
         if num_tokens >= worker.max_model_len:
             return False
-        if not flight.num_attempts:
+        if not request.num_attempts:
             return worker.room >= num_tokens
         if not worker.accepting and worker.dispatches:
             return False
@@ -156,19 +157,19 @@ class Placement:
 
     def _returning_tokens(self, worker: Worker) -> int:
         """Of prompts dispatched to this prefill worker and not yet computed, those of requests that have come back."""
-        flights = self._state.table.by_dispatch
-        return sum(num_tokens for dispatch, num_tokens in worker.pending.items() if flights[dispatch].num_attempts > 1)
+        requests = self._state.table.by_dispatch
+        return sum(num_tokens for dispatch, num_tokens in worker.pending.items() if requests[dispatch].num_attempts > 1)
 
-    def _dispatch(self, flight: Flight, prefill: Worker, decode: Worker, now: float) -> None:
-        self._state.table.assign(flight, prefill, decode)
-        if flight.recovery is not None:
-            flight.recovery.dispatched = now
-            flight.recovery.absent_s = max(0.0, self._state.gap_ended - flight.recovery.noticed)
-            flight.recovery.num_attempts += 1
-        self._state.book_stall(flight, now)
-        flight.enter("prefill", now)
-        flight.times = AttemptTimes(flight.ledger)
-        self._state.actions.append(Send(prefill.id, Prefill(spec=flight.spec(self._state.incarnation, now), decode=decode.peer)))
+    def _dispatch(self, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
+        self._state.table.assign(request, prefill, decode)
+        if request.recovery is not None:
+            request.recovery.dispatched = now
+            request.recovery.absent_s = max(0.0, self._state.gap_ended - request.recovery.noticed)
+            request.recovery.num_attempts += 1
+        self._state.book_stall(request, now)
+        request.enter("prefill", now)
+        request.times = AttemptTimes(request.ledger)
+        self._state.actions.append(Send(prefill.id, Prefill(spec=request.spec(self._state.incarnation, now), decode=decode.peer)))
 
 
 def _with(workers: list[Worker], more: list[Worker]) -> list[Worker]:

@@ -1,24 +1,28 @@
-"""One request as the HTTP side hands it to the lifecycle, and what comes back."""
+"""One request: what its client asks, where it stands, which tokens its client has, and how it ended. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from ...transport.messages.messages import FinishReason, ModelIdentity, Sampling, TokenLogprobs
-from .time_ledger import Stages, TimeLedger
+from ...transport.handoff.block_hash import chain, root_hash
+from ...transport.messages.messages import FinishReason, ModelIdentity, RequestSpec, Sampling, TokenLogprobs, u32
+from .outcomes import Recovery
+from .time_ledger import AttemptTimes, Stages, TimeLedger
+from .worker import Worker
 
 ErrorKind = Literal["overloaded", "unavailable", "deadline", "refused", "failed"]
 """overloaded: 429; unavailable (no worker): 503; deadline: 504; refused: 400; failed (retries used up): 500."""
 PriorityClass = Literal["premium", "standard", "free", "batch"]
 """Best first."""
+State = Literal["queue", "prefill", "handoff", "decode"]
+"""See state_machine.py."""
 
 
 @dataclass(slots=True)
 class Ended:
-    """The one terminal event of a request. Exactly one of ``finish_reason`` and ``error`` is set; a cancelled request has neither.
-    ``ledger``: closed at its end; None for one that was never taken in."""
+    """The one terminal event of a request. Exactly one of ``finish_reason`` and ``error`` is set; a cancelled request has neither."""
 
     finish_reason: FinishReason | None = None
     error: ErrorKind | None = None
@@ -29,22 +33,26 @@ class Ended:
     num_dispatches: int = 0
     prefill_worker: str = ""  # of the last attempt
     decode_worker: str = ""
-    ledger: TimeLedger | None = None
+    ledger: TimeLedger | None = None  # closed; None: the request was never admitted
     num_prompt_tokens: int = 0
     model: ModelIdentity | None = None  # of the workers of the last attempt; None: there was none
 
     @property
     def stages(self) -> Stages:
+        """Seconds by stage; all zero for a request that was never admitted."""
         return self.ledger.stages() if self.ledger else Stages()
 
     def kv_byte_seconds(self) -> float:
-        """Bytes of KV cache times the seconds they were held for it, on all workers: its prompt's blocks during prefill, twice those during
-        the handoff, and while it generates the mean of what it had at the beginning and at the end. Prefix blocks count for each who
-        uses them."""
+        """Return the bytes of KV cache times the seconds they were held for this request, over all workers.
+
+        Prefill holds the prompt's blocks, the handoff holds them twice, and decode holds the mean of what it has at its
+        begin and at its end. A shared prefix block counts for each request that uses it.
+        """
         if self.model is None:
             return 0.0
         stages, size = self.stages, self.model.block_size
-        prompt, whole = -(-self.num_prompt_tokens // size), -(-(self.num_prompt_tokens + self.num_output_tokens) // size)
+        prompt = -(-self.num_prompt_tokens // size)
+        whole = -(-(self.num_prompt_tokens + self.num_output_tokens) // size)
         seconds = prompt * (stages.prefill + 2 * stages.handoff) + (prompt + whole) / 2 * stages.decode
         return self.model.block_bytes * seconds
 
@@ -53,57 +61,184 @@ class Sink(Protocol):
     """Where one sequence's tokens go. Called on the event loop's thread; must not block or raise."""
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """The next output token: each index once, in order, whatever failed on the way."""
+        """Take the next output token. Each index comes once, in order, whatever failed on the way."""
 
     def push_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Once, before the first token, if asked for: one entry per prompt token but the first."""
+        """Take one entry for each prompt token but the first. Called once, before the first token, if asked for."""
 
     def flush(self) -> None:
-        """Called after the last push of one engine step: write what is pending to the client."""
+        """Write what is pending to the client. Called after the last push of one engine step."""
 
     def end(self, ended: Ended) -> None:
-        """Exactly once, after the last push."""
+        """Take the terminal event. Called exactly once, after the last push."""
 
 
-@dataclass(slots=True)
-class GenerationRequest:
-    """One sequence to generate (a client's request with n > 1 or several prompts is several of these)."""
+@dataclass(frozen=True, slots=True)
+class PendingMove:
+    """A running sequence on its way to another decode worker."""
+
+    dispatch: int
+    target: Worker
+    pending_blocks: int  # reserved at the target
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to generate, from submission to its terminal event.
+
+    A client's call with n > 1 or several prompts makes several requests. The HTTP side sets the fields of the first part;
+    the lifecycle alone writes the others. Times are seconds of a monotonic clock.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: Sampling
     sink: Sink
-    arrival: float  # monotonic seconds
-    deadline: float  # monotonic seconds
+    arrival: float
+    deadline: float
     priority: int = 0  # among the requests of one tenant: lower is sooner
-    salt: bytes = b""  # of its blocks' hashes: who has another one meets none of them in a prefix cache
-    session: str = ""  # requests of one session like to meet the same workers
+    salt: bytes = b""  # of the block hashes: prefix caches are shared only between requests of equal salt
+    session: str = ""  # requests of one session prefer the same workers
     prompt_logprobs: int | None = None
-    tenant: str = ""  # whose; fair shares are counted by it
+    tenant: str = ""  # fair shares are counted by tenant
     priority_class: PriorityClass = "standard"
     traceparent: str = ""  # of its span; empty: it leaves no trace
+
+    # Where it stands.
+    state: State = field(init=False, default="queue")
+    entered: float = field(init=False)  # when ``state`` began
+    epoch: int = field(init=False, default=-1)
+    dispatch: int = field(init=False, default=-1)  # -1: no attempt is under way
+    prefill: Worker | None = field(init=False, default=None)
+    decode: Worker | None = field(init=False, default=None)
+    move: PendingMove | None = field(init=False, default=None)
+    move_failed_at: float = field(init=False, default=-1e9)  # when a move was last given up
+    pending_blocks: int = field(init=False, default=0)  # reserved at the decode worker, and not yet in its reports
+
+    # What its client has.
+    tokens: list[int] = field(init=False, default_factory=list)
+    token_at: float = field(init=False, default=0.0)  # when the newest token came
+    needs_prompt_logprobs: bool = field(init=False, default=False)
+    held_back: list[tuple[int, TokenLogprobs | None]] = field(init=False, default_factory=list)
+    """Tokens that came before the prompt's logprobs, which go first."""
+    held_back_finish: FinishReason | None = field(init=False, default=None)
+
+    # Its attempts.
+    num_attempts: int = field(init=False, default=0)
+    num_tokens_before: int = field(init=False, default=0)  # output tokens when the attempt began, or deaths were last forgiven
+    num_failures: int = field(init=False, default=0)  # in a row, without progress
+    not_before: float = field(init=False, default=0.0)  # it is not dispatched again sooner
+    avoid: Worker | None = field(init=False, default=None)  # the decode worker of the last failed attempt
+    num_deaths: int = field(init=False, default=0)  # workers that died while they ran it: in a row, without enough progress
+    num_deaths_ever: int = field(init=False, default=0)
+    suspect: bool = field(init=False, default=False)  # it may be what kills workers
+    excused: bool = field(init=False, default=False)  # the last death it met was not charged to it
+    recovery: Recovery | None = field(init=False, default=None)  # set from a lost attempt until the next token
+    route: tuple[str, str] = field(init=False, default=("", ""))  # prefill and decode worker of the last attempt
+    model: ModelIdentity | None = field(init=False, default=None)  # of the workers of the last attempt
+
+    # What it used.
+    num_cached_tokens: int | None = field(init=False, default=None)  # of the prompt, as its first attempt reported
+    charged: float = field(init=False, default=0.0)  # to its tenant's share
+    num_charged_tokens: int = field(init=False, default=-1)  # output tokens in ``charged``; -1: charge again
+    ledger: TimeLedger = field(init=False)  # set by ``admit``
+    times: AttemptTimes | None = field(init=False, default=None)  # of this attempt
+
+    _prompt_bytes: bytes = field(init=False, default=b"")
+    _named: tuple[str, int, list[bytes]] | None = field(init=False, default=None)
+    """Fingerprint, number of tokens, and the block hashes for these."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt tokens plus the most output tokens that it may get."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens plus the output tokens that its client has."""
+        return len(self.prompt_token_ids) + len(self.tokens)
+
+    @property
+    def num_received(self) -> int:
+        """Output tokens that have arrived: with the client, or held back."""
+        return len(self.tokens) + len(self.held_back)
+
+    @property
+    def num_gained(self) -> int:
+        """Output tokens of this attempt, since deaths were last forgiven."""
+        return len(self.tokens) - self.num_tokens_before
+
+    def admit(self, now: float) -> None:
+        """Begin to wait in the queue."""
+        self.needs_prompt_logprobs = self.prompt_logprobs is not None
+        self.ledger = TimeLedger("parse", self.arrival)
+        self.enter("queue", now)
+
+    def enter(self, state: State, now: float) -> None:
+        """Begin a state; the last one is over."""
+        self.ledger.enter(state, now)
+        self.state, self.entered = state, now
+
+    def first_hash(self, worker: Worker) -> bytes | None:
+        """Return the hash of the first full block, as that worker's model names it; None: there is no full block."""
+        model = worker.hello.model
+        first = self.token_bytes()[: 4 * model.block_size]
+        hashes = chain(root_hash(model.fingerprint, self.salt), first, model.block_size)
+        return hashes[0] if hashes else None
+
+    def hashes(self, worker: Worker) -> list[bytes]:
+        """Return the hashes of all full blocks of its tokens, as that worker's model and block size name them."""
+        model = worker.hello.model
+        if self._named is None or self._named[:2] != (model.fingerprint, self.num_tokens):
+            hashes = chain(root_hash(model.fingerprint, self.salt), self.token_bytes(), model.block_size)
+            self._named = (model.fingerprint, self.num_tokens, hashes)
+        return self._named[2]
+
+    def token_bytes(self) -> bytes:
+        """Return the prompt and the tokens that its client has, as uint32."""
+        self._prompt_bytes = self._prompt_bytes or u32(self.prompt_token_ids)
+        return self._prompt_bytes + u32(self.tokens) if self.tokens else self._prompt_bytes
+
+    def spec(self, coordinator: int, now: float, dispatch: int | None = None) -> RequestSpec:
+        """Return this attempt as workers receive it, under ``dispatch`` if that is not its own."""
+        return RequestSpec(
+            request_id=self.request_id,
+            epoch=self.epoch,
+            dispatch=self.dispatch if dispatch is None else dispatch,
+            coordinator=coordinator,
+            token_ids=self.token_bytes(),
+            num_prompt_tokens=len(self.prompt_token_ids),
+            sampling=self.sampling,
+            salt=self.salt,
+            prompt_logprobs=self.prompt_logprobs if self.needs_prompt_logprobs else None,
+            deadline_s=max(0.0, self.deadline - now),
+            traceparent=self.traceparent,
+        )
 
 
 class Dispatcher(Protocol):
     """What the HTTP side sees of the serving system."""
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Takes the request in; everything that follows reaches its sink (also a refusal, possibly before this returns)."""
+    def submit(self, request: Request) -> None:
+        """Take the request. All that follows reaches its sink, also a refusal, possibly before this returns."""
 
     def cancel(self, request_id: str) -> None:
-        """The client has gone or a stop string was met: free it everywhere. The sink hears ``end`` with neither reason nor error."""
+        """Free the request everywhere: its client has gone, or a stop string was met. Its sink gets an ``Ended`` with
+        neither reason nor error."""
 
     def ready(self) -> bool:
-        """True once a request has gone prefill, handoff, decode since the start, and not while all fail in one stage (``failing``)."""
+        """Whether a request has gone prefill, handoff, decode since the start, and not all fail in one stage now."""
 
     def failing(self) -> str:
-        """In which stage the last requests all failed, and why; empty where they did not."""
+        """Return in which stage the last requests all failed, and why; empty where they did not."""
 
     def gap(self) -> str:
-        """Why new requests are refused now ("no decode worker is connected"), to be told to people; empty where they are taken."""
+        """Return why new requests are refused now ("no decode worker is connected"); empty where they are accepted."""
 
     def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None:
-        """Has a worker leave: it gets no new work and hands over what it runs. Returns what it holds, JSON-ready; None: no such worker."""
+        """Have a worker leave: it gets no new work and hands over what it runs. Returns what it holds, JSON-ready;
+        None: there is no such worker."""
 
     def snapshot(self) -> dict[str, object]:
-        """For /debug/state: JSON-ready."""
+        """Return the state for /debug/state, JSON-ready."""

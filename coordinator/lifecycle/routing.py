@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
+from .request import Request
 from .worker import Worker
 
 Policy = Literal["hybrid", "round_robin", "least_loaded", "prefix", "sticky"]
@@ -37,6 +38,11 @@ class Need:
     hashes: Callable[[], list[bytes]]
     session: str
     turn: int
+
+    @classmethod
+    def of(cls, request: Request, worker: Worker, turn: int) -> Need:
+        """Return what is to be placed, among workers of this one's kind."""
+        return cls(request.num_tokens, request.first_hash(worker), lambda: request.hashes(worker), request.session, turn)
 
 
 def choose_prefill(policy: Policy, workers: Sequence[Worker], need: Need) -> Worker:

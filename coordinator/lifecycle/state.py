@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ...transport.messages.messages import Cancel, Message, u32
-from .flight import Action, Flight, Send
-from .flight_table import FlightTable
+from .actions import Action, Send
+from .assignments import Assignments
 from .forecast import Forecast
 from .limits import LifecycleLimits
 from .pools import Pools
+from .request import Request
+from .request_queue import RequestQueue
 from .suspicion import Suspicion
-from .waiting_line import WaitingLine
 from .worker import Worker
 
 LATE_TICK_S = 0.2
@@ -25,20 +26,20 @@ class LifecycleState:
 
     incarnation: int
     limits: LifecycleLimits
-    table: FlightTable = field(default_factory=FlightTable)
+    table: Assignments = field(default_factory=Assignments)
     actions: list[Action] = field(default_factory=list)
     gap_ended: float = 0.0  # when workers of both roles were last here again
     heard_all_at: float = float("-inf")  # everything that had been said to this coordinator by then has been heard
     resumed_at: float = float("-inf")  # it last stood still until then
     forecast: Forecast = field(default_factory=Forecast)
     pools: Pools = field(init=False)
-    line: WaitingLine = field(init=False)
+    line: RequestQueue = field(init=False)
     suspicion: Suspicion = field(init=False)
 
     def __post_init__(self) -> None:
         limits = self.limits
         self.pools = Pools(limits.dead_after_s, limits.progress_timeout_s, limits.unreachable_s, limits.queued_batches)
-        self.line = WaitingLine(limits.starving_s)
+        self.line = RequestQueue(limits.starving_s)
         self.suspicion = Suspicion(self.table, limits)
 
     def send(self, worker: Worker, message: Message) -> None:
@@ -50,14 +51,14 @@ class LifecycleState:
         if worker is not None and worker.id in self.pools.workers:
             self.send(worker, Cancel(coordinator=self.incarnation, dispatches=u32(list(dispatches))))
 
-    def book_stall(self, flight: Flight, now: float) -> None:
+    def book_stall(self, request: Request, now: float) -> None:
         """Charge what the coordinator's last stall took of the newest stage to the coordinator, where no worker says otherwise."""
         began, ended = self.heard_all_at, self.resumed_at
         if ended < began:
             ended = now
-        if LATE_TICK_S < ended - began < float("inf") and flight.ledger.newest_began < ended:
-            flight.ledger.enter("coordinator", began)
-            flight.ledger.enter(flight.stage, ended)
+        if LATE_TICK_S < ended - began < float("inf") and request.ledger.newest_began < ended:
+            request.ledger.enter("coordinator", began)
+            request.ledger.enter(request.state, ended)
 
     def take(self) -> list[Action]:
         """What is to be done since the last call."""

@@ -9,9 +9,9 @@ deaths that are none of theirs. So one poisonous request costs a bounded number 
 
 from __future__ import annotations
 
-from .flight import Flight
-from .flight_table import FlightTable
+from .assignments import Assignments
 from .limits import LifecycleLimits
+from .request import Request
 from .worker import Worker
 
 PROGRESS_TOKENS = 16
@@ -22,63 +22,63 @@ request; from then on each death doubles it.)"""
 class Suspicion:
     """Charges deaths, and says who is to run apart."""
 
-    def __init__(self, table: FlightTable, limits: LifecycleLimits) -> None:
+    def __init__(self, table: Assignments, limits: LifecycleLimits) -> None:
         self._table, self._limits = table, limits
-        self._suspects: dict[str, Flight] = {}
+        self._suspects: dict[str, Request] = {}
 
     def __len__(self) -> int:
         return len(self._suspects)
 
-    def charge(self, worker: Worker) -> list[Flight]:
+    def charge(self, worker: Worker) -> list[Request]:
         """This worker has died. Returns those of its requests that are tried no more."""
         here = [self._table.by_dispatch[d] for d in sorted(worker.dispatches)]
         running = [f for f in here if _ran(f, worker)]
-        for flight in running:
-            self.credit(flight)
+        for request in running:
+            self.credit(request)
         a_suspect_ran = any(f.suspect for f in running)
-        for flight in running:
-            flight.excused = a_suspect_ran and not flight.suspect and not flight.excused
+        for request in running:
+            request.excused = a_suspect_ran and not request.suspect and not request.excused
         guilty = [f for f in running if not f.excused]
-        for flight in guilty:
-            flight.num_deaths += 1
-            flight.num_deaths_ever += 1
-            if flight.num_deaths >= self._limits.suspect_after:
-                flight.suspect = True
-                self._suspects[flight.request.request_id] = flight
+        for request in guilty:
+            request.num_deaths += 1
+            request.num_deaths_ever += 1
+            if request.num_deaths >= self._limits.suspect_after:
+                request.suspect = True
+                self._suspects[request.request_id] = request
         return [f for f in guilty if f.num_deaths >= self._limits.max_deaths]
 
-    def credit(self, flight: Flight) -> None:
+    def credit(self, request: Request) -> None:
         """Progress clears a request: of deaths once, and then new progress is asked for."""
-        gained = flight.num_gained
+        gained = request.num_gained
         if gained >= PROGRESS_TOKENS:
-            flight.num_failures = 0
-        if gained >= PROGRESS_TOKENS << max(0, flight.num_deaths_ever - self._limits.max_deaths):
-            flight.num_deaths, flight.num_tokens_before, flight.excused = 0, len(flight.tokens), False
-            self.forget(flight)
+            request.num_failures = 0
+        if gained >= PROGRESS_TOKENS << max(0, request.num_deaths_ever - self._limits.max_deaths):
+            request.num_deaths, request.num_tokens_before, request.excused = 0, len(request.tokens), False
+            self.forget(request)
 
     def credit_all(self) -> None:
         """Whoever has made progress is no suspect any more."""
-        for flight in list(self._suspects.values()):
-            self.credit(flight)
+        for request in list(self._suspects.values()):
+            self.credit(request)
 
-    def forget(self, flight: Flight) -> None:
+    def forget(self, request: Request) -> None:
         """It has ended, or is cleared."""
-        flight.suspect = False
-        self._suspects.pop(flight.request.request_id, None)
+        request.suspect = False
+        self._suspects.pop(request.request_id, None)
 
-    def allowed(self, flight: Flight, workers: list[Worker]) -> list[Worker]:
+    def allowed(self, request: Request, workers: list[Worker]) -> list[Worker]:
         """Where it may run: a suspect where no other suspect is, with as little company as there is; others rather not beside one."""
         if not self._suspects:
             return workers
-        watched = {id(w) for f in self._suspects.values() if f is not flight for w in (f.prefill, f.decode)}
+        watched = {id(w) for f in self._suspects.values() if f is not request for w in (f.prefill, f.decode)}
         apart = [w for w in workers if id(w) not in watched]
-        if not flight.suspect:
+        if not request.suspect:
             return apart or workers
         least = min((len(w.dispatches) for w in apart), default=0)
         return [w for w in apart if len(w.dispatches) == least]
 
 
-def _ran(flight: Flight, worker: Worker) -> bool:
-    if flight.stage == "prefill":
-        return flight.prefill is worker
-    return flight.decode is worker
+def _ran(request: Request, worker: Worker) -> bool:
+    if request.state == "prefill":
+        return request.prefill is worker
+    return request.decode is worker

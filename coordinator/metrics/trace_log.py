@@ -24,7 +24,7 @@ from ...transport.handoff.block_hash import chain, root_hash
 from ...transport.messages.messages import u32
 from ...transport.process.private_files import private
 from ..full_disk import is_full
-from ..lifecycle.request import Ended, GenerationRequest
+from ..lifecycle.request import Ended, Request
 from .token_times import TimedSink
 
 BLOCK_SIZE = 64
@@ -53,7 +53,7 @@ class TraceLog:
                 raise
             _log.error("--trace-folder: there is no space for %s; requests are traced once there is", self.path)
 
-    def note(self, request: GenerationRequest, ended: Ended) -> None:
+    def note(self, request: Request, ended: Ended) -> None:
         """A sequence is over. One that never had a token was no load that could be simulated."""
         if ended.num_output_tokens < 1:
             return

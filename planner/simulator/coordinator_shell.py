@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from ...coordinator.lifecycle.flight import Action, End, Push, Send
+from ...coordinator.lifecycle.actions import Action, End, Push, Send
 from ...coordinator.lifecycle.lifecycle import Lifecycle
 from ...coordinator.lifecycle.limits import LifecycleLimits
-from ...coordinator.lifecycle.request import GenerationRequest
+from ...coordinator.lifecycle.request import Request
 from ...steering.steering import Steering
 from ...transport.handoff.actions import TellTokens
 from ...transport.handoff.handoff import PeerId
@@ -61,7 +61,7 @@ class CoordinatorShell:
         if steering is not None:
             self._steer(steering)
 
-    def submit(self, request: GenerationRequest, record: RequestRecord) -> None:
+    def submit(self, request: Request, record: RequestRecord) -> None:
         self.open[request.request_id] = self._without_token[request.request_id] = record
         self._carry_out(self.core.submit(request, self._queue.now))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ...coordinator.lifecycle.request import Ended, GenerationRequest
+from ...coordinator.lifecycle.request import Ended, Request
 from ...transport.messages.messages import Sampling, TokenLogprobs
 from ..trace.request import TraceRequest
 
@@ -31,9 +31,9 @@ class NullSink:
 SINK = NullSink()
 
 
-def generation_request(number: int, request: TraceRequest, block_size: int, arrival: float, timeout_s: float) -> GenerationRequest:
+def generation_request(number: int, request: TraceRequest, block_size: int, arrival: float, timeout_s: float) -> Request:
     """``block_size``: tokens that one of the trace's hashes stands for; ``arrival``: seconds of the virtual clock."""
-    return GenerationRequest(
+    return Request(
         request_id=f"r{number}",
         prompt_token_ids=prompt_tokens(number, request, block_size),
         sampling=_sampling(request.num_output_tokens),

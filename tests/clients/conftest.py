@@ -13,7 +13,7 @@ import pytest
 from support.http_fakes import ANSWER, CALL, CITY, FakeDispatcher, write_tiny_model
 
 from splitserve.coordinator.batch.runner import BatchOptions
-from splitserve.coordinator.lifecycle.request import GenerationRequest
+from splitserve.coordinator.lifecycle.request import Request
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -29,7 +29,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 def base_url(served: ServedModel, tmp_path: Path) -> Iterator[str]:
     """Of a server."""
 
-    def says(request: GenerationRequest) -> list[int]:
+    def says(request: Request) -> list[int]:
         grammar = request.sampling.grammar
         text = ANSWER if not grammar else CALL if b"weather" in grammar else CITY
         return served.tokenizer.fast.encode(text, add_special_tokens=False).ids

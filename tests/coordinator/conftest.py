@@ -17,7 +17,7 @@ from support.http_fakes import ADMIN_KEY, ANSWER, OPERATOR, FakeDispatcher, writ
 from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.lifecycle.request import GenerationRequest
+from splitserve.coordinator.lifecycle.request import Request
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -39,7 +39,7 @@ def dispatcher(model: ServedModel) -> FakeDispatcher:
     """Answers ANSWER; sampled requests start it at a place that depends on the seed."""
     ids = model.tokenizer.fast.encode(ANSWER, add_special_tokens=False).ids
 
-    def script(request: GenerationRequest) -> list[int]:
+    def script(request: Request) -> list[int]:
         turn = 0 if request.sampling.temperature == 0 else request.sampling.seed % len(ids)
         return ids[turn:] + ids[:turn]
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from splitserve.coordinator.dispatcher import SocketDispatcher
-from splitserve.coordinator.lifecycle.flight import Action
+from splitserve.coordinator.lifecycle.actions import Action
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
 from splitserve.coordinator.lifecycle.membership import DRAINED
 from splitserve.transport.channels.channels import DealerChannel

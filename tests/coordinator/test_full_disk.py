@@ -24,7 +24,7 @@ from support.small_disk import SmallDisk, small_disk
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.metrics.trace_log import TraceLog
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.tenants.directory import KeyDirectory
@@ -67,7 +67,7 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> 
 
 def ended(log: TraceLog) -> None:
     now = monotonic()
-    request = GenerationRequest("name", list(range(1000)), Sampling(max_tokens=9), SINK, now, now + 60)
+    request = Request("name", list(range(1000)), Sampling(max_tokens=9), SINK, now, now + 60)
     log.note(request, Ended("length", num_output_tokens=5))
 
 

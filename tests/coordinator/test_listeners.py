@@ -13,9 +13,9 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.dispatcher import SocketDispatcher
 from splitserve.coordinator.generate.choice import Choice
-from splitserve.coordinator.lifecycle.flight import Action, End, Push
+from splitserve.coordinator.lifecycle.actions import Action, End, Push
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
-from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.listeners import LOG_EVERY_S, ListenerFailures, Listeners
 from splitserve.coordinator.metrics.request_record import RequestRecord
 from splitserve.coordinator.metrics.trace_log import TraceLog
@@ -84,9 +84,9 @@ class Recorded:
         self.heard.append(said)
 
 
-def request_to(sink: Recorded, name: str) -> GenerationRequest:
+def request_to(sink: Recorded, name: str) -> Request:
     now = monotonic()
-    return GenerationRequest(name, [1, 2], Sampling(max_tokens=3, temperature=0.0), sink, now, now + 60)
+    return Request(name, [1, 2], Sampling(max_tokens=3, temperature=0.0), sink, now, now + 60)
 
 
 def dispatcher_that_does(actions: list[Action], monkeypatch: pytest.MonkeyPatch) -> SocketDispatcher:

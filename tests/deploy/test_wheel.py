@@ -97,9 +97,7 @@ def test_the_wheel_has_every_file_that_a_clone_has(wheel: Path) -> None:
     assert not missing
     folders = [path.name for path in (ROOT / "src" / "splitserve").iterdir() if (ROOT / path.name).is_dir()]
     modules = {f"splitserve/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")}
-    assert modules == {
-        path for path in inside if path.endswith(".py") and path != "splitserve/__init__.py"
-    }
+    assert modules == {path for path in inside if path.endswith(".py") and path != "splitserve/__init__.py"}
 
 
 def test_one_wheel_is_for_every_python(wheel: Path) -> None:

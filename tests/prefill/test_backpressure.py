@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from support.lifecycle_bench import MODEL, Bench, sent
 
-from splitserve.coordinator.lifecycle.flight import Action
+from splitserve.coordinator.lifecycle.actions import Action
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.engine.step.batch import StepOutput
 from splitserve.prefill.core import PrefillCore

@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 from simulation.host import Host
 
+from splitserve.coordinator.lifecycle.assignments import Assignments
 from splitserve.coordinator.lifecycle.attempts import Attempts
-from splitserve.coordinator.lifecycle.flight import Flight
-from splitserve.coordinator.lifecycle.flight_table import FlightTable
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
 from splitserve.coordinator.lifecycle.progress import Progress
+from splitserve.coordinator.lifecycle.request import Request
 from splitserve.coordinator.lifecycle.suspicion import Suspicion
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.rows import DecodeRows
@@ -141,30 +141,30 @@ def number_incarnations_by_the_hosts_clock(patch: Patch) -> None:
 
 
 def pass_on_tokens_whatever_their_index(patch: Patch) -> None:
-    def broken(self: Any, flight: Any, index: int, *row: Any) -> None:
-        self._push(flight, *row)
+    def broken(self: Any, request: Any, index: int, *row: Any) -> None:
+        self._push(request, *row)
 
     patch.setattr(Progress, "_unusual_row", broken)
 
 
 def dispatch_again_without_the_tokens_the_client_has(patch: Patch) -> None:
-    patch.setattr(Flight, "column", lambda self: u32(self.request.prompt_token_ids))
+    patch.setattr(Request, "token_bytes", lambda self: u32(self.request.prompt_token_ids))
 
 
 def never_compare_notes(patch: Patch) -> None:
-    patch.setattr(Lifecycle, "_is_lost", lambda self, flight, now: False)
+    patch.setattr(Lifecycle, "_is_lost", lambda self, request, now: False)
 
 
 def keep_blocks_promised_to_what_is_over(patch: Patch) -> None:
-    patch.setattr(FlightTable, "unpromise_blocks", lambda self, flight: None)
+    patch.setattr(Assignments, "unpromise_blocks", lambda self, request: None)
 
 
 def clear_a_request_of_its_deaths_at_any_progress(patch: Patch) -> None:
     credit = Suspicion.credit
 
-    def broken(self: Any, flight: Any) -> None:
-        flight.num_deaths_ever = 0
-        credit(self, flight)
+    def broken(self: Any, request: Any) -> None:
+        request.num_deaths_ever = 0
+        credit(self, request)
 
     patch.setattr(Suspicion, "credit", broken)
 
@@ -177,9 +177,9 @@ def charge_a_death_twice(patch: Patch) -> None:
 def give_up_an_attempt_too_soon(patch: Patch) -> None:
     retry = Attempts.retry
 
-    def broken(self: Any, flight: Any, *args: Any, counts: bool = True, **how: Any) -> None:
-        flight.num_failures += counts and not flight.num_failures
-        retry(self, flight, *args, counts=counts, **how)
+    def broken(self: Any, request: Any, *args: Any, counts: bool = True, **how: Any) -> None:
+        request.num_failures += counts and not request.num_failures
+        retry(self, request, *args, counts=counts, **how)
 
     patch.setattr(Attempts, "retry", broken)
 

@@ -75,8 +75,8 @@ class Checks:
         name, core = coordinator.name, coordinator.core
         if not coordinator.awake:
             yield f"{name} is dead or frozen"
-        if core.num_flights or core.num_queued:
-            yield f"{name} holds {core.num_flights} requests"
+        if core.num_requests or core.num_queued:
+            yield f"{name} holds {core.num_requests} requests"
         if {w.id for w in self.world.workers.values()} != set(core.pools.workers):
             yield f"{name} knows {sorted(core.pools.workers)}"
         for known in core.pools.workers.values():

@@ -10,9 +10,9 @@ from simulation.model import EOS, VOCABULARY, expected_output, logprob
 from simulation.poison import FUSES, PoisonousRequest
 from simulation.worker_process import BLOCK_SIZE, MAX_MODEL_LEN, PeerId
 
-from splitserve.coordinator.lifecycle.flight import End, Push, PushPromptLogprobs
+from splitserve.coordinator.lifecycle.actions import End, Push, PushPromptLogprobs
 from splitserve.coordinator.lifecycle.limits import LifecycleLimits
-from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.transport.messages.messages import Prefill, Sampling
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ SINK = NullSink()
 class Client:
     """What one client has seen."""
 
-    request: GenerationRequest
+    request: Request
     coordinator: CoordinatorProcess  # its connection breaks with this process
     expected: list[int]
     reason: str
@@ -80,7 +80,7 @@ class Clients:
             prompt, sampling, num_choices, timeout = prompt[: min(OWN)], self._long_answer(), 1, 90.0
             self.world.poison.requests[f"r{number}"] = PoisonousRequest(draw.choice(FUSES))
         for i in range(num_choices):
-            request = GenerationRequest(f"r{number + i}", prompt, sampling, SINK, 0.0, timeout, priority, salt)
+            request = Request(f"r{number + i}", prompt, sampling, SINK, 0.0, timeout, priority, salt)
             request.prompt_logprobs, request.session = prompt_logprobs, draw.choice(("", "a", "b"))
             coordinator.run(self._submit, request, coordinator)
         return num_choices
@@ -114,7 +114,7 @@ class Clients:
         room = min(MAX_MODEL_LEN, BLOCK_SIZE * min(cluster.prefill_blocks, cluster.decode_blocks))
         return Sampling(max_tokens=room - BLOCK_SIZE, temperature=0.0, ignore_eos=True)
 
-    def _submit(self, request: GenerationRequest, coordinator: CoordinatorProcess) -> None:
+    def _submit(self, request: Request, coordinator: CoordinatorProcess) -> None:
         """The coordinator reads it: it counts from now on."""
         request.arrival, request.deadline = coordinator.now, coordinator.now + request.deadline
         sampling = request.sampling

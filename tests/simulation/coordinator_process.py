@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from simulation.process import Process
 from simulation.worker_process import HEARTBEAT_S, PeerId
 
-from splitserve.coordinator.lifecycle.flight import Action, End, Push, PushPromptLogprobs, Send
+from splitserve.coordinator.lifecycle.actions import Action, End, Push, PushPromptLogprobs, Send
 from splitserve.coordinator.lifecycle.flips import FlipRecord
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
-from splitserve.coordinator.lifecycle.request import GenerationRequest
+from splitserve.coordinator.lifecycle.request import Request
 from splitserve.transport.messages.messages import Message, Prefill, Role
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class CoordinatorProcess(Process):
         self._sees_connections = kills and Random(f"{world.seed} {name} {self.number}").random() < 0.5
         self._tick()
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: Request) -> None:
         self._carry_out(self.core.submit(request, self.now))
 
     def cancel(self, request_id: str) -> None:

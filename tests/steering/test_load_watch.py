@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from splitserve.coordinator.lifecycle.flight import Flight
-from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.lifecycle.time_ledger import TimeLedger
 from splitserve.steering.latency_bounds import LatencyBound
 from splitserve.steering.load_watch import LoadPicture, LoadWatch
@@ -24,8 +23,16 @@ class Sink:
     def end(self, ended: object) -> None: ...
 
 
-def request(arrival: float, prompt: int = 10) -> GenerationRequest:
-    return GenerationRequest("r", [1] * prompt, Sampling(max_tokens=5), Sink(), arrival, arrival + 1e3)
+def request(arrival: float, prompt: int = 10) -> Request:
+    return Request("r", [1] * prompt, Sampling(max_tokens=5), Sink(), arrival, arrival + 1e3)
+
+
+def decoding(request: Request, since: float, num_tokens: int, token_at: float) -> Request:
+    """One that has decoded since then."""
+    request.admit(since)
+    request.enter("decode", since)
+    request.tokens, request.token_at = [1] * num_tokens, token_at
+    return request
 
 
 def end(watch: LoadWatch, arrival: float, ttft_s: float, tpot_s: float, output: int, prompt: int = 10, **more: object) -> None:
@@ -65,8 +72,8 @@ def test_good_is_what_met_both_objectives() -> None:
 
 def test_what_waits_too_long_is_bad_before_it_has_ended() -> None:
     watch = LoadWatch(OPTIONS)
-    waiting = [Flight(request(arrival), arrival) for arrival in (98.0, 99.8)]
-    running = Flight(request(97.0), 97.5, stage="decode", tokens=[1] * 11, token_at=99.5)
+    waiting = [request(arrival) for arrival in (98.0, 99.8)]
+    running = decoding(request(97.0), 97.5, 11, 99.5)
     picture = watch.look([*waiting, running], 100.0)
     assert (picture.num_waiting, picture.num_decoding) == (2, 1)
     assert (picture.num_judged, picture.attainment) == (2, 0.0)  # one waits for 2 s, one has a token every 0.2 s
@@ -79,21 +86,21 @@ def test_those_that_were_never_taken_in_are_no_load() -> None:
     assert watch.look([], 100.0).num_requests == 0
 
 
-def running(arrival: float, output: int, now: float, prompt: int = 10) -> Flight:
+def running(arrival: float, output: int, now: float, prompt: int = 10) -> Request:
     """It has had a token every 0.1 s until now."""
-    return Flight(request(arrival, prompt), now - 0.1 * output, stage="decode", tokens=[1] * output, token_at=now - 0.1)
+    return decoding(request(arrival, prompt), now - 0.1 * output, output, now - 0.1)
 
 
 def test_in_a_steady_state_outputs_are_tokens_generated_over_requests_ended() -> None:
     """Ten a second come and stay for 20 s, a token every 0.1 s: within any 10 s 20,000 tokens are made and 100 end."""
-    watch, flights = LoadWatch(OPTIONS), []
+    watch, requests = LoadWatch(OPTIONS), []
     for i in range(1000):
         arrival = i / 10
         if arrival < 80:
             end(watch, arrival, 0.0, 0.1, 200)
         else:
-            flights.append(running(arrival, round((100 - arrival) * 10) or 1, 100.0))
-    assert watch.look(flights, 100.0).output_tokens == pytest.approx(200, rel=0.1)
+            requests.append(running(arrival, round((100 - arrival) * 10) or 1, 100.0))
+    assert watch.look(requests, 100.0).output_tokens == pytest.approx(200, rel=0.1)
 
 
 def test_longer_answers_show_before_any_of_them_has_ended() -> None:
@@ -113,7 +120,7 @@ def test_what_waits_counts_as_requests_with_such_prompts_did_before() -> None:
         end(watch, i / 10, 0.01, 0.01, 30, prompt=3000)
         end(watch, 30 + i / 10, 0.01, 0.01, 450, prompt=500)
     talk = [running(80.0, 150, 95.1, prompt=500) for _ in range(100)]
-    code = [Flight(request(95.0 + i / 20, 3000), 95.0) for i in range(100)]
+    code = [request(95.0 + i / 20, 3000) for i in range(100)]
     picture = watch.look([*talk, *code], 100.0)
     assert picture.output_tokens == pytest.approx(30, rel=0.2)
     assert picture.remaining_tokens > 200, "of those that run"
@@ -126,6 +133,6 @@ def test_which_share_keeps_the_bounds_of_the_scaling_rules() -> None:
         end(watch, 95.0, 2.5 if number < 10 else 0.5, 0.02 if number < 4 else 0.005, 5)
     assert watch.look([], 100.0).ttft_kept == pytest.approx(0.75)
     assert watch.look([], 100.0).tpot_kept == pytest.approx(0.9)
-    waiting = [Flight(request(97.5), 97.5) for _ in range(10)]
+    waiting = [request(97.5) for _ in range(10)]
     assert watch.look(waiting, 100.0).ttft_kept == pytest.approx(0.6)
     assert watch.look([], 200.0).ttft_kept == 1.0, "of none it is not said"

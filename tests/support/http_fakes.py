@@ -12,7 +12,7 @@ from typing import get_args
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.lifecycle.time_ledger import Stage, TimeLedger
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
 from splitserve.transport.messages.messages import TokenLogprobs
@@ -83,21 +83,21 @@ def wordpiece_tokenizer() -> Tokenizer:
 class FakeDispatcher:
     """Answers ``script(request)`` token by token, one token of every sequence each time around the event loop."""
 
-    script: Callable[[GenerationRequest], list[int]]
+    script: Callable[[Request], list[int]]
     eos: int = 1
-    refuse: Callable[[GenerationRequest], Ended | None] = lambda request: None
+    refuse: Callable[[Request], Ended | None] = lambda request: None
     fail_after: tuple[int, Ended] | None = None  # tokens, then this end
     workers: bool = True
     is_ready: bool = True
     hold: bool = False  # do not start anything
     step_s: float = 0.0
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    requests: list[GenerationRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     drained: list[tuple[str, float | None]] = field(default_factory=list)
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: Request) -> None:
         self.requests.append(request)
         refusal = self.refuse(request)
         if refusal is not None:
@@ -116,7 +116,7 @@ class FakeDispatcher:
         request = next(r for r in self.requests if r.request_id == request_id)
         request.sink.end(Ended(ledger=ledger(request), num_cached_tokens=3, num_dispatches=1))
 
-    async def _generate(self, request: GenerationRequest) -> None:
+    async def _generate(self, request: Request) -> None:
         sampling, sink = request.sampling, request.sink
         if request.prompt_logprobs is not None:
             sink.push_prompt_logprobs([logprobs(i, request.prompt_logprobs) for i in request.prompt_token_ids[1:]])
@@ -138,10 +138,10 @@ class FakeDispatcher:
         ended = Ended(finish_reason=finish, num_cached_tokens=3, num_output_tokens=len(tokens), num_dispatches=1, ledger=ledger(request))
         self._end(request, ended)
 
-    def fails_after(self, request: GenerationRequest) -> tuple[int, Ended] | None:
+    def fails_after(self, request: Request) -> tuple[int, Ended] | None:
         return self.fail_after
 
-    def _end(self, request: GenerationRequest, ended: Ended) -> None:
+    def _end(self, request: Request, ended: Ended) -> None:
         del self.running[request.request_id]
         self.changed.set()
         request.sink.flush()
@@ -182,7 +182,7 @@ class FakeDispatcher:
                 await self.changed.wait()
 
 
-def ledger(request: GenerationRequest) -> TimeLedger:
+def ledger(request: Request) -> TimeLedger:
     """Its time until now in equal parts, one for each stage up to the coordinator's."""
     ledger, now = TimeLedger("parse", request.arrival), monotonic()
     step = (now - request.arrival) / 6

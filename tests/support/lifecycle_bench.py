@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from splitserve.coordinator.lifecycle.flight import Action, End, Push, Send
+from splitserve.coordinator.lifecycle.actions import Action, End, Push, Send
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
-from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.transport.messages.messages import (
     FirstToken,
     Hello,
@@ -52,7 +52,7 @@ class Bench:
 
     def submit(self, name: str = "r", **more: Any) -> list[Action]:
         fields: dict[str, Any] = {"prompt_token_ids": [1, 2, 3], "sampling": Sampling(max_tokens=5), "arrival": self.now, "deadline": 100.0}
-        return self.core.submit(GenerationRequest(name, sink=Sink(), **{**fields, **more}), self.now)
+        return self.core.submit(Request(name, sink=Sink(), **{**fields, **more}), self.now)
 
     def say(self, name: str, message: Message, incarnation: int = 1) -> list[Action]:
         return self.core.receive((name, incarnation), message, self.now)

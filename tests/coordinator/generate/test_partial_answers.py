@@ -12,7 +12,7 @@ from support.http_fakes import ANSWER, CALL, OPERATOR, FakeDispatcher
 from splitserve.coordinator.errors import InvalidRequest
 from splitserve.coordinator.generate.bodies.timeouts import ON_TIMEOUT_HEADER, on_timeout_of
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.text.served_model import ServedModel
 
 BODY = {"prompt": "quick", "temperature": 0, "timeout": 20}
@@ -24,7 +24,7 @@ class LateDispatcher(FakeDispatcher):
 
     after: tuple[int, ...] = (5,)
 
-    def fails_after(self, request: GenerationRequest) -> tuple[int, Ended]:
+    def fails_after(self, request: Request) -> tuple[int, Ended]:
         return self.after[int(request.request_id.rpartition("-")[2])], LATE
 
 

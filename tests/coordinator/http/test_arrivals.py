@@ -12,7 +12,7 @@ from support.http_fakes import FakeDispatcher
 from splitserve.coordinator.errors import Headers
 from splitserve.coordinator.generate.prompts import INLINE_CHARS
 from splitserve.coordinator.http.inner_call import InnerCall
-from splitserve.coordinator.lifecycle.request import GenerationRequest
+from splitserve.coordinator.lifecycle.request import Request
 from splitserve.coordinator.server import HttpApp, create_app
 from splitserve.coordinator.tenants.limits import ANONYMOUS
 from splitserve.coordinator.text.served_model import ServedModel
@@ -56,7 +56,7 @@ async def test_each_gets_its_own_answer(dispatcher: FakeDispatcher, model: Serve
 async def test_a_mistake_of_ours_is_one_request_s(dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = dispatcher.submit
 
-    def mistaken(request: GenerationRequest) -> None:
+    def mistaken(request: Request) -> None:
         assert request.priority != 7
         submit(request)
 

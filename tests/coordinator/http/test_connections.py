@@ -20,7 +20,7 @@ import uvloop
 from support.http_fakes import ANSWER, FakeDispatcher
 
 from splitserve.coordinator.http.limits import HttpLimits
-from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest
+from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -276,7 +276,7 @@ async def test_dispatchers_that_answer_before_submit_returns(model: ServedModel)
     """A fake worker that answers at once: everything happens within ``submit``."""
 
     class Immediate(FakeDispatcher):
-        def submit(self, request: GenerationRequest) -> None:
+        def submit(self, request: Request) -> None:
             for token in self.script(request):
                 request.sink.push(token, None)
             request.sink.flush()

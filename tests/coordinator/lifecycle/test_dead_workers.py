@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.lifecycle_bench import Bench, ends, sent
 
-from splitserve.coordinator.lifecycle.flight import Action, Send
+from splitserve.coordinator.lifecycle.actions import Action, Send
 from splitserve.transport.messages.messages import Alive, Cancel, Fenced, FirstToken, Load, Prefill, Welcome
 
 
@@ -194,7 +194,7 @@ def test_a_restarted_worker_replaces_itself() -> None:
     assert len(sent(actions, Welcome)) == 1
     assert len(sent(actions, Prefill)) == 1
     assert bench.say("p", FirstToken(coordinator=7, dispatch=1, index=0, token=5)) != []  # the old incarnation: fenced
-    assert bench.core.num_flights == 1
+    assert bench.core.num_requests == 1
 
 
 def test_a_silent_worker_is_dead_after_a_while_also_with_heartbeats_quicker_than_ticks() -> None:

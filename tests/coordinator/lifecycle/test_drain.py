@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.lifecycle_bench import Bench, ends, sent, tokens
 
-from splitserve.coordinator.lifecycle.flight import Action
+from splitserve.coordinator.lifecycle.actions import Action
 from splitserve.transport.messages.messages import Cancel, Drain, Goodbye, Move, Prefill, RequestFailed, from_u32
 
 

@@ -9,7 +9,7 @@ from support.lifecycle_bench import Bench
 
 from splitserve.coordinator.dispatcher import SocketDispatcher, prove
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
-from splitserve.coordinator.lifecycle.request import Ended, GenerationRequest, Sink
+from splitserve.coordinator.lifecycle.request import Ended, Request, Sink
 from splitserve.transport.messages.messages import RequestFailed, Sampling
 
 BROKEN = "the decode worker has been started anew"
@@ -21,18 +21,18 @@ def _fail(bench: Bench, name: str, kind: str = "handoff_failed", message: str = 
     for _ in range(20):
         bench.now += 5.0
         bench.core.tick(bench.now)
-        for flight in bench.core.flights:
-            if flight.stage == "prefill":
-                bench.say("p", RequestFailed(coordinator=7, dispatch=flight.dispatch, kind=kind, message=message))  # type: ignore[arg-type]
-    assert not bench.core.flights
+        for request in bench.core.requests:
+            if request.state == "prefill":
+                bench.say("p", RequestFailed(coordinator=7, dispatch=request.dispatch, kind=kind, message=message))  # type: ignore[arg-type]
+    assert not bench.core.requests
 
 
 def _pass(bench: Bench, name: str) -> None:
     bench.submit(name)
-    (flight,) = bench.core.flights
-    bench.first(flight.dispatch)
-    bench.joined(flight.dispatch)
-    bench.step(flight.dispatch, 1, 6, "stop")
+    (request,) = bench.core.requests
+    bench.first(request.dispatch)
+    bench.joined(request.dispatch)
+    bench.step(request.dispatch, 1, 6, "stop")
 
 
 def _patient() -> Bench:
@@ -62,25 +62,25 @@ def test_a_deadline_counts_where_there_was_time_and_nothing_came(allowed_s: floa
     bench = _patient()
     for number in range(3):
         bench.submit(f"r{number}", arrival=bench.now, deadline=bench.now + allowed_s)
-        (flight,) = bench.core.flights
+        (request,) = bench.core.requests
         if tokens:
-            bench.first(flight.dispatch)
+            bench.first(request.dispatch)
         bench.now += allowed_s + 1.0
         bench.core.tick(bench.now)
-        assert not bench.core.flights
+        assert not bench.core.requests
     assert bool(bench.core.failing) is counts
 
 
 async def test_probes_are_sent_until_one_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Lifecycle(7, "hybrid", LifecycleLimits())
     dispatcher = SocketDispatcher(core, "tcp://127.0.0.1:*", None)
-    is_ready, probes = True, asyncio.Queue[GenerationRequest]()
+    is_ready, probes = True, asyncio.Queue[Request]()
     monkeypatch.setattr(dispatcher, "ready", lambda: is_ready)
     monkeypatch.setattr(dispatcher, "gap", lambda: "")
     monkeypatch.setattr(dispatcher, "submit", probes.put_nowait)
 
-    def make(number: int, sink: Sink) -> GenerationRequest:
-        return GenerationRequest(f"probe-{number}", [0], Sampling(max_tokens=2), sink, 0.0, 10.0)
+    def make(number: int, sink: Sink) -> Request:
+        return Request(f"probe-{number}", [0], Sampling(max_tokens=2), sink, 0.0, 10.0)
 
     task = asyncio.create_task(prove(dispatcher, make, every_s=0.001))
     await asyncio.sleep(0.01)

@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 from support.lifecycle_bench import MODEL, Bench, Sink, ends, sent, tokens
 
-from splitserve.coordinator.lifecycle.flight import Action, Push, PushPromptLogprobs
+from splitserve.coordinator.lifecycle.actions import Action, Push, PushPromptLogprobs
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
-from splitserve.coordinator.lifecycle.request import GenerationRequest
+from splitserve.coordinator.lifecycle.request import Request
 from splitserve.transport.messages.messages import Alive, Cancel, Load, Prefill, RequestFailed, Sampling, TokenLogprobs, from_u32
 
 
@@ -27,7 +27,7 @@ def test_a_request_from_submission_to_its_end() -> None:
     (ended,) = ends(bench.step(1, 2, 7, "stop"))
     assert ended.finish_reason == "stop"
     assert (ended.stages.queue, ended.stages.prefill, ended.stages.handoff, ended.stages.decode) == (0.25, 0.75, 0.5, 2.0)
-    assert bench.core.num_flights == 0
+    assert bench.core.num_requests == 0
 
 
 def test_the_join_may_overtake_the_first_token() -> None:
@@ -98,7 +98,7 @@ def test_a_retry_waits_four_seconds_at_most() -> None:
         bench.now += 4.01
         bench.load("p", [])
         bench.load("d", [])
-        assert bench.core.flights[0].dispatch == dispatch + 1
+        assert bench.core.requests[0].dispatch == dispatch + 1
 
 
 def test_what_failed_at_one_decode_worker_is_tried_at_another() -> None:
@@ -175,7 +175,7 @@ def test_nobody_takes_the_room_that_one_who_comes_back_needs() -> None:
 
 def test_refusals() -> None:
     empty = Lifecycle(7, "hybrid")
-    request = GenerationRequest("r", [1], Sampling(max_tokens=1), Sink(), 0.0, 10.0)
+    request = Request("r", [1], Sampling(max_tokens=1), Sink(), 0.0, 10.0)
     assert ends(empty.submit(request, 0.0))[0].error == "unavailable"
     bench = Bench(max_queue=1)
     bench.submit("a", prompt_token_ids=[1] * 40)
@@ -247,5 +247,5 @@ def test_cancel_at_any_stage_leaves_nothing(stage: str) -> None:
     assert ends(actions)[0].finish_reason is None
     assert ends(actions)[0].error is None
     bench.core.cancel("other", bench.now)
-    assert bench.core.num_flights == bench.core.num_queued == 0
+    assert bench.core.num_requests == bench.core.num_queued == 0
     assert all(not w.dispatches and not w.pending_tokens and not w.pending_blocks for w in bench.core.pools.workers.values())

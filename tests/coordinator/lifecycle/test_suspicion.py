@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lifecycle_bench import Bench, ends, sent
 
-from splitserve.coordinator.lifecycle.flight import Action, End
+from splitserve.coordinator.lifecycle.actions import Action, End
 from splitserve.coordinator.lifecycle.request import Ended
 from splitserve.transport.messages.messages import Goodbye, Joined, Prefill, Sampling, StepTokens, from_u32, u32
 
@@ -101,7 +101,7 @@ class OneByOne(Bench):
     def live(self) -> None:
         """The request runs, and brings its tokens."""
         dispatch = self.core.pools.workers[("d", self.life)].dispatches.copy().pop()
-        start = len(self.core._state.table.flights["r"].tokens)
+        start = len(self.core._state.table.requests["r"].tokens)
         self.say("d", Joined(coordinator=7, dispatch=dispatch, index=start, token=1), self.life)
         for index in range(start + 1, start + self.gain):
             rows = {"dispatches": u32([dispatch]), "indices": u32([index]), "tokens": u32([2])}
@@ -165,12 +165,12 @@ def test_who_is_there_at_death_after_death_is_charged_though_a_suspect_is_too() 
     for deaths in range(4):
         if deaths == 2:
             bench.submit("p", sampling=Sampling(max_tokens=100), deadline=1e6)
-        flights = bench.core._state.table.flights
-        for flight in list(flights.values()):
-            assert flight.decode is not None, "one suspect alone does not keep others away where there is one worker"
-            bench.say("d", Joined(coordinator=7, dispatch=flight.dispatch, index=len(flight.tokens), token=1), life)
+        requests = bench.core._state.table.requests
+        for request in list(requests.values()):
+            assert request.decode is not None, "one suspect alone does not keep others away where there is one worker"
+            bench.say("d", Joined(coordinator=7, dispatch=request.dispatch, index=len(request.tokens), token=1), life)
         life += 1
         actions = bench.hello("d", "decode", life)
-        num_deaths.append({name: flight.num_deaths for name, flight in flights.items()})
+        num_deaths.append({name: request.num_deaths for name, request in requests.items()})
     assert num_deaths == [{"s": 1}, {"s": 2}, {"s": 3, "p": 0}, {"p": 1}]
     assert [ended.error for ended in ends(actions)] == ["failed"]

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 from support.lifecycle_bench import Bench, ends
 
-from splitserve.coordinator.lifecycle.attempt_times import AttemptTimes, Heard
-from splitserve.coordinator.lifecycle.time_ledger import Stage, Stages, TimeLedger
+from splitserve.coordinator.lifecycle.time_ledger import AttemptTimes, Milestone, Stage, Stages, TimeLedger
 from splitserve.transport.messages.messages import RequestFailed, StepTokens, u32
 
 SECONDS = st.floats(-1.0, 100.0, allow_nan=False)
@@ -47,7 +46,7 @@ def test_stages_sum_to_the_whole_whatever_workers_say(words: list[tuple[str, flo
     times = AttemptTimes(ledger)
     for kind, later_s, ago_s, seconds, more in words:
         now += later_s
-        heard = Heard(now, now - ago_s, seconds)
+        heard = Milestone(now, now - ago_s, seconds)
         if kind == "first":
             times.first_token(heard, more)
         elif kind == "joined":
@@ -83,13 +82,13 @@ def test_a_coordinator_that_hears_late_makes_no_stage_of_the_workers_longer(join
     """All in one breath, or each as it happens: 0.25 s of waiting, 1 s of prefill, 0.5 s of handoff, 2 s of decode."""
     ledger, times = dispatched()
     words = [
-        lambda: times.first_token(Heard(max(12.25, blocked_until), 11.0, 1.25), 1.0),
-        lambda: times.joined(Heard(max(12.75, blocked_until), 11.0, 0.5)),
+        lambda: times.first_token(Milestone(max(12.25, blocked_until), 11.0, 1.25), 1.0),
+        lambda: times.joined(Milestone(max(12.75, blocked_until), 11.0, 0.5)),
     ]
     for say in reversed(words) if joined_first else words:
         say()
     end = max(14.75, blocked_until)
-    times.ended(Heard(end, 11.0, 2.0))
+    times.ended(Milestone(end, 11.0, 2.0))
     ledger.close(end)
     assert list(ledger.spans()) == [
         ("parse", 10.0, 10.5),
@@ -104,7 +103,7 @@ def test_a_coordinator_that_hears_late_makes_no_stage_of_the_workers_longer(join
 def test_a_worker_that_stands_still_makes_nobody_else_late() -> None:
     """It froze before it read the prompt; the coordinator had heard all there was until 13.9 s."""
     ledger, times = dispatched()
-    times.first_token(Heard(14.0, 13.9, 0.5), 0.5)
+    times.first_token(Milestone(14.0, 13.9, 0.5), 0.5)
     ledger.close(14.0)
     assert ledger.stages() == pytest.approx(Stages(parse=0.5, queue=2.9, prefill=0.5, handoff=0.1))
 

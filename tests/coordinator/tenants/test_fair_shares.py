@@ -10,52 +10,47 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lifecycle_bench import Bench, Sink, ends, sent
 
-from splitserve.coordinator.lifecycle.flight import Flight
 from splitserve.coordinator.lifecycle.forecast import Forecast
 from splitserve.coordinator.lifecycle.lifecycle import CHARGE_EVERY_S
-from splitserve.coordinator.lifecycle.request import GenerationRequest, PriorityClass
-from splitserve.coordinator.lifecycle.waiting_line import LOOK_AHEAD, WEIGHTS, WaitingLine
+from splitserve.coordinator.lifecycle.request import PriorityClass, Request
+from splitserve.coordinator.lifecycle.request_queue import LOOK_AHEAD, WEIGHTS, RequestQueue
 from splitserve.transport.messages.messages import Prefill, Sampling
 
 
-def flight(tenant: str = "", num_tokens: int = 10, arrival: float = 0.0, **more: Any) -> Flight:
+def make(tenant: str = "", num_tokens: int = 10, arrival: float = 0.0, **more: Any) -> Request:
     fields: dict[str, Any] = {"sampling": Sampling(max_tokens=5), "sink": Sink(), "deadline": 1e9, **more}
-    return Flight(GenerationRequest(f"{tenant}-{arrival}", [1] * num_tokens, tenant=tenant, arrival=arrival, **fields), arrival)
+    return Request(f"{tenant}-{arrival}", [1] * num_tokens, tenant=tenant, arrival=arrival, **fields)
 
 
-def serve(line: WaitingLine, count: int, now: float = 0.0) -> list[Flight]:
+def serve(line: RequestQueue, count: int, now: float = 0.0) -> list[Request]:
     """The next so many, each of which is dispatched once."""
-    served: list[Flight] = []
+    served: list[Request] = []
 
-    def place(flight: Flight) -> bool:
+    def place(request: Request) -> bool:
         if len(served) == count:
             return False
-        flight.num_attempts = 1
-        served.append(flight)
+        request.num_attempts = 1
+        served.append(request)
         return True
 
     line.serve(place, now)
     return served
 
 
-def tokens_by(flights: list[Flight], name: str) -> Counter[str]:
+def tokens_by(requests: list[Request], name: str) -> Counter[str]:
     return Counter(
-        {
-            key: n
-            for key in {getattr(f.request, name) for f in flights}
-            for n in [sum(f.num_tokens for f in flights if getattr(f.request, name) == key)]
-        }
+        {key: n for key in {getattr(f, name) for f in requests} for n in [sum(f.num_tokens for f in requests if getattr(f, name) == key)]}
     )
 
 
 def test_one_greedy_tenant_gets_no_more_than_the_others() -> None:
     """It asks for ten times as much, with longer prompts, and was first."""
-    line = WaitingLine(1e9)
+    line = RequestQueue(1e9)
     for n in range(1000):
-        line.join(flight("greedy", 100, n / 1000))
+        line.join(make("greedy", 100, n / 1000))
     for n in range(100):
         for tenant in ("a", "b"):
-            line.join(flight(tenant, 20, 1.0 + n))
+            line.join(make(tenant, 20, 1.0 + n))
     got = tokens_by([f for _ in range(130) for f in serve(line, 1)], "tenant")
     assert max(got.values()) - min(got.values()) <= 2 * 100  # the paper's bound: twice the longest request
     rest = serve(line, 2000)
@@ -63,61 +58,61 @@ def test_one_greedy_tenant_gets_no_more_than_the_others() -> None:
 
 
 def test_what_is_generated_counts_while_it_is() -> None:
-    line = WaitingLine(1e9)
-    talker = flight("talker", 10)
+    line = RequestQueue(1e9)
+    talker = make("talker", 10)
     line.join(talker)
     serve(line, 1)
     for n in range(10):
-        line.join(flight("talker", 10, n))
-        line.join(flight("quiet", 10, n))
+        line.join(make("talker", 10, n))
+        line.join(make("quiet", 10, n))
     talker.tokens += [1] * 30  # twice the weight of a prompt's: as much as six prompts
     line.charge(talker)
     line.charge(talker)
-    assert [f.request.tenant for f in serve(line, 6)] == ["quiet"] * 6
+    assert [f.tenant for f in serve(line, 6)] == ["quiet"] * 6
 
 
 def test_cached_prompts_cost_nothing() -> None:
-    line = WaitingLine(1e9)
-    line.join(first := flight("a", 40))
+    line = RequestQueue(1e9)
+    line.join(first := make("a", 40))
     serve(line, 1)
     first.num_cached_tokens = 40
     for n in range(4):
-        line.join(flight("b", 10, n))
-        line.join(flight("a", 10, n))
+        line.join(make("b", 10, n))
+        line.join(make("a", 10, n))
     line.charge(first)
-    assert Counter(f.request.tenant for f in serve(line, 4))["a"] >= 2
+    assert Counter(f.tenant for f in serve(line, 4))["a"] >= 2
 
 
 def test_idle_time_earns_no_credit() -> None:
-    line = WaitingLine(1e9)
+    line = RequestQueue(1e9)
     for n in range(100):
-        line.join(flight("busy", 10, n))
+        line.join(make("busy", 10, n))
     serve(line, 50)
     for n in range(20):
-        line.join(flight("late", 10, n))
-    assert Counter(f.request.tenant for f in serve(line, 20)) == {"busy": 10, "late": 10}
+        line.join(make("late", 10, n))
+    assert Counter(f.tenant for f in serve(line, 20)) == {"busy": 10, "late": 10}
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(WEIGHTS)), st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=60))
 @settings(max_examples=50)
 def test_everybody_is_served_in_the_end_once(asked: list[tuple[PriorityClass, str, int]]) -> None:
-    line = WaitingLine(1e9)
-    flights = [flight(t, n, float(i), priority_class=c) for i, (c, t, n) in enumerate(asked)]
-    for one in flights:
+    line = RequestQueue(1e9)
+    requests = [make(t, n, float(i), priority_class=c) for i, (c, t, n) in enumerate(asked)]
+    for one in requests:
         line.join(one)
-    line.leave(flights[0])
-    served = [f for _ in flights for f in serve(line, 1)]
-    assert set(served) == set(flights[1:])
+    line.leave(requests[0])
+    served = [f for _ in requests for f in serve(line, 1)]
+    assert set(served) == set(requests[1:])
     assert len(served) == len(set(served))
     assert len(line) == 0
 
 
 def test_classes_share_by_weight_and_none_starves() -> None:
-    line = WaitingLine(1e9)
+    line = RequestQueue(1e9)
     for n in range(400):
         for name in WEIGHTS:
-            line.join(flight("t", 10, n, priority_class=name))
-    got = Counter(f.request.priority_class for f in serve(line, 340))
+            line.join(make("t", 10, n, priority_class=name))
+    got = Counter(f.priority_class for f in serve(line, 340))
     assert got["premium"] == pytest.approx(256, abs=2)
     assert got["standard"] == pytest.approx(64, abs=2)
     assert got["free"] == pytest.approx(16, abs=2)
@@ -125,43 +120,43 @@ def test_classes_share_by_weight_and_none_starves() -> None:
 
 
 def test_what_no_class_asks_for_goes_to_batch_work() -> None:
-    line = WaitingLine(1e9)
+    line = RequestQueue(1e9)
     for n in range(40):
-        line.join(flight("t", 10, n, priority_class="batch"))
+        line.join(make("t", 10, n, priority_class="batch"))
     assert len(serve(line, 30)) == 30
-    line.join(flight("t", 10, priority_class="premium"))
-    assert serve(line, 1)[0].request.priority_class == "premium"
+    line.join(make("t", 10, priority_class="premium"))
+    assert serve(line, 1)[0].priority_class == "premium"
 
 
 def test_one_tenants_requests_go_by_priority_then_arrival() -> None:
-    line = WaitingLine(1e9)
+    line = RequestQueue(1e9)
     for arrival, priority in ((3.0, 0), (1.0, 0), (2.0, -1), (4.0, 5)):
-        line.join(flight("t", arrival=arrival, priority=priority))
-    assert [f.request.arrival for f in serve(line, 4)] == [2.0, 1.0, 3.0, 4.0]
+        line.join(make("t", arrival=arrival, priority=priority))
+    assert [f.arrival for f in serve(line, 4)] == [2.0, 1.0, 3.0, 4.0]
 
 
 def test_a_tenant_whose_prompts_do_not_fit_hides_nobody_elses() -> None:
-    line = WaitingLine(1e9)
+    line = RequestQueue(1e9)
     for n in range(3 * LOOK_AHEAD):
-        line.join(flight("long", 100, n))
-    line.join(flight("short", 10, 0.0))
+        line.join(make("long", 100, n))
+    line.join(make("short", 10, 0.0))
     line._classes["standard"].shares.charge("short", 1000)  # it is not its turn
-    placed: list[Flight] = []
+    placed: list[Request] = []
     line.serve(lambda f: f.num_tokens < 50 and not placed.append(f), 0.0)
-    assert [f.request.tenant for f in placed] == ["short"]
+    assert [f.tenant for f in placed] == ["short"]
 
 
 def test_tokens_ahead_are_those_that_are_served_before() -> None:
     """Against the line itself: what it serves until the newcomer's turn."""
     for tenant, name in (("a", "standard"), ("b", "standard"), ("new", "standard"), ("new", "premium"), ("a", "batch"), ("new", "batch")):
-        line = WaitingLine(1e9)
+        line = RequestQueue(1e9)
         for n in range(30):
-            line.join(flight("a", 10, n))
-            line.join(flight("b", 5, n))
-            line.join(flight("p", 10, n, priority_class="premium"))
+            line.join(make("a", 10, n))
+            line.join(make("b", 5, n))
+            line.join(make("p", 10, n, priority_class="premium"))
         serve(line, 20)
         told = line.tokens_ahead(name, tenant)  # type: ignore[arg-type]
-        line.join(newcomer := flight(tenant, 10, 1e6, priority_class=name))
+        line.join(newcomer := make(tenant, 10, 1e6, priority_class=name))
         before = []
         while newcomer not in (served := serve(line, 1)):
             before += served
@@ -259,9 +254,9 @@ def test_the_line_is_not_gone_through_again_where_nothing_can_come_of_it() -> No
     """Whatever is heard meanwhile: only once shares have been booked it may be another's turn."""
     bench = a_short_one_behind_a_starving_one_of_the_tenant_whose_turn_it_is()
     passes: list[float] = []
-    serve = WaitingLine.serve
+    serve = RequestQueue.serve
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WaitingLine, "serve", lambda line, place, now: passes.append(now) or serve(line, place, now))
+        patch.setattr(RequestQueue, "serve", lambda line, place, now: passes.append(now) or serve(line, place, now))
         for _ in range(20):
             bench.now += 0.05
             bench.core.tick(bench.now)

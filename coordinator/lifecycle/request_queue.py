@@ -18,15 +18,14 @@ from dataclasses import dataclass, field
 from math import inf
 
 from .fair_shares import Shares
-from .flight import Flight
-from .request import PriorityClass
+from .request import PriorityClass, Request
 
 LOOK_AHEAD = 32
 """So many of a tenant's requests are tried when there may be room, and four times as many of all."""
 WEIGHTS: dict[PriorityClass, float] = {"premium": 64.0, "standard": 16.0, "free": 4.0, "batch": 1.0}
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """What a token costs: one that is generated holds its blocks and a row longer (the paper's weights)."""
-Entry = tuple[int, float, int, Flight, int]
+Entry = tuple[int, float, int, Request, int]
 """Priority, arrival, tie-break; and how many tokens."""
 
 
@@ -46,7 +45,7 @@ class _Class:
         return sum(tenant.num_tokens for tenant in self.tenants.values())
 
 
-class WaitingLine:
+class RequestQueue:
     """Who does not fit is overtaken, but not for long."""
 
     def __init__(self, starving_s: float) -> None:
@@ -54,7 +53,7 @@ class WaitingLine:
         self._starving_s = starving_s
         self._classes: dict[PriorityClass, _Class] = {name: _Class(weight) for name, weight in WEIGHTS.items()}
         self._shares = Shares()
-        self._entries: dict[Flight, Entry] = {}
+        self._entries: dict[Request, Entry] = {}
         self._returning: list[Entry] = []  # sorted by arrival
         self._num_joined = 0
         self.num_changes = 0  # who waits has changed so often
@@ -63,22 +62,21 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Flight]:
+    def __iter__(self) -> Iterator[Request]:
         return iter(list(self._entries))
 
     def lengths(self) -> dict[PriorityClass, int]:
         """Requests that wait, by class."""
-        back = Counter(entry[3].request.priority_class for entry in self._returning)
+        back = Counter(entry[3].priority_class for entry in self._returning)
         return {name: back[name] + sum(len(t.entries) for t in line.tenants.values()) for name, line in self._classes.items()}
 
-    def join(self, flight: Flight) -> None:
+    def join(self, request: Request) -> None:
         """One more waits."""
-        request = flight.request
         self.num_changes += 1
-        if flight.num_attempts:
+        if request.num_attempts:
             self._num_joined += 1
-            self._entries[flight] = (0, request.arrival, self._num_joined, flight, flight.num_tokens)
-            bisect.insort(self._returning, self._entries[flight])
+            self._entries[request] = (0, request.arrival, self._num_joined, request, request.num_tokens)
+            bisect.insort(self._returning, self._entries[request])
             return
         line = self._classes[request.priority_class]
         if not line.tenants:
@@ -87,15 +85,15 @@ class WaitingLine:
             line.shares.joins(request.tenant, line.tenants)
             line.tenants[request.tenant] = _Tenant()
         self._num_joined += 1
-        entry = (request.priority, request.arrival, self._num_joined, flight, flight.num_tokens)
+        entry = (request.priority, request.arrival, self._num_joined, request, request.num_tokens)
         tenant = line.tenants[request.tenant]
         bisect.insort(tenant.entries, entry)
-        tenant.num_tokens += flight.num_tokens
-        self._entries[flight] = entry
+        tenant.num_tokens += request.num_tokens
+        self._entries[request] = entry
 
-    def leave(self, flight: Flight) -> None:
+    def leave(self, request: Request) -> None:
         """It waits no more."""
-        entry = self._entries.pop(flight, None)
+        entry = self._entries.pop(request, None)
         if entry is None:
             return
         self.num_changes += 1
@@ -103,7 +101,6 @@ class WaitingLine:
         if at < len(self._returning) and self._returning[at] is entry:
             del self._returning[at]
             return
-        request = flight.request
         line = self._classes[request.priority_class]
         tenant = line.tenants[request.tenant]
         del tenant.entries[bisect.bisect_left(tenant.entries, entry)]
@@ -119,27 +116,27 @@ class WaitingLine:
         """Whether requests wait that were dispatched before."""
         return bool(self._returning)
 
-    def charge(self, flight: Flight) -> None:
+    def charge(self, request: Request) -> None:
         """Books what the request has been given since it was last booked: what was computed of its prompt, and its output tokens."""
-        if (service := _service(flight)) != 0.0:
-            line = self._classes[flight.request.priority_class]
-            line.shares.charge(flight.request.tenant, service)
-            self._shares.charge(flight.request.priority_class, service / line.weight)
+        if (service := _service(request)) != 0.0:
+            line = self._classes[request.priority_class]
+            line.shares.charge(request.tenant, service)
+            self._shares.charge(request.priority_class, service / line.weight)
 
-    def charge_running(self, flights: Iterable[Flight]) -> None:
+    def charge_running(self, requests: Iterable[Request]) -> None:
         """Books what those of these have been given that are dispatched and have more tokens than when they were last booked. Now it may be
         another's turn, by this and by what has been booked in between."""
         self.num_orders += 1
-        for flight in flights:
-            if flight.dispatch >= 0 and len(flight.tokens) != flight.num_charged_tokens:
-                self.charge(flight)
+        for request in requests:
+            if request.dispatch >= 0 and len(request.tokens) != request.num_charged_tokens:
+                self.charge(request)
 
-    def pass_by(self, flight: Flight) -> None:
+    def pass_by(self, request: Request) -> None:
         """Books a request that was placed without joining, since nobody waits: as if it had joined, been served and left."""
         assert not self._entries, "others wait: it must join"
-        service, line = _service(flight), self._classes[flight.request.priority_class]
-        line.shares.passes(flight.request.tenant, service)
-        self._shares.passes(flight.request.priority_class, service / line.weight)
+        service, line = _service(request), self._classes[request.priority_class]
+        line.shares.passes(request.tenant, service)
+        self._shares.passes(request.priority_class, service / line.weight)
 
     def tokens_ahead(self, priority_class: PriorityClass, tenant: str) -> float:
         """Prompt tokens that would be served before a request that joins now: by the counters, in the order of ``serve``."""
@@ -164,42 +161,42 @@ class WaitingLine:
                 ahead += min(float(other_class.num_tokens()), turns * other_class.weight)
         return ahead
 
-    def serve(self, place: Callable[[Flight], bool], now: float) -> bool:
+    def serve(self, place: Callable[[Request], bool], now: float) -> bool:
         """Places from the head of the line whatever finds room. Whether, however the shares stand, any that is left and could have come
         next has been tried, or another that is no longer than it."""
         return self._serve_returning(place, now) and self._serve_new(place, now)
 
-    def _serve_returning(self, place: Callable[[Flight], bool], now: float) -> bool:
+    def _serve_returning(self, place: Callable[[Request], bool], now: float) -> bool:
         """Whether others may be served too."""
         for entry in list(self._returning):
-            flight = entry[3]
-            if now < flight.not_before:
+            request = entry[3]
+            if now < request.not_before:
                 continue
-            if place(flight):
-                self.charge(flight)
-                self.leave(flight)
-            elif not flight.suspect:
+            if place(request):
+                self.charge(request)
+                self.leave(request)
+            elif not request.suspect:
                 return False
         return True
 
-    def _serve_new(self, place: Callable[[Flight], bool], now: float) -> bool:
+    def _serve_new(self, place: Callable[[Request], bool], now: float) -> bool:
         if len(self._entries) == 1 and not self._returning:  # mostly
-            (flight,) = self._entries
-            if place(flight):
-                self.charge(flight)
-                self.leave(flight)
+            (request,) = self._entries
+            if place(request):
+                self.charge(request)
+                self.leave(request)
             return True
         turns = self._turns()
         too_long = inf  # where a prompt finds no room, no longer one does
         while turns.num_passed_over < 4 * LOOK_AHEAD:
             if (entry := turns.next()) is None:
                 return True
-            flight, num_tokens = entry[3:]
-            if num_tokens < too_long and place(flight):
-                self.charge(flight)
-                self.leave(flight)
+            request, num_tokens = entry[3:]
+            if num_tokens < too_long and place(request):
+                self.charge(request)
+                self.leave(request)
                 turns.served()
-            elif now - flight.request.arrival > self._starving_s:
+            elif now - request.arrival > self._starving_s:
                 return turns.in_fixed_order
             else:
                 too_long = min(too_long, num_tokens)
@@ -213,11 +210,11 @@ class WaitingLine:
         return _Turns(self._classes, self._shares)
 
 
-def _service(flight: Flight) -> float:
+def _service(request: Request) -> float:
     """What it has been given since it was last asked."""
-    prompt = len(flight.request.prompt_token_ids) - (flight.num_cached_tokens or 0) if flight.num_attempts else 0
-    cost = PROMPT_WEIGHT * max(0, prompt) + OUTPUT_WEIGHT * len(flight.tokens)
-    service, flight.charged, flight.num_charged_tokens = cost - flight.charged, cost, len(flight.tokens)
+    prompt = len(request.prompt_token_ids) - (request.num_cached_tokens or 0) if request.num_attempts else 0
+    cost = PROMPT_WEIGHT * max(0, prompt) + OUTPUT_WEIGHT * len(request.tokens)
+    service, request.charged, request.num_charged_tokens = cost - request.charged, cost, len(request.tokens)
     return service
 
 

@@ -1,0 +1,41 @@
+"""What the lifecycle asks its shell to do. Each call of the lifecycle returns a list of these, to be carried out in order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...transport.messages.messages import Message, TokenLogprobs
+from .request import Ended, Request
+from .worker import WorkerId
+
+
+class Push(NamedTuple):
+    """Pass the next output token to the request's sink."""
+
+    request: Request
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class PushPromptLogprobs(NamedTuple):
+    """Pass the prompt's logprobs to the request's sink."""
+
+    request: Request
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+class End(NamedTuple):
+    """Tell the request's sink that the request has ended: its one terminal event."""
+
+    request: Request
+    ended: Ended
+
+
+class Send(NamedTuple):
+    """Send a message to a worker."""
+
+    worker: WorkerId
+    message: Message
+
+
+Action = Push | PushPromptLogprobs | End | Send
