@@ -18,7 +18,12 @@ from splitserve.cli.config import COMMON, CONFIG_VARIABLE, SECTIONS, known_names
 from splitserve.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench/results/README.md", ROOT / "deploy/demo_model/README.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "bench/results").glob("*.md")),
+    ROOT / "deploy/demo_model/README.md",
+]
 SHELL = {"", "sh", "bash", "console"}  # fences of these kinds hold commands
 SCRIPTS = {"quickstart.sh": "up", "coordinator.sh": "coordinator", "prefill.sh": "prefill", "decode.sh": "decode"}
 OF_OTHERS = {"--help", "--shm-size", "--serve", "--numprocesses"}  # of docker, of deploy/quickstart.sh, of pytest
