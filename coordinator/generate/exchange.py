@@ -264,10 +264,13 @@ class HttpExchange:
         if not self._num_open:
             self.choices.clear()
 
-    def _cancel_rest(self) -> None:
-        for choice in self.choices:
+    def _cancel_rest(self, first: int = 0) -> None:
+        """Some with each turn of the loop, as ``submit``."""
+        for choice in self.choices[first : first + MAX_PER_TURN]:
             if choice.ended is None:
                 self._dispatcher.cancel(choice.request_id)
+        if len(self.choices) > first + MAX_PER_TURN:
+            self._loop.call_soon(self._cancel_rest, first + MAX_PER_TURN)
 
     def _write_chunks(self, chunks: bytes) -> None:
         if self._num_open:

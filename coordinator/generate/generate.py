@@ -40,7 +40,7 @@ from .chat_reading import has_grammar, read_as_chat
 from .choice import ChoiceOptions
 from .exchange import ExchangeOptions, HttpExchange
 from .formats import ChatFormat, CompletionFormat, Format
-from .prompts import is_long, prompts_of
+from .prompts import is_long, num_choices, prompts_of
 from .reader.body_reader import BodyReader
 from .reader.prompt_reading import Inputs, PromptReader, parse
 from .reader.reader_process import Read
@@ -53,6 +53,8 @@ OVERDUE_S = 5.0
 """What ends a request at its deadline has this long before its response is ended without it."""
 MAX_PER_TURN = 32
 """Requests that are looked at before streams are served again: some milliseconds."""
+MANY_CHOICES = 64
+"""A request with more takes a turn of its own: up to 20 ms for 4096."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -90,6 +92,7 @@ class GenerationApi:
         self._unknown = UnknownFields()
         self._prompts = PromptReader(model)
         self._preparing: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
         self._id_stem = secrets.token_hex(10)  # of this process; requests are numbered
         self._num_requests = 0
         self._arrived: list[tuple[Call, float]] = []  # complete, and not looked at yet; since when: monotonic seconds
@@ -189,7 +192,7 @@ class GenerationApi:
 
     def _prepare_here(self, call: Call, request: GenerateRequest, arrival: float) -> Inputs | None:
         """None where that takes long: a thread does it, and the request goes on from there."""
-        if not is_long(request) and not has_grammar(request):
+        if not is_long(request) and not has_grammar(request) and num_choices(request) <= MANY_CHOICES:
             return Inputs(prompts_of(request, self._model))
         self._spawn(call, self._prepare_aside(call, request, arrival))
         return None
@@ -207,9 +210,11 @@ class GenerationApi:
                 request, inputs = read.request, read.inputs()
                 self._unknown.note(read.unknown)
                 self._check(request)
-            if call.gone:
-                raise ClientGone
-            requests, exchange = self._exchange(call, request, inputs, arrival)
+            async with self._turn:
+                if call.gone:
+                    raise ClientGone
+                requests, exchange = self._exchange(call, request, inputs, arrival)
+                await asyncio.sleep(0)  # the next one of many choices has another turn
         except BaseException:
             limiter.settle(admission, 0)
             raise

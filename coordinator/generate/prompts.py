@@ -41,6 +41,11 @@ def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
     return num_chars > INLINE_CHARS
 
 
+def num_choices(request: CompletionRequest | ChatCompletionRequest) -> int:
+    """Sequences that it asks for."""
+    return request.num_candidates * (len(request.prompt) if isinstance(request, CompletionRequest) else 1)
+
+
 def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: ServedModel) -> list[Prompt]:
     """One for a chat, one or several for a completion. Raises InvalidRequest."""
     keep = None if request.truncate_prompt_tokens is None else _num_kept(request, model)

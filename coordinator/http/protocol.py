@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from ..errors import ApiError, Headers, HeadersTooLarge, InvalidRequest, RequestTimeout, Unavailable
 from .access.access import is_preflight
 from .call import JSON, Call, CallHandler, Endpoint
+from .fair_reads import FairReads
 from .limits import LARGE_BODY_BYTES, MIN_BYTES_PER_S
 from .overload import Overload
 
@@ -59,6 +60,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._reads = FairReads(self.loop, transport, lambda: self.flow.read_paused)
         self._since = self.loop.time()
         self._is_crowded = not self.overload.opened(self)
 
@@ -77,6 +79,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._num_wire_bytes += len(data)
             if self._num_wire_bytes > MAX_CHUNK_OVERHEAD + 9 * self._num_body_bytes:
                 self._break_off(InvalidRequest("The body's chunks are mostly chunk extensions; send larger chunks, and no extensions."))
+        self._reads.received(len(data))
 
     def _parse_behind(self, data: memoryview) -> None:
         """``data``: what came behind a head with an ``Upgrade``. Raises httptools.HttpParserError."""

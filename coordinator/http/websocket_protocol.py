@@ -11,6 +11,7 @@ from typing import Any, cast
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from ..errors import ApiError
+from .fair_reads import FairReads
 from .limits import LARGE_BODY_BYTES, MIN_BYTES_PER_S
 from .overload import Overload
 
@@ -34,6 +35,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._reads = FairReads(self.loop, self.transport, lambda: self.read_paused)
         self.overload.opened(self)
         self.overload.at_work(self)
 
@@ -59,6 +61,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._since = self.loop.time()
             self.overload.sending(self)
         self._hold(unfinished, self._num_queued)
+        self._reads.received(len(data))
 
     def hurry(self, now: float, timeout_s: float) -> None:
         """Called now and then: a client that takes longer than this to send a message is cut off."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.errors import Headers
+from splitserve.coordinator.generate.exchange import MAX_PER_TURN, HttpExchange
 from splitserve.coordinator.generate.prompts import INLINE_CHARS
 from splitserve.coordinator.http.inner_call import InnerCall
 from splitserve.coordinator.lifecycle.request import Request
@@ -66,3 +69,36 @@ async def test_a_mistake_of_ours_is_one_request_s(dispatcher: FakeDispatcher, mo
     async with asyncio.timeout(60):
         await asyncio.gather(*(client.heard.wait() for client in clients))
     assert [client.status for client in clients] == [200, 500, 200]
+
+
+async def test_requests_for_many_choices_take_turns(
+    dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two of them, and between some of the choices that a client gives up, streams are served."""
+    in_a_turn: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+
+    def count(kind: str, counted: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            in_a_turn[kind] += 1
+            most[kind] = max(most[kind], in_a_turn[kind])
+            return counted(*arguments)
+
+        return call
+
+    def next_turn() -> None:
+        in_a_turn.clear()
+        asyncio.get_running_loop().call_soon(next_turn)
+
+    monkeypatch.setattr(HttpExchange, "add_choice", count("made", HttpExchange.add_choice))
+    monkeypatch.setattr(dispatcher, "cancel", count("cancelled", dispatcher.cancel))
+    dispatcher.hold = True
+    app = create_app(dispatcher, model)
+    next_turn()
+    clients = [Client(app, {**SHORT, "prompt": ["a"] * 3, "n": 100}) for _ in range(3)]
+    await dispatcher.until(lambda: len(dispatcher.running) == 900)
+    for client in clients:
+        client.call.abandon()
+    await dispatcher.until(lambda: not dispatcher.running)
+    assert most["made"] == 300
+    assert most["cancelled"] <= 3 * MAX_PER_TURN
