@@ -145,12 +145,12 @@ def _pages(root: Path) -> list[Path]:
 
 
 def _prose_of_page(path: Path) -> Iterator[str]:
-    """The page's lines; code, and lines within fences, as empty ones."""
+    """The page's lines; headings and lines within fences as empty ones."""
     fenced = False
     for line in path.read_text(encoding="utf-8").splitlines():
         fence = line.lstrip().startswith("```")
         fenced ^= fence
-        yield "" if fenced or fence else re.sub(r"`[^`]*`|\"[^\"]*\"", "", line)
+        yield "" if fenced or fence or line.startswith("#") else re.sub(r"`[^`]*`|\"[^\"]*\"", "", line)
 
 
 def _around(line: str, match: re.Match[str]) -> str:
@@ -168,10 +168,15 @@ def counts(root: Path, places: list[Place]) -> dict[str, int]:
         "product files": len(product),
         "product lines": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in product),
         **{name: found[name] for name in zeros},
-        "words of docs": sum(len(path.read_text(encoding="utf-8").split()) for path in (root / "docs").glob("*.md")),
+        "words of docs": sum(map(_words, (root / "docs").glob("*.md"))),
         "hard dependencies": len(project["dependencies"]),
         "option rows": len(re.findall(r"^\| `--", configuration, re.MULTILINE)),
     }
+
+
+def _words(page: Path) -> int:
+    """Number of words; the bars of tables do not count."""
+    return len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8")))
 
 
 def by_folder(places: list[Place]) -> dict[str, dict[str, int]]:
