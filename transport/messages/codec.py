@@ -74,6 +74,9 @@ WIRE: dict[int, tuple[type[Message], Bounds]] = {
 }
 """Tags are part of the wire: a number is never given to another type."""
 
+_UNDECODABLE = (msgspec.MsgspecError, msgpack.UnpackException, ValueError, RecursionError)
+"""What the decoders raise: ValueError also for text that is not UTF-8, RecursionError for nested unknown fields."""
+
 MAX_MESSAGE_BYTES = 1 + max(bounds.max_bytes for _, bounds in WIRE.values())
 
 _TAGS = {kind: (bytes([tag]), bounds) for tag, (kind, bounds) in WIRE.items()}
@@ -126,7 +129,7 @@ def decode(data: bytes | memoryview, allowed: Collection[type[Message]]) -> Mess
         message = decoder.decode(payload)
         checks.check(message)
         return message
-    except (msgspec.MsgspecError, msgpack.UnpackException, ValueError) as error:  # ValueError: also text that is no UTF-8
+    except _UNDECODABLE as error:
         reason = _version_difference(kind, payload) or f"{kind.__name__}: {str(error)[:400] or type(error).__name__}"
         raise BadMessage(reason) from None
 
@@ -143,7 +146,7 @@ def _version_difference(kind: type[Message], payload: bytes | memoryview) -> str
         return ""
     try:
         theirs = msgspec.msgpack.decode(payload, type=_Versioned).wire_version
-    except (msgspec.MsgspecError, ValueError):
+    except _UNDECODABLE:
         return ""
     if theirs == WIRE_VERSION:
         return ""

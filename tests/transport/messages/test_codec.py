@@ -82,6 +82,14 @@ def test_bad_bytes_are_refused_with_a_reason(payload: bytes, complaint: str) -> 
         decode(payload, EVERY_TYPE)
 
 
+@pytest.mark.parametrize("head", [b"\x81\xa1x", b"\x82\xacwire_version\x01\xa3pid", b"\x82\xa9worker_id\x01\xa1x"])
+@pytest.mark.parametrize("tag", [1, 7, 32])
+def test_deeply_nested_fields_are_refused_like_any_other(tag: int, head: bytes) -> None:
+    """Also while the wire version of a message that cannot be decoded is looked for."""
+    with pytest.raises(BadMessage):
+        decode(bytes([tag]) + head + b"\x91" * 20_000 + b"\xc0", EVERY_TYPE)
+
+
 def test_columns_of_a_step_must_fit_together() -> None:
     with pytest.raises(BadMessage, match="StepTokens: the columns differ in length"):
         decode(encode(replace(STEP, tokens=STEP.tokens[:-4])), EVERY_TYPE)
