@@ -21,9 +21,8 @@ from ..transport.handoff.actions import CloseLease, ExpectAgain, OpenLease, ToPe
 from ..transport.handoff.handoff import PeerId
 from ..transport.messages.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Message, Met, Retire, Retired
 from ..transport.movers.checksum import checksums
-from ..transport.movers.opening import ON_DEVICE, offered
+from ..transport.movers.opening import ON_DEVICE, MoverTargets, offered
 from ..transport.movers.shm import SharedPool
-from ..transport.movers.targets import MoverTargets
 from .core import DecodeCore
 from .settings import DecodeSettings
 

@@ -43,12 +43,12 @@ from ...transport.messages.messages import Met
 from ...transport.movers.block_memory import HostMemory
 from ...transport.movers.checksum import checksums
 from ...transport.movers.interface import Item, Pool, PutSource, TalkingSource
-from ...transport.movers.nccl_target import NcclTarget
+from ...transport.movers.nccl import NcclTarget
 from ...transport.movers.nixl import NixlTarget
 from ...transport.movers.nixl import is_installed as nixl_is_installed
 from ...transport.movers.opening import open_source
-from ...transport.movers.parcel import RECORD_BYTES
-from ...transport.movers.session import GCM, OCB, TAG_BYTES, Seal
+from ...transport.movers.parcels import RECORD_BYTES
+from ...transport.movers.sealing import GCM, OCB, TAG_BYTES, Seal
 from ...transport.movers.shm import SharedPool, ShmTarget
 from ...transport.movers.tcp_target import TcpTarget
 from ..environment import environment

@@ -33,8 +33,10 @@ def host_mirror(device: str) -> float:
 
 def cuda_ipc(device: str) -> float:
     """0 if the blocks and layers put reach their places in another process's pool, by the checksums that both compute on the GPU."""
-    from ...transport.movers.cuda_ipc import CudaIpcSource  # needs msgspec, which only this check and the worker's figures do
-    from ...transport.movers.cuda_runtime import LoadedCudart
+    from ...transport.movers.cuda_ipc import (
+        CudaIpcSource,  # needs msgspec, which only this check and the worker's figures do
+        LoadedCudart,
+    )
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -66,8 +68,7 @@ def cuda_ipc(device: str) -> float:
 
 def _owner(connection: Connection, device: str) -> None:
     """The decode worker's part: a pool that the other process writes."""
-    from ...transport.movers.cuda_ipc import CudaIpcTarget
-    from ...transport.movers.cuda_runtime import LoadedCudart
+    from ...transport.movers.cuda_ipc import CudaIpcTarget, LoadedCudart
 
     pool = torch.zeros(SHAPE, dtype=torch.uint8, device=device)
     connection.send(CudaIpcTarget(pool.data_ptr(), LoadedCudart(pool.device.index or 0)).address(WRITER))

@@ -21,8 +21,8 @@ from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.sender import HandoffSender
 from splitserve.transport.handoff.sliding_window import num_behind
 from splitserve.transport.handoff.ways_in import WaysIn
-from splitserve.transport.movers.lease_book import Claim, LeaseBook
-from splitserve.transport.movers.sending_session import SendingSession
+from splitserve.transport.movers.nccl_sender import SendingSession
+from splitserve.transport.movers.parcels import Claim, LeaseBook
 
 Patch = pytest.MonkeyPatch
 

@@ -19,9 +19,9 @@ from simulation.network import LATE_S
 from splitserve.transport.errors import MoverError
 from splitserve.transport.handoff import actions as act
 from splitserve.transport.messages.messages import Message
-from splitserve.transport.movers.lease_book import LeaseBook
-from splitserve.transport.movers.receiving_sessions import BeginSession, HearEntry, Receive, ReceivingSession, ReceivingSessions
-from splitserve.transport.movers.sending_session import LeavingParcel, SendingSession
+from splitserve.transport.movers.nccl_receiver import BeginSession, HearEntry, Receive, ReceivingSession, ReceivingSessions
+from splitserve.transport.movers.nccl_sender import LeavingParcel, SendingSession
+from splitserve.transport.movers.parcels import LeaseBook
 
 if TYPE_CHECKING:
     from simulation.decode_process import DecodeProcess

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from simulation.worker_process import WorkerProcess
 
 from splitserve.transport.errors import MoverError
-from splitserve.transport.movers.lease_book import LeaseBook
-from splitserve.transport.movers.parcel import ParcelHeader
+from splitserve.transport.movers.parcels import LeaseBook, ParcelHeader
 
 Item = tuple[int, int, int]
 """(position in the lease, own block, the peer's block)"""

@@ -13,15 +13,14 @@ from support.kv_pools import (
     empty_pool,
 )
 
-from splitserve.transport.movers.data_address import DataAddress
 from splitserve.transport.movers.interface import Pool
-from splitserve.transport.movers.parcel import (
+from splitserve.transport.movers.parcels import (
     RECORD_BYTES,
     SIZE,
     ParcelHeader,
     pack_header,
 )
-from splitserve.transport.movers.session import ANSWER_BYTES, GCM, NONCE_BYTES, OCB, PLAIN, TAG_BYTES, Hello, Seal, Transcript
+from splitserve.transport.movers.sealing import ANSWER_BYTES, GCM, NONCE_BYTES, OCB, PLAIN, TAG_BYTES, DataAddress, Hello, Seal, Transcript
 from splitserve.transport.movers.tcp_source import TcpSource
 from splitserve.transport.movers.tcp_target import TcpTarget
 

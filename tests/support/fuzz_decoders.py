@@ -30,13 +30,21 @@ from splitserve.transport.channels.coordinator_link import identity_of, opened_t
 from splitserve.transport.channels.keys import key_from_text, new_key
 from splitserve.transport.errors import BadMessage, KeyFileError, MoverError
 from splitserve.transport.messages.codec import WIRE, decode, encode
-from splitserve.transport.movers.cuda_ipc import CudaIpcSource, CudaIpcTarget
-from splitserve.transport.movers.cuda_runtime import HANDLE_BYTES
-from splitserve.transport.movers.data_address import DataAddress
+from splitserve.transport.movers.cuda_ipc import HANDLE_BYTES, CudaIpcSource, CudaIpcTarget
 from splitserve.transport.movers.inbound import BadPeer, Desk, Inbound
-from splitserve.transport.movers.lease_book import LeaseBook
-from splitserve.transport.movers.parcel import SIZE, ParcelHeader, pack_header, unpack_header
-from splitserve.transport.movers.session import ANSWER_BYTES, GCM, HELLO_BYTES, NONCE_BYTES, OCB, PLAIN, TAG_BYTES, Hello, Transcript
+from splitserve.transport.movers.parcels import SIZE, LeaseBook, ParcelHeader, pack_header, unpack_header
+from splitserve.transport.movers.sealing import (
+    ANSWER_BYTES,
+    GCM,
+    HELLO_BYTES,
+    NONCE_BYTES,
+    OCB,
+    PLAIN,
+    TAG_BYTES,
+    DataAddress,
+    Hello,
+    Transcript,
+)
 from splitserve.transport.movers.shm import SharedPool, ShmSource
 
 MAX_SECONDS = 2.0

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from splitserve.transport.channels import channels
-from splitserve.transport.movers import parcel, tcp_source, tcp_target
+from splitserve.transport.movers import parcels, tcp_source, tcp_target
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture(autouse=True)
 def small_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that puts into the tests' small pools (support/kv_pools.py) take several."""
-    monkeypatch.setattr(parcel, "PARCEL_BYTES", 2 << 20)
+    monkeypatch.setattr(parcels, "PARCEL_BYTES", 2 << 20)
 
 
 @pytest.fixture(autouse=True)

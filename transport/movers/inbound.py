@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .interface import Arrival, Pool
-from .lease_book import Claim, LeaseBook
-from .parcel import RECORD_BYTES, SIZE, Span, header_bytes, records, slices_per_parcel, spans, unpack_header
-from .session import HELLO_BYTES, PLAIN, PROOF_BYTES, TAG_BYTES, Hello, Seal, Transcript, new_nonce
+from .parcels import RECORD_BYTES, SIZE, Claim, LeaseBook, Span, header_bytes, records, slices_per_parcel, spans, unpack_header
+from .sealing import HELLO_BYTES, PLAIN, PROOF_BYTES, TAG_BYTES, Hello, Seal, Transcript, new_nonce
 
 Talk: TypeAlias = Generator[list[memoryview], None, None]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from typing import Protocol, TypeAlias, cast, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,3 +129,50 @@ def layer_slice(shape: Sequence[int], first_layer: int, num_layers: int | None) 
     if not 0 <= first_layer < end <= shape[1]:
         raise MoverError(f"put of layers {first_layer} up to {end}; the pool's blocks have {shape[1]}")
     return slice(first_layer, end)
+
+
+class OneSidedTarget:
+    """The receiving side has nothing to do: the writer writes, and Handoff tells that it has."""
+
+    one_sided = True
+    lingers = False
+    fd: int | None = None
+
+    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
+        """Nothing to prepare: the grant itself tells the writer where to write."""
+
+    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
+        """Nothing to prepare."""
+
+    def close(self, lease: int) -> None:
+        """Cannot stop the writer; see ``PutTarget.one_sided``."""
+
+    def poll(self, limit: int) -> list[Arrival]:
+        return []
+
+    def close_all(self) -> None:
+        """The pool's memory is its owner's."""
+
+
+class Run(NamedTuple):
+    source: int
+    target: int
+    num_bytes: int
+
+
+def runs(items: Sequence[Item], layers: slice, shape: Sequence[int], num_target_blocks: int, source: int, target: int) -> list[Run]:
+    """These layers of blocks of a pool of ``shape`` at address ``source``, into the peer's of ``num_target_blocks`` at ``target``.
+    Blocks side by side in both are one run. Raises MoverError for blocks that do not exist."""
+    num_blocks, num_layers, layer_bytes = shape
+    block_bytes, offset, length = num_layers * layer_bytes, layers.start * layer_bytes, (layers.stop - layers.start) * layer_bytes
+    found: list[Run] = []
+    for _, own, theirs in items:
+        if not (0 <= own < num_blocks and 0 <= theirs < num_target_blocks):
+            raise MoverError(f"put of block {own} into block {theirs}: pools of {num_blocks} and {num_target_blocks} blocks")
+        run = Run(source + own * block_bytes + offset, target + theirs * block_bytes + offset, length)
+        last = found[-1] if found else None
+        if last is not None and (last.source + last.num_bytes, last.target + last.num_bytes) == run[:2]:
+            found[-1] = Run(last.source, last.target, last.num_bytes + length)
+        else:
+            found.append(run)
+    return found

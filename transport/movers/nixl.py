@@ -26,9 +26,7 @@ from typing import Any, TypeAlias
 
 from ..errors import MoverError
 from ..handoff.handoff import PeerId
-from .interface import Arrival, Item, Pool, layer_slice
-from .runs import runs
-from .target_kinds import OneSidedTarget
+from .interface import Arrival, Item, OneSidedTarget, Pool, layer_slice, runs
 
 PUT_S, SLOWEST_BYTES_PER_S = 10.0, 50e6  # a put may take that long, and as long as its bytes at that rate
 Descriptor: TypeAlias = tuple[int, int, int]

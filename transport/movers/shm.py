@@ -18,8 +18,7 @@ import numpy as np
 
 from ..errors import MoverError, PeerEnded
 from ..handoff.handoff import PeerId
-from .interface import Arrival, Item, Pool, layer_slice
-from .target_kinds import OneSidedTarget
+from .interface import Arrival, Item, OneSidedTarget, Pool, layer_slice
 
 _LARGEST_PID = (1 << 31) - 1
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

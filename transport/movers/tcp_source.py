@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import MoverError
-from .data_address import DataAddress
 from .interface import Arrival, Item, Pool, layer_slice
-from .parcel import RECORD_BYTES, SIZE, ParcelHeader, Span, pack_header, records, slices_per_parcel, spans
-from .session import ANSWER_BYTES, NONCE_BYTES, PLAIN, TAG_BYTES, Hello, Seal, Transcript, new_nonce, quickest_cipher
+from .parcels import RECORD_BYTES, SIZE, ParcelHeader, Span, pack_header, records, slices_per_parcel, spans
+from .sealing import ANSWER_BYTES, NONCE_BYTES, PLAIN, TAG_BYTES, DataAddress, Hello, Seal, Transcript, new_nonce, quickest_cipher
 
 MAX_CONNECTIONS = 4
 BACKLOG_BYTES = 16 << 20  # waiting for one connection: more than that opens another

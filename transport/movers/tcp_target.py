@@ -22,10 +22,10 @@ from collections.abc import Callable
 from ..channels.wakeup import Wakeup
 from ..errors import AddressError, MoverError
 from ..handoff.handoff import PeerId
-from .data_address import SECRET_BYTES, DataAddress, endpoint
 from .inbound import BadPeer, Desk, Inbound
 from .interface import Arrival, Pool
-from .target_kinds import BookedTarget
+from .parcels import BookedTarget
+from .sealing import SECRET_BYTES, DataAddress, endpoint
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64  # connections that have not proved anything yet; beyond them the oldest ends

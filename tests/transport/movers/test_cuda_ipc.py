@@ -15,8 +15,7 @@ from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, POOL_SHAPE, SEC
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.movers import cuda_ipc
-from splitserve.transport.movers.cuda_ipc import CudaIpcSource, CudaIpcTarget
-from splitserve.transport.movers.cuda_runtime import HANDLE_BYTES, LoadedCudart
+from splitserve.transport.movers.cuda_ipc import HANDLE_BYTES, CudaIpcSource, CudaIpcTarget, LoadedCudart
 from splitserve.transport.movers.interface import Pool
 from splitserve.transport.movers.opening import offered
 

@@ -24,11 +24,10 @@ from support.kv_pools import (
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.movers import tcp_source, tcp_target
-from splitserve.transport.movers.data_address import DataAddress
-from splitserve.transport.movers.parcel import (
+from splitserve.transport.movers.parcels import (
     slices_per_parcel,
 )
-from splitserve.transport.movers.session import GCM, HELLO_BYTES, NONCE_BYTES, OCB, PLAIN, Hello, Transcript
+from splitserve.transport.movers.sealing import GCM, HELLO_BYTES, NONCE_BYTES, OCB, PLAIN, DataAddress, Hello, Transcript
 from splitserve.transport.movers.tcp_source import TcpSource
 
 

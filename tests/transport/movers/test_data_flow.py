@@ -23,7 +23,7 @@ from splitserve.transport.errors import AddressError, MoverError
 from splitserve.transport.messages.messages import Met
 from splitserve.transport.movers import tcp_source
 from splitserve.transport.movers.opening import open_source
-from splitserve.transport.movers.session import PLAIN
+from splitserve.transport.movers.sealing import PLAIN
 from splitserve.transport.movers.tcp_source import TcpSource
 from splitserve.transport.movers.tcp_target import TcpTarget
 

@@ -18,15 +18,15 @@ from support.kv_pools import (
     filled_pool,
 )
 
-from splitserve.transport.movers.data_address import DataAddress, endpoint
 from splitserve.transport.movers.interface import Pool
-from splitserve.transport.movers.parcel import (
+from splitserve.transport.movers.parcels import (
     RECORD_BYTES,
     pack_header,
     records,
     spans,
     unpack_header,
 )
+from splitserve.transport.movers.sealing import DataAddress, endpoint
 
 
 def test_data_addresses_travel_as_text() -> None:

@@ -32,9 +32,8 @@ from splitserve.transport.errors import MoverError, PeerEnded
 from splitserve.transport.messages.messages import Met
 from splitserve.transport.movers.checksum import RunningChecksums, block_checksum, checksums
 from splitserve.transport.movers.interface import Arrival, Pool, PutSource, PutTarget
-from splitserve.transport.movers.opening import open_source
+from splitserve.transport.movers.opening import MoverTargets, open_source
 from splitserve.transport.movers.shm import SharedPool, ShmSource, ShmTarget
-from splitserve.transport.movers.targets import MoverTargets
 from splitserve.transport.movers.tcp_target import TcpTarget
 
 

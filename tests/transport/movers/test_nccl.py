@@ -13,11 +13,10 @@ from support.kv_pools import DEADLINE_S, NUM_BLOCKS, NUM_LAYERS, SECRET, empty_p
 
 from splitserve.transport.errors import MoverError
 from splitserve.transport.messages.messages import Message, ParcelComing, RendezvousEntry, SessionOver, u32
-from splitserve.transport.movers import communicator, nccl_source, nccl_target
+from splitserve.transport.movers import communicator, nccl
 from splitserve.transport.movers.block_memory import HostMemory
 from splitserve.transport.movers.interface import Arrival, Pool
-from splitserve.transport.movers.nccl_source import NcclSource
-from splitserve.transport.movers.nccl_target import NcclTarget
+from splitserve.transport.movers.nccl import NcclSource, NcclTarget
 
 WRITER = ("p0", 1)
 
@@ -71,7 +70,7 @@ def expected(pair: Pair, own: list[int], peers: list[int]) -> Pool:
 
 
 def test_blocks_and_layers_reach_their_places_and_no_other(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_source, "PARCEL_BYTES", 3 * pair.pool[0].nbytes)  # several pieces
+    monkeypatch.setattr(nccl, "PARCEL_BYTES", 3 * pair.pool[0].nbytes)  # several pieces
     rng = np.random.default_rng(1)
     own, peers = rng.permutation(NUM_BLOCKS)[:20].tolist(), rng.permutation(NUM_BLOCKS)[:20].tolist()
     pair.target.open(9, SECRET, dict(enumerate(peers)))
@@ -146,7 +145,7 @@ def test_a_source_that_stops_sending_breaks_its_session_only(pair: Pair, monkeyp
     session = pair.source.session
     announced = ParcelComing(session=session, number=1, lease=9, secret=SECRET, first_layer=0, num_layers=1, positions=u32([1]))
     with monkeypatch.context() as impatient:
-        impatient.setattr(nccl_target, "PARCEL_S", 0.2)
+        impatient.setattr(communicator, "PARCEL_S", 0.2)
         pair.target.hear(WRITER, announced)  # and then nothing
         with pytest.raises(MoverError, match=r"decode worker has ended|broke"):
             pair.until(lambda: False)
@@ -159,7 +158,7 @@ def test_a_source_that_stops_sending_breaks_its_session_only(pair: Pair, monkeyp
 
 @pytest.mark.parametrize(("first_layer", "num_layers", "positions"), [(0, 0, [0]), (NUM_LAYERS, 1, [0]), (0, 1 << 40, [0]), (0, 1, [])])
 def test_announcements_that_cannot_be_end_the_session(pair: Pair, first_layer: int, num_layers: int, positions: list[int]) -> None:
-    pair.until(lambda: pair.source._communicator)
+    pair.until(lambda: pair.source._end.communicator)
     session = pair.source.session
     pair.target.hear(
         WRITER,
@@ -176,10 +175,10 @@ def test_a_source_that_is_closed_has_the_other_ends_communicator_torn_down(pair:
     pair.target.open(9, SECRET, {0: 7})
     pair.source.put(9, SECRET, [(0, 1, 7)])
     pair.until(lambda: pair.arrived)
-    (receiver,) = pair.target._receivers.values()
+    (receiver,) = pair.target._ends.values()
     pair.source.close()
     pair.turn()
-    assert not pair.target._receivers
+    assert not pair.target._ends
     receiver.join(DEADLINE_S)
     assert not receiver.is_alive()
 
@@ -187,7 +186,7 @@ def test_a_source_that_is_closed_has_the_other_ends_communicator_torn_down(pair:
 def test_strangers_words_make_nothing(pair: Pair) -> None:
     for message in (RendezvousEntry(session=5, key="0/0", value=b"x"), SessionOver(session=5, reason="no")):
         pair.target.hear(("p9", 1), message)
-    assert all(session.peer == WRITER for session in pair.target._receivers)
+    assert all(session.peer == WRITER for session in pair.target._ends)
     assert pair.target.words() == []
 
 

@@ -9,8 +9,7 @@ import pytest
 from splitserve.transport.errors import MoverError
 from splitserve.transport.handoff.handoff import PeerId
 from splitserve.transport.messages.messages import Message, ParcelComing, RendezvousEntry, SessionOver, u32
-from splitserve.transport.movers.lease_book import LeaseBook
-from splitserve.transport.movers.receiving_sessions import (
+from splitserve.transport.movers.nccl_receiver import (
     BeginSession,
     EndSession,
     HearEntry,
@@ -19,7 +18,8 @@ from splitserve.transport.movers.receiving_sessions import (
     ReceivingSessions,
     SessionAction,
 )
-from splitserve.transport.movers.sending_session import LeavingParcel, SendingSession
+from splitserve.transport.movers.nccl_sender import LeavingParcel, SendingSession
+from splitserve.transport.movers.parcels import LeaseBook
 
 WRITER, SECRET = ("p0", 7), b"0123456789abcdef"
 NUM_LAYERS, LAYER_BYTES, WHOLE = 4, 10, slice(0, 4)
