@@ -46,15 +46,13 @@ def start_null_worker(role: Literal["prefill", "decode"], coordinator: str, core
 
 
 def _run(role: str, coordinator: str, core: int, num_blocks: int, max_model_len: int) -> None:
-    from ..decode.settings import DecodeSettings
-    from ..decode.worker import DecodeWorker
-    from ..prefill.settings import PrefillSettings
-    from ..prefill.worker import PrefillWorker
+    from ..worker.loop import Worker
+    from ..worker.settings import DecodeSettings, PrefillSettings
 
     os.sched_setaffinity(0, {core})
     model = null_model(num_blocks, max_model_len)
     common = {"model": ".", "coordinator": coordinator, "insecure": True, "mover": "zmq", "name": f"{role}-null"}
     if role == "prefill":
-        PrefillWorker(PrefillSettings.model_validate({**common, "max_batch_tokens": 8192}), model, None).run()
+        Worker(PrefillSettings.model_validate({**common, "max_batch_tokens": 8192}), model, None).run()
     else:
-        DecodeWorker(DecodeSettings.model_validate(common), model, None).run()
+        Worker(DecodeSettings.model_validate(common), model, None).run()

@@ -25,7 +25,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..coordinator.settings import CoordinatorSettings
-from ..decode.settings import DecodeSettings
 from ..loadgen.settings import LoadSettings
 from ..planner.settings import (
     PlanSettings,
@@ -36,8 +35,7 @@ from ..planner.settings import (
     TraceMakeSettings,
     TraceStatsSettings,
 )
-from ..prefill.settings import PrefillSettings
-from ..worker.flexible_settings import FlexibleSettings
+from ..worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
 from .key_settings import (
     KeysCreateSettings,
     KeysListSettings,

@@ -108,23 +108,9 @@ def _ready_worker(settings: Any) -> Any:
     return settings
 
 
-def run_prefill(settings: Any) -> None:
-    settings = _ready_worker(settings)
-    from ..prefill.worker import run
-
-    run(settings)
-
-
-def run_decode(settings: Any) -> None:
-    settings = _ready_worker(settings)
-    from ..decode.worker import run
-
-    run(settings)
-
-
 def run_worker(settings: Any) -> None:
     settings = _ready_worker(settings)
-    from ..worker.flexible_worker import run
+    from ..worker.loop import run
 
     run(settings)
 
@@ -343,8 +329,8 @@ def cli() -> None:
 for command in (
     up_command(),
     settings_command("coordinator", "Run the coordinator: the HTTP server that sends requests to the workers.", run_coordinator),
-    settings_command("prefill", "Run one prefill worker.", run_prefill),
-    settings_command("decode", "Run one decode worker.", run_decode),
+    settings_command("prefill", "Run one prefill worker.", run_worker),
+    settings_command("decode", "Run one decode worker.", run_worker),
     settings_command("worker", "Run one worker that can change its role, prefill or decode, while it runs.", run_worker),
     flip_command(),
     settings_command("top", "Live workers, latencies and requests of a running server in this terminal; q quits.", cast(Run, run_top)),

@@ -15,10 +15,8 @@ from ..coordinator.http.access.operators import admin_key, make_admin_key
 from ..coordinator.http.access.url import url_of
 from ..coordinator.run_folder import ADMIN_KEY, RunFolder
 from ..coordinator.settings import CoordinatorSettings
-from ..decode.settings import DecodeSettings
 from ..engine.settings import WorkerSettings
-from ..prefill.settings import PrefillSettings
-from ..worker.flexible_settings import FlexibleSettings
+from ..worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
 from .checks import port_problem, read_key, require_device, require_model, require_port, require_runner
 from .config import ConfigError, Layer, Sources, Value, build
 from .extras import missing_for

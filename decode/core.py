@@ -31,7 +31,7 @@ from ..transport.messages.messages import (
     from_u32,
     u32_array,
 )
-from ..worker.draining import Draining
+from ..transport.process.draining import Draining
 from .foretold import Foretold
 from .heartbeat import Heartbeat
 from .moving import Moving

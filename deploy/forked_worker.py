@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
-FORK_SERVER_MODULES = ("splitserve.deploy.fork_server", "splitserve.cli.main", "splitserve.prefill.worker", "splitserve.decode.worker")
+FORK_SERVER_MODULES = ("splitserve.deploy.fork_server", "splitserve.cli.main", "splitserve.worker.loop")
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ADOPTED_EVERY_S = 1e-4
 

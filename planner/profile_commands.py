@@ -104,9 +104,8 @@ def _errors(residuals: Residuals | None) -> tuple[str, ...]:
 
 
 def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Profile:
-    from ..decode.settings import DecodeSettings
     from ..engine.load_model import load_model
-    from ..prefill.settings import PrefillSettings
+    from ..worker.settings import FlexibleSettings
     from .profile.flip import measure_flip
     from .profile.handoff import measure_movers
     from .profile.measure import decode_loop_s, fitted, measure, noise_cv
@@ -133,11 +132,8 @@ def _measured(settings: ProfileSettings, folder: Path, console: Console) -> Prof
     contention = _contention(settings, worker, model, bounds, console)
     loop_s = decode_loop_s(min(16, settings.max_num_seqs))
     movers = measure_movers(block_bytes, model.num_layers, settings.precision)
-    flip_s = measure_flip(
-        model,
-        PrefillSettings(model=folder, insecure=True, max_batch_tokens=settings.max_batch_tokens, **shared),
-        DecodeSettings(model=folder, insecure=True, max_num_seqs=settings.max_num_seqs, **shared),
-    )
+    batch = {"max_batch_tokens": settings.max_batch_tokens, "max_num_seqs": settings.max_num_seqs}
+    flip_s = measure_flip(model, FlexibleSettings.model_validate({"model": folder, "insecure": True, **batch, **shared}))
     power = _power(model, found, block_size)
     made = Profile(
         name=settings.name or f"{folder.resolve().name} on {model.device}",

@@ -29,7 +29,7 @@ from ..transport.messages.messages import (
     RequestFailed,
     from_u32,
 )
-from ..worker.draining import Draining
+from ..transport.process.draining import Draining
 from .first_token import FirstTokens
 from .handoff_feed import HandoffFeed
 from .heartbeat import Heartbeat

@@ -14,8 +14,7 @@ from ...transport.handoff.handoff import PeerId
 from ...transport.handoff.receiver import HandoffReceiver, MoverEndpoints
 from ...transport.handoff.sender import HandoffSender
 from ...transport.messages.messages import SECRET_BYTES, Handoff, Message, Placed, Renew
-from ...worker.departure import Departure
-from ...worker.role_host import RoleHost
+from ...worker.roles import Departure, RoleHost
 from .cluster import Pool
 from .device import Device
 from .worker_shell import HOST, LEASE, MOVERS, Surroundings, WorkerShell

@@ -1,6 +1,6 @@
 """One device under virtual time: it runs one step at a time, of one worker or of the two that share it.
 
-Two workers' steps take turns, as on ``worker/runner_in_turns.py``: each makes its next step when its last one has ended, and a step that
+Two workers' steps take turns, as on ``worker/turns.py``: each makes its next step when its last one has ended, and a step that
 is made while the other one's runs is the next to run. So a sequence waits for at most one step of prompts between two tokens.
 
 Decode steps that differ in nothing but their positions are run many at once (``_Run``): their ends are worked out ahead, and the core

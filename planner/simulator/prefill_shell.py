@@ -13,8 +13,7 @@ from ...transport.handoff.handoff import PeerId
 from ...transport.handoff.layer_slicing import LayerSlicing
 from ...transport.handoff.sender import HandoffSender
 from ...transport.messages.messages import Grant, Message
-from ...worker.departure import Departure
-from ...worker.role_host import RoleHost
+from ...worker.roles import Departure, RoleHost
 from .cluster import Pool
 from .device import Device
 from .leaving_layers import LeavingLayers

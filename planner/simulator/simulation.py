@@ -18,7 +18,7 @@ from ...engine.latency_profile import StepClock, StepRole
 from ...steering.steering import Steering
 from ...transport.process.collector import seldom_collected
 from ...transport.process.huge_heap import collapse_heap
-from ...worker.role_host import RoleHost, worker_name
+from ...worker.roles import RoleHost, worker_name
 from ..errors import SimulationError
 from ..trace.request import Trace, TraceRequest
 from .cluster import Cluster, Pool

@@ -11,8 +11,7 @@ from ...transport.handoff import actions as act
 from ...transport.handoff.handoff import HandoffTimes, PeerId
 from ...transport.handoff.sender import HandoffSender
 from ...transport.messages.messages import Fenced, Flip, Goodbye, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
-from ...worker.departure import Departure
-from ...worker.role_host import RoleHost
+from ...worker.roles import Departure, RoleHost
 from .cluster import Pool
 from .device import Device
 from .events import EventQueue

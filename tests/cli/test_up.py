@@ -20,8 +20,7 @@ from splitserve.cli.main import cli
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.cli.up import Plan, plan
 from splitserve.coordinator.settings import CoordinatorSettings
-from splitserve.decode.settings import DecodeSettings
-from splitserve.worker.flexible_settings import FlexibleSettings
+from splitserve.worker.settings import DecodeSettings, FlexibleSettings
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from splitserve.planner.search.launch import write_launch
 from splitserve.planner.settings import PlanSettings
 from splitserve.planner.trace.own_format import write_trace
 from splitserve.planner.trace.request import Trace
-from splitserve.worker.flexible_settings import FlexibleSettings
+from splitserve.worker.settings import FlexibleSettings
 
 
 def test_the_command_writes_a_configuration_that_up_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 
 from splitserve.cli.settings import DEMO_MODEL
-from splitserve.decode.settings import DecodeSettings
-from splitserve.decode.worker import DecodeWorker
 from splitserve.engine.latency_profile import Memory, Numerics, Piece, Profile, StepClock, StepModel
 from splitserve.engine.load_model import load_model
-from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step.batch import Batch, StepOutput
 from splitserve.planner.profile.design import Bounds, experiments
 from splitserve.planner.profile.flip import measure_flip
@@ -25,8 +22,8 @@ from splitserve.planner.profile.measure import MIN_REPEATS, batch_of, decode_loo
 from splitserve.planner.profile.power import measure_power
 from splitserve.planner.profile_commands import profile as profile_command
 from splitserve.planner.settings import ProfileSettings
-from splitserve.prefill.settings import PrefillSettings
-from splitserve.prefill.worker import PrefillWorker
+from splitserve.worker.played_role import PlayedRole
+from splitserve.worker.settings import FlexibleSettings
 
 BOUNDS = Bounds(max_batch_tokens=256, max_num_seqs=32, max_model_len=1024, num_blocks=512, block_size=16)
 TRUTH = Profile(
@@ -104,20 +101,19 @@ def test_a_change_of_role_is_timed_on_real_workers_that_no_coordinator_hears_of(
     TRUTH.write(tmp_path / "profile.json")
     runner = f"paced:{tmp_path / 'profile.json'}"
     options = {"model": DEMO_MODEL, "runner": runner, "insecure": True, "num_blocks": 64, "block_size": 16, "device": "cpu"}
-    decode, prefill = DecodeSettings.model_validate(options), PrefillSettings.model_validate(options)
-    model = load_model(decode, max_decode_seqs=8, prefill_tokens=lambda device: 64)
+    settings = FlexibleSettings.model_validate({**options, "max_batch_tokens": 64, "max_num_seqs": 8})
+    model = load_model(settings, max_decode_seqs=8, prefill_tokens=lambda device: 64)
     made: list[tuple[str, str]] = []
-    for kind in (DecodeWorker, PrefillWorker):
-        begin = kind.__init__
+    begin = PlayedRole.__init__
 
-        def noted(worker: object, settings: WorkerSettings, *rest: object, begin: Callable[..., None] = begin) -> None:
-            made.append((settings.role, settings.coordinator))
-            begin(worker, settings, *rest)
+    def noted(role: PlayedRole, settings: FlexibleSettings, *rest: object) -> None:
+        made.append((role.role, settings.coordinator))
+        begin(role, settings, *rest)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(kind, "__init__", noted)
-    assert 0 < measure_flip(model, prefill, decode, num_flips=2) < 30
+    monkeypatch.setattr(PlayedRole, "__init__", noted)
+    assert 0 < measure_flip(model, settings, num_flips=2) < 30
     assert [role for role, _ in made] == ["prefill", "decode", "prefill"]
-    assert decode.coordinator not in {coordinator for _, coordinator in made}
+    assert settings.coordinator not in {coordinator for _, coordinator in made}
 
 
 class Driver:

@@ -27,7 +27,6 @@ from splitserve.engine.settings import WorkerSettings
 from splitserve.engine.step.batch import StepOutput
 from splitserve.engine.worker_model import WorkerModel
 from splitserve.prefill.core import PrefillCore
-from splitserve.prefill.running_step import RunningStep
 from splitserve.prefill.scheduler import PrefillScheduler, PrefillStep
 from splitserve.transport.messages.messages import (
     Cancel,
@@ -40,6 +39,7 @@ from splitserve.transport.messages.messages import (
     Sampling,
     u32,
 )
+from splitserve.worker.steps import RunningStep
 
 BLOCK = 4
 PEER = Peer(worker_id="d", incarnation=1, address="inproc://d")

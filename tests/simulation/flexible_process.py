@@ -14,7 +14,7 @@ from simulation.watched_blocks import WatchedBlocks
 from simulation.worker_process import BLOCK_SIZE, WorkerProcess
 
 from splitserve.transport.messages.messages import Role
-from splitserve.worker.role_host import worker_name
+from splitserve.worker.roles import worker_name
 
 if TYPE_CHECKING:
     from simulation.world import World

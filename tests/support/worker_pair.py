@@ -15,16 +15,14 @@ from unittest.mock import patch
 import numpy as np
 
 from splitserve.bench.null_workers import null_model
-from splitserve.decode.settings import DecodeSettings
-from splitserve.decode.worker import DecodeWorker
 from splitserve.engine.errors import EngineError
 from splitserve.engine.step.step_thread import Runner
-from splitserve.prefill.settings import PrefillSettings
-from splitserve.prefill.worker import PrefillWorker
 from splitserve.transport.channels import channels
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.messages.messages import FROM_WORKER, Hello, Message, Peer, Prefill, RequestSpec, Sampling, Welcome, u32
 from splitserve.transport.movers.shm import SharedPool
+from splitserve.worker.loop import Worker
+from splitserve.worker.settings import DecodeSettings, PrefillSettings
 
 DEADLINE_S = 60.0
 PATIENT = {"orphaned_after_s": 3600}  # this coordinator answers no heartbeats
@@ -74,8 +72,8 @@ class WorkerPair:
         self._stack.callback(shared.close)
         pool = np.frombuffer(shared.buffer, np.uint8)[: models["decode"].pool.nbytes].reshape(models["decode"].pool.shape)
         models["decode"] = replace(models["decode"], pool=pool)
-        self.prefill = PrefillWorker(PrefillSettings.model_validate({**common, "name": "p"}), models["prefill"], None)
-        self.decode = DecodeWorker(DecodeSettings.model_validate({**common, "name": "d"}), models["decode"], None, shared)
+        self.prefill = Worker(PrefillSettings.model_validate({**common, "name": "p"}), models["prefill"], None)
+        self.decode = Worker(DecodeSettings.model_validate({**common, "name": "d"}), models["decode"], None, shared)
         self.threads: dict[str, threading.Thread] = {}
         self.errors: dict[str, EngineError] = {}
         """By role, what ended a worker's loop."""
@@ -97,7 +95,7 @@ class WorkerPair:
             self.threads[role].join(DEADLINE_S)
         self._stack.close()
 
-    def _run(self, role: str, worker: PrefillWorker | DecodeWorker) -> None:
+    def _run(self, role: str, worker: Worker) -> None:
         try:
             worker.run()
         except EngineError as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import zmq
 
+from ..decode.core import DecodeCore
 from ..engine.worker_model import WorkerModel
 from ..transport.channels.channels import RouterChannel
 from ..transport.channels.coordinator_link import opened_to, worker_of
@@ -23,7 +24,6 @@ from ..transport.messages.messages import BETWEEN_MOVERS, FROM_PREFILL, Meet, Me
 from ..transport.movers.checksum import checksums
 from ..transport.movers.opening import ON_DEVICE, MoverTargets, offered
 from ..transport.movers.shm import SharedPool
-from .core import DecodeCore
 from .settings import DecodeSettings
 
 RECEIVING = (OpenLease, ExpectAgain, CloseLease, Verify)

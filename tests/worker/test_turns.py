@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from splitserve.engine.step.batch import StepOutput
-from splitserve.worker.runner_in_turns import RunnerInTurns
+from splitserve.worker.turns import RunnerInTurns
 
 TIMEOUT_S = 60.0
 

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from splitserve.decode.receiving_end import advertised_host
-from splitserve.decode.settings import DecodeSettings
 from splitserve.transport.errors import AddressError
+from splitserve.worker.receiving_end import advertised_host
+from splitserve.worker.settings import DecodeSettings
 
 
 def _settings(listen: str, coordinator: str = "tcp://127.0.0.1:7000", host: str = "") -> DecodeSettings:

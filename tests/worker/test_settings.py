@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.prefill.settings import PrefillSettings
+from splitserve.worker.settings import PrefillSettings
 
 
 @pytest.mark.parametrize(("asked", "on_a_cpu", "on_a_gpu"), [({}, 512, 2048), ({"max_batch_tokens": 96}, 96, 96)], ids=["default", "96"])

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..channels.coordinator_links import CoordinatorLinks
-from ..handoff.transfer_clock import TransferClock
-from ..messages.messages import BlockEvents, Load, Message
-from .reports import Telemetry, with_telemetry
-from .worker_trace import WorkerTrace
+from ..transport.channels.coordinator_links import CoordinatorLinks
+from ..transport.handoff.transfer_clock import TransferClock
+from ..transport.messages.messages import BlockEvents, Load, Message
+from ..transport.process.reports import Telemetry, with_telemetry
+from ..transport.process.worker_trace import WorkerTrace
 
 
 class ReportingCore(Protocol):

@@ -11,12 +11,12 @@ from support.worker_pair import process_settings_kept
 from splitserve.bench.studies.steer_workload import worker as profile
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.engine.step.paced_runner import paced_model
-from splitserve.worker.flexible_settings import FlexibleSettings
-from splitserve.worker.flexible_worker import FlexibleWorker
+from splitserve.worker.loop import Worker
+from splitserve.worker.settings import FlexibleSettings
 
 
 @pytest.fixture
-def flexible(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FlexibleWorker]:
+def flexible(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Worker]:
     """A decode worker, or what the test says, whose coordinator is not there."""
     start_as = getattr(request, "param", "decode")
     profile().write(tmp_path / "profile.json")
@@ -29,35 +29,37 @@ def flexible(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Flexibl
         coordinator="tcp://127.0.0.1:9",
         runner=f"paced:{tmp_path / 'profile.json'}",
     )
-    process = FlexibleWorker(settings, paced_model(settings), None, None)
+    process = Worker(settings, paced_model(settings), None, None)
     yield process
-    process.leave()
-    process.leave()
-    with process_settings_kept():
-        process.run()
+    if process.roles:
+        process.leave()
+        process.leave()
+        with process_settings_kept():
+            process.run()
 
 
-def test_both_roles_for_a_moment(flexible: FlexibleWorker) -> None:
+def test_both_roles_for_a_moment(flexible: Worker) -> None:
     assert flexible.begin("prefill")
     assert flexible.begin("prefill"), "said again, it has begun"
 
 
-def test_a_role_that_is_still_ending_does_not_begin_again(flexible: FlexibleWorker) -> None:
+def test_a_role_that_is_still_ending_does_not_begin_again(flexible: Worker) -> None:
     """Else who drains for its sake would leave no worker behind."""
     flexible.begin("prefill")
-    flexible._workers["decode"]._core.drain(0.0)
+    flexible.roles["decode"].core.drain(0.0)
     assert not flexible.begin("decode")
 
 
-def test_a_process_that_is_to_end_begins_nothing(flexible: FlexibleWorker) -> None:
+def test_a_process_that_is_to_end_begins_nothing(flexible: Worker) -> None:
     flexible.leave()
     assert not flexible.begin("prefill")
 
 
 @pytest.mark.parametrize("flexible", ["mixed"], indirect=True)
-def test_a_mixed_worker_is_of_both_roles_or_of_none(flexible: FlexibleWorker) -> None:
+def test_a_mixed_worker_is_of_both_roles_or_of_none(flexible: Worker) -> None:
     """One half that was told to leave would else be gone for as long as the process lives."""
-    assert sorted(flexible._workers) == ["decode", "prefill"]
-    flexible._workers["decode"]._core.drain(0.0)
-    flexible.run()
-    assert not flexible._workers
+    assert sorted(flexible.roles) == ["decode", "prefill"]
+    flexible.roles["decode"].core.drain(0.0)
+    with process_settings_kept():
+        flexible.run()
+    assert not flexible.roles

@@ -1,0 +1,81 @@
+"""The decode role of a worker's process."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from ..decode.core import DecodeCore
+from ..decode.scheduler import DecodeScheduler
+from ..transport.handoff.actions import Join, Supersede, TellTokens, ToPeer
+from ..transport.handoff.handoff import HandoffTimes
+from ..transport.handoff.receiver import HandoffReceiver
+from ..transport.messages.messages import FROM_DECODE, SECRET_BYTES
+from .played_role import PlayedRole, Process
+from .receiving_end import RECEIVING, ReceivingEnd
+from .settings import DecodeSettings
+from .steps import DecodeSteps
+
+
+class DecodeRole(PlayedRole):
+    """Receives prompts' blocks and generates; hands sequences over to other decode workers when told to."""
+
+    role = "decode"
+    core: DecodeCore
+    steps: DecodeSteps
+    _receiving: ReceivingEnd
+
+    def __init__(self, settings: DecodeSettings, process: Process) -> None:
+        super().__init__(settings, process, ReceivingEnd(settings, process.model, process.key, process.shared))
+
+    def carry_out(self, now: float) -> None:
+        super().carry_out(now)
+        if self._receiving.has_checks:
+            self._receiving.check(self.core, now)
+            super().carry_out(now)
+
+    def report(self, now: float) -> None:
+        if self._reports.beat_is_due(now):
+            self._receiving.bury_dead_writers(self.core, now)
+        super().report(now)
+
+    def _make_core(self) -> None:
+        process, settings, identity = self._process, self._settings, self._identity
+        model = process.model
+        assert isinstance(settings, DecodeSettings)
+        self.max_batch_tokens = settings.max_num_seqs
+        scheduler = DecodeScheduler(
+            process.blocks,
+            identity.block_size,
+            settings.max_num_seqs,
+            model.max_model_len,
+            model.eos_token_ids,
+            window=identity.window,
+        )
+        worker = (settings.worker_id, self.links.incarnation)
+        receiver = HandoffReceiver(
+            worker,
+            identity,
+            process.blocks,
+            self._receiving.endpoints,
+            lambda: self.core.room(),
+            lambda: secrets.token_bytes(SECRET_BYTES),
+            HandoffTimes(lease=settings.lease_s),
+        )
+        meet = self._meet()
+        self.core = DecodeCore(worker, scheduler, receiver, identity.fingerprint, meet, settings.drain_timeout_s)
+        assert self.core.moving is not None, "it has said how it meets others"
+        self.sender = self.core.moving.sender
+        self.steps = DecodeSteps(self.core, model, process.wake)
+
+    def _take(self, now: float) -> list[Any]:
+        return self.core.take(now)
+
+    def _do(self, action: Any) -> None:
+        if isinstance(action, RECEIVING) or (isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE)):
+            self._receiving.carry_out(action)
+        elif not isinstance(action, Join | Supersede | TellTokens):  # the core's own; live steps are never foretold
+            super()._do(action)
+
+    def _rename(self, incarnation: int) -> None:
+        self.core.rename(incarnation)

@@ -1,0 +1,65 @@
+"""The prefill role of a worker's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..prefill.core import PrefillCore
+from ..prefill.scheduler import PrefillScheduler
+from ..transport.handoff.layer_slicing import LayerSlicing
+from .played_role import PlayedRole
+from .settings import PrefillSettings
+from .steps import PrefillSteps
+
+
+class PrefillRole(PlayedRole):
+    """Computes prompts and hands their blocks to decode workers."""
+
+    role = "prefill"
+    core: PrefillCore
+    steps: PrefillSteps
+
+    def complete_steps(self, now: float) -> None:
+        super().complete_steps(now)
+        self._report_tokens()
+
+    def launch(self, now: float) -> None:
+        if self.steps.launch(now) and self.steps.give_head_start():
+            self._report_tokens()
+
+    def _report_tokens(self) -> None:
+        """Send first tokens before the next step is made and before any block is copied: a client waits for them."""
+        if reports := self.core.take_reports():
+            self._reports.tell(*reports)
+
+    def _make_core(self) -> None:
+        process, settings, identity = self._process, self._settings, self._identity
+        model, host = process.model, process.host
+        assert isinstance(settings, PrefillSettings)
+        self.max_batch_tokens = settings.chunk_budget(model.device.type)
+        scheduler = PrefillScheduler(
+            process.blocks,
+            identity.block_size,
+            identity.fingerprint,
+            self.max_batch_tokens,
+            settings.max_num_seqs,
+            for_decode=host.for_decode if host and host.mixed else None,
+            window=identity.window,
+        )
+        self.core = PrefillCore(
+            self._meet(),
+            scheduler,
+            model.eos_token_ids,
+            model.max_model_len,
+            drain_timeout_s=settings.drain_timeout_s,
+            slicing=LayerSlicing(model.num_layers, identity.block_bytes, settings.kv_slicing),
+            is_local=host.hands_to_itself if host else lambda _: False,
+        )
+        self.sender = self.core.sender
+        self.steps = PrefillSteps(self.core, model, process.wake)
+
+    def _take(self, now: float) -> list[Any]:
+        return self.core.take()
+
+    def _rename(self, incarnation: int) -> None:
+        self.core.rename(self._meet())

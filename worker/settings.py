@@ -1,0 +1,106 @@
+"""The settings of a worker's process: for a prefill worker, for a decode worker, and for one that may play both roles."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field
+
+from ..engine.settings import WorkerSettings
+from ..transport.handoff.layer_slicing import SlicingMode
+from ..transport.messages.messages import Role
+from .roles import worker_name
+
+DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
+
+
+class PrefillSettings(WorkerSettings):
+    """Computes prompts in chunks and hands their KV blocks to decode workers."""
+
+    role: ClassVar[str] = "prefill"
+
+    max_batch_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 20,
+        description="Most prompt tokens computed in one step: the chunk budget. 0: 512 on CPUs, 2048 on GPUs, "
+        "where a step's kernels are launched one by one, which takes a small model longer than to compute 512 "
+        "tokens (an estimate: not yet measured on a GPU).",
+    )
+    kv_slicing: SlicingMode = Field(
+        default="auto",
+        description="How KV blocks leave while a chunk is computed. layers: each layer as soon as it is written; "
+        "blocks: whole, when the chunk is done; auto: a few layers at a time, by the chunk's size and the measured "
+        "rate of the mover.",
+    )
+    max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most prompts in one step.")
+
+    @property
+    def begins_as(self) -> tuple[Role, ...]:
+        """The roles that the process plays at first."""
+        return ("prefill",)
+
+    def chunk_budget(self, device_type: str) -> int:
+        """Return ``max_batch_tokens``, or the default for a ``cpu`` or a ``cuda`` device."""
+        return self.max_batch_tokens or DEFAULT_BATCH_TOKENS[device_type]
+
+
+class DecodeSettings(WorkerSettings):
+    """Generates tokens in a continuous batch, from KV blocks that prefill workers put into its cache."""
+
+    role: ClassVar[str] = "decode"
+
+    max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most sequences in the batch.")
+    listen: str = Field(
+        default="tcp://127.0.0.1:*",
+        pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
+        description="Where prefill workers reach this worker: it listens here. tcp://HOST:PORT; port * lets the "
+        "system choose.",
+    )
+    data_listen: str = Field(
+        default="tcp://127.0.0.1:*",
+        pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
+        description="Where KV blocks arrive with the zmq mover. tcp://HOST:PORT; port * lets the system choose.",
+    )
+    advertise_host: str = Field(
+        default="",
+        max_length=255,
+        description="Host name or address that prefill workers connect to. Default: the one in listen; where that is "
+        "0.0.0.0, the one by which the coordinator sees this host.",
+    )
+    lease_s: float = Field(
+        default=10,
+        ge=0.1,
+        le=3600,
+        description="Seconds that blocks stay reserved for a prefill worker that has gone silent.",
+    )
+
+    @property
+    def begins_as(self) -> tuple[Role, ...]:
+        """The roles that the process plays at first."""
+        return ("decode",)
+
+
+class FlexibleSettings(DecodeSettings, PrefillSettings):
+    """Runs as a prefill or a decode worker, and changes from one to the other when told to: weights, KV blocks and prefix
+    cache stay. Or it is both, and stays so."""
+
+    role: ClassVar[str] = "worker"
+
+    start_as: Literal["prefill", "decode", "mixed"] = Field(
+        default="decode",
+        description="The role that it begins with. mixed: it is of both for good, and generates for the prompts that it "
+        "computes, of which next to nothing moves.",
+    )
+    max_num_seqs: int = Field(
+        default=64, ge=1, le=65_536, description="Most sequences in its batch, and most prompts in a step."
+    )
+
+    @property
+    def begins_as(self) -> tuple[Role, ...]:
+        """The roles that the process plays at first."""
+        return ("decode", "prefill") if self.start_as == "mixed" else (self.start_as,)
+
+    def in_role(self, role: str) -> Self:
+        """Return the settings under the name that the process has in this role."""
+        return self.model_copy(update={"name": worker_name(self.worker_id, role)})
