@@ -13,6 +13,7 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.errors import Headers
 from splitserve.coordinator.generate.exchange import MAX_PER_TURN, HttpExchange
+from splitserve.coordinator.generate.generate import MANY_CHOICES
 from splitserve.coordinator.generate.prompts import INLINE_CHARS
 from splitserve.coordinator.http.inner_call import InnerCall
 from splitserve.coordinator.lifecycle.request import Request
@@ -74,7 +75,7 @@ async def test_a_mistake_of_ours_is_one_request_s(dispatcher: FakeDispatcher, mo
 async def test_requests_for_many_choices_take_turns(
     dispatcher: FakeDispatcher, model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two of them, and between some of the choices that a client gives up, streams are served."""
+    """Streams are served between some of the choices that are made, and between some that a client gives up."""
     in_a_turn: Counter[str] = Counter()
     most: Counter[str] = Counter()
 
@@ -100,5 +101,5 @@ async def test_requests_for_many_choices_take_turns(
     for client in clients:
         client.call.abandon()
     await dispatcher.until(lambda: not dispatcher.running)
-    assert most["made"] == 300
+    assert most["made"] <= 3 * MANY_CHOICES
     assert most["cancelled"] <= 3 * MAX_PER_TURN
