@@ -51,7 +51,7 @@ def _run(role: str, coordinator: str, core: int, num_blocks: int, max_model_len:
 
     os.sched_setaffinity(0, {core})
     model = null_model(num_blocks, max_model_len)
-    common = {"model": ".", "coordinator": coordinator, "insecure": True, "mover": "zmq", "name": f"{role}-null"}
+    common = {"model": ".", "coordinator": coordinator, "insecure": True, "mover": "tcp", "name": f"{role}-null"}
     if role == "prefill":
         Worker(PrefillSettings.model_validate({**common, "max_batch_tokens": 8192}), model, None).run()
     else:

@@ -178,7 +178,7 @@ def check_key(settings: DoctorSettings) -> Iterator[Finding]:
 def check_limits(_: DoctorSettings) -> Iterator[Finding]:
     free = shutil.disk_usage("/dev/shm").free
     if free < MIN_SHM_BYTES:
-        advice = "enlarge it (containers: --shm-size=4g), or use --mover zmq or a smaller --kv-cache-gib"
+        advice = "enlarge it (containers: --shm-size=4g), or use --mover tcp or a smaller --kv-cache-gib"
         yield Finding("note", f"/dev/shm has only {free / GIB:.1f} GiB free for KV caches", advice)
     else:
         yield Finding("ok", f"/dev/shm has {free / GIB:.1f} GiB free")

@@ -73,7 +73,7 @@ def given(flags: Mapping[str, Any]) -> Layer:
 
 
 def metavar(field: FieldInfo) -> str:
-    """What stands for the value in help and reference: ``INTEGER``, ``[auto|shm|zmq]``."""
+    """What stands for the value in help and reference: ``INTEGER``, ``[auto|shm|tcp]``."""
     kind = _plain(field.annotation)
     if get_origin(kind) is Literal:
         return f"[{'|'.join(get_args(kind))}]"

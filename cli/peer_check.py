@@ -2,7 +2,7 @@
 
 port     TCP, control and KV            key      CURVE handshake
 version  wire, splitserve               clock    offset at the shortest of a few round trips
-movers   those that both hosts offer    rate     64 MiB through the zmq mover, sealed and in the clear, checked by checksum
+movers   those that both hosts offer    rate     64 MiB through the tcp mover, sealed and in the clear, checked by checksum
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _bandwidth(peer: PeerSocket, who: Who, address: Address) -> Iterator[Finding
             yield Finding("problem", f"KV blocks did not arrive, {how}: {error}", f"open port {data.port} of {data.host} for this host")
             return
         prompt_ms = 1000 * CHAT_BYTES / rate * 1e3
-        yield Finding("ok", f"KV blocks by zmq, {how}: {rate / 1e9:.2f} GB/s; 1,000 tokens of Llama-3.1-8B take {prompt_ms:,.0f} ms")
+        yield Finding("ok", f"KV blocks by tcp, {how}: {rate / 1e9:.2f} GB/s; 1,000 tokens of Llama-3.1-8B take {prompt_ms:,.0f} ms")
 
 
 def _rate(peer: PeerSocket, data_address: str, pool: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], plain: bool) -> float:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVDType = Literal["auto", "fp8"]
 Quantization = Literal["none", "fp8"]
-Mover = Literal["auto", "cuda_ipc", "shm", "nccl", "nixl", "zmq"]
+Mover = Literal["auto", "cuda_ipc", "shm", "nccl", "nixl", "tcp"]
 CONTROL_ADDRESS = r"tcp://(?:[^\s:,]+|\[[0-9a-fA-F:.]+\]):\d+"
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -120,8 +120,8 @@ class WorkerSettings(BaseModel):
     mover: Mover = Field(
         default="auto",
         description="How KV blocks travel. auto: the best that both workers have: shm between processes of one host; nixl where it is "
-        "installed, there is RDMA and plaintext_kv is set; else zmq. cuda_ipc (GPUs of one host) and nccl only by name, until they have "
-        "run on GPUs. One that fails in use, also one that is named here, is replaced by zmq.",
+        "installed, there is RDMA and plaintext_kv is set; else tcp. cuda_ipc (GPUs of one host) and nccl only by name, until they have "
+        "run on GPUs. One that fails in use, also one that is named here, is replaced by tcp.",
     )
     plaintext_kv: bool = Field(
         default=False,
@@ -165,7 +165,7 @@ class WorkerSettings(BaseModel):
             raise ValueError("give either --key-file (make one with `splitserve keygen FILE`) or --insecure, which uses no key")
         if self.mover in ("nccl", "nixl") and not (self.plaintext_kv or self.insecure):
             raise ValueError(
-                f"the mover {self.mover} sends KV blocks in the clear: set --plaintext-kv in a network that you trust, or choose zmq"
+                f"the mover {self.mover} sends KV blocks in the clear: set --plaintext-kv in a network that you trust, or choose tcp"
             )
         if self.num_blocks is not None and self.kv_cache_gib is not None:
             raise ValueError("--num-blocks and --kv-cache-gib both size the KV cache: give one")

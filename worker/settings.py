@@ -60,7 +60,7 @@ class DecodeSettings(WorkerSettings):
     data_listen: str = Field(
         default="tcp://127.0.0.1:*",
         pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
-        description="Where KV blocks arrive with the zmq mover. tcp://HOST:PORT; port * lets the system choose.",
+        description="Where KV blocks arrive with the tcp mover. tcp://HOST:PORT; port * lets the system choose.",
     )
     advertise_host: str = Field(
         default="",

@@ -32,7 +32,7 @@ from ...cli.up import free_port
 from ..environment import environment
 from ..models import make_random_llama
 
-MOVERS = ("shm", "zmq")
+MOVERS = ("shm", "tcp")
 SLICINGS = ("blocks", "layers", "auto")
 LENGTHS = {512: 5, 2048: 3, 8192: 2}  # prompt tokens: requests
 GOAL_FROM_TOKENS, GOAL_OF_TTFT = 2048, 0.02

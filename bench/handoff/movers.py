@@ -10,9 +10,9 @@ the round, and the median over the rounds is reported: load on the machine then 
     shm             the mover
     socket          one bare TCP connection, 2 MiB a call, received straight into the pool (bare_transfer.py)
     4 sockets       as many as the mover opens for large transfers, a thread for each
-    ZeroMQ          bare PUSH and PULL, without a copy at the sender: what the ``zmq`` mover would be over ZeroMQ
-    zmq plain       the mover, with --plaintext-kv
-    zmq             the mover, encrypted
+    ZeroMQ          bare PUSH and PULL, without a copy at the sender: what the ``tcp`` mover would be over ZeroMQ
+    tcp plain       the mover, with --plaintext-kv
+    tcp             the mover, encrypted
     nixl            the mover, over TCP, where NIXL is installed
     nccl            the mover, played by Gloo
     AES-256-GCM, AES-128-OCB    sealing every block, one core
@@ -128,8 +128,8 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
         "socket": bare.receive_all,
         "4 sockets": four.receive_all,
         "ZeroMQ": bare_zmq.receive_all,
-        "zmq plain": lambda: _receive_all(tcp, num_blocks),
-        "zmq": lambda: _receive_all(tcp, num_blocks),
+        "tcp plain": lambda: _receive_all(tcp, num_blocks),
+        "tcp": lambda: _receive_all(tcp, num_blocks),
         "nccl": lambda: _receive_all(nccl, num_blocks, words_ours),
     }
     alone = {
@@ -223,8 +223,8 @@ def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order
     ways: dict[str, Callable[[], None]] = {
         "memcpy": lambda: _copy_all(pool, copy, sources),
         "shm": _putting(ending, replace(met, mover="shm"), pool, chunks),
-        "zmq plain": _putting(ending, replace(met, mover="zmq"), pool, chunks, plain_kv=True),
-        "zmq": _putting(ending, replace(met, mover="zmq"), pool, chunks),
+        "tcp plain": _putting(ending, replace(met, mover="tcp"), pool, chunks, plain_kv=True),
+        "tcp": _putting(ending, replace(met, mover="tcp"), pool, chunks),
         "socket": TcpSender(tcp_port, pool).send_all,
         "4 sockets": TcpSender(four_port, pool, 4).send_all,
         "ZeroMQ": ZmqSender(zmq_port, pool).send_all,

@@ -38,7 +38,7 @@ def measure_movers(block_bytes: int, num_layers: int, precision: float = 0.02) -
     shape = (num_blocks, num_layers, -(-block_bytes // num_layers))
     own = np.random.default_rng(0).integers(0, 256, int(np.prod(shape)), np.uint8).reshape(shape)
     message_s = measure_message()
-    return {"shm": _shm(own, message_s, precision), "zmq": _zmq(own, message_s, precision)}
+    return {"shm": _shm(own, message_s, precision), "tcp": _tcp(own, message_s, precision)}
 
 
 def _shm(own: Blocks, message_s: float, precision: float) -> HandoffModel:
@@ -58,7 +58,7 @@ def _shm(own: Blocks, message_s: float, precision: float) -> HandoffModel:
     return found
 
 
-def _zmq(own: Blocks, message_s: float, precision: float) -> HandoffModel:
+def _tcp(own: Blocks, message_s: float, precision: float) -> HandoffModel:
     """Over loopback, enciphered, from the put until all of it has arrived. Both ends are in this process and share its cores."""
     theirs = np.zeros_like(own)
     target = TcpTarget("tcp://127.0.0.1:*", theirs)

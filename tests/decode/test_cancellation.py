@@ -166,7 +166,7 @@ def cancelled_at(moment: int, system: System, prefill_hears_after: int) -> set[s
 
 def test_cancelled_at_any_moment_in_any_state() -> None:
     seen: set[str] = set()
-    for mover, full, prefill_hears_after in itertools.product(("shm", "zmq"), (False, True), (1, 4)):
+    for mover, full, prefill_hears_after in itertools.product(("shm", "tcp"), (False, True), (1, 4)):
         for moment in range(60):
             seen |= cancelled_at(moment, System(mover, full), prefill_hears_after)
     assert seen == EVERY_STATE

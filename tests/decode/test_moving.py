@@ -61,9 +61,9 @@ class Worker:
         self.pair, self.name = pair, name
         self.blocks = BlockManager(num_blocks)
         scheduler = DecodeScheduler(self.blocks, BLOCK, 8, 128, frozenset())
-        endpoints = MoverEndpoints(("zmq",), "h")
+        endpoints = MoverEndpoints(("tcp",), "h")
         receiver = HandoffReceiver((name, 1), MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: b"s" * 16)
-        meet = Meet(worker_id=name, incarnation=1, host="h", pid=1, model=MODEL, movers=("zmq",))
+        meet = Meet(worker_id=name, incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
         self.core = DecodeCore((name, 1), scheduler, receiver, MODEL.fingerprint, meet)
         self.said: list[Message] = []
         self.step: DecodeStep | None = None

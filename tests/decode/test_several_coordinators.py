@@ -19,7 +19,7 @@ MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=4, layout="l"
 def make() -> DecodeCore:
     blocks = BlockManager(64)
     scheduler = DecodeScheduler(blocks, 4, 8, 64, frozenset([0]))
-    endpoints = MoverEndpoints(("zmq",), "h", "", "")
+    endpoints = MoverEndpoints(("tcp",), "h", "", "")
     receiver = HandoffReceiver(("d", 1), MODEL, blocks, endpoints, lambda: core.room(), lambda: b"s" * 16)
     core = DecodeCore(("d", 1), scheduler, receiver, "m")
     return core

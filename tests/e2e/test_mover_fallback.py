@@ -1,4 +1,4 @@
-"""A mover that breaks in mid-stream in a real worker: its requests go on by zmq, with a warning and a count."""
+"""A mover that breaks in mid-stream in a real worker: its requests go on by tcp, with a warning and a count."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_a_mover_that_breaks_is_replaced_by_zmq(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with running(tiny[0], tmp_path, "--kv-cache-gib", "0.1", *NEVER_DEAD) as broken:
         assert Streams(broken, PROMPTS, NUM_TOKENS).texts() == expected
-        broken.wait_log("broken by a test; from now on by zmq")
-        broken.wait_log("hands KV blocks to decode-0 by zmq")
+        broken.wait_log("broken by a test; from now on by tcp")
+        broken.wait_log("hands KV blocks to decode-0 by tcp")
         said = broken.log.read_text()
-        assert said.index("decode-0 by shm") < said.index("from now on by zmq") < said.index("decode-0 by zmq")
+        assert said.index("decode-0 by shm") < said.index("from now on by tcp") < said.index("decode-0 by tcp")
         wait_for("the count is told", lambda: fallbacks(HTTP.get(f"{broken.url}/metrics").text) == 1)
         broken.wait_at_rest()

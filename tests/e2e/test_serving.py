@@ -206,7 +206,7 @@ def test_workers_of_different_block_sizes_are_refused_in_a_sentence(tiny: Tiny, 
             assert [process.wait(PATIENCE_S) for process in processes] == [0] * len(processes)
 
 
-@pytest.mark.parametrize("mover", ["zmq", "shm", "nixl", "nccl"])
+@pytest.mark.parametrize("mover", ["tcp", "shm", "nixl", "nccl"])
 def test_either_mover(tiny: Tiny, tmp_path: Path, mover: str) -> None:
     if mover == "nixl" and not nixl.is_installed():
         pytest.skip("NIXL is not installed: pip install 'splitserve[nixl]'")

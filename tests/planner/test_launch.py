@@ -69,13 +69,13 @@ def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path:
     """By one command on one machine, or by one command for each role on machines of their own."""
     small = profile(memory=profile().memory.model_copy(update={"num_blocks": 300, "max_model_len": 1024}))
     hardware = Hardware((Kind("large", profile(), gpus=2), Kind("small", small)))
-    path, candidate = tmp_path / "up.yaml", Candidate(2, 1, 0, 512, 16, prefill_kind=0, decode_kind=1, mover="zmq")
+    path, candidate = tmp_path / "up.yaml", Candidate(2, 1, 0, 512, 16, prefill_kind=0, decode_kind=1, mover="tcp")
     write_launch(path, hardware, candidate, "why")
     launched = up({"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(path, env={}))
     assert [(w.role, w.num_blocks, w.mover) for w in launched.workers] == [
-        ("prefill", profile().memory.num_blocks, "zmq"),
-        ("prefill", profile().memory.num_blocks, "zmq"),
-        ("decode", 300, "zmq"),
+        ("prefill", profile().memory.num_blocks, "tcp"),
+        ("prefill", profile().memory.num_blocks, "tcp"),
+        ("decode", 300, "tcp"),
     ]
     flags = {"model": Value("m", "test"), "insecure": Value(True, "test")}
     alone = [load(role, flags, Sources.read(path, env={})) for role in ("coordinator", "prefill", "decode")]
@@ -87,7 +87,7 @@ def test_several_kinds_of_hardware_are_launched_each_as_its_profile_is(tmp_path:
     assert "block sizes" not in said
 
 
-@pytest.mark.parametrize("candidate", [Candidate(0, 0, 3, 512, 16, mover="zmq"), Candidate(2, 1, 3, 512, 16)])
+@pytest.mark.parametrize("candidate", [Candidate(0, 0, 3, 512, 16, mover="tcp"), Candidate(2, 1, 3, 512, 16)])
 def test_colocated_workers_are_launched_as_mixed_ones(tmp_path: Path, candidate: Candidate) -> None:
     write_launch(tmp_path / "up.yaml", Hardware((Kind.of(profile()),)), candidate)
     launched = up({"run_dir": Value(tmp_path / "run", "test"), "port": Value(0, "test")}, Sources.read(tmp_path / "up.yaml", env={}))

@@ -282,8 +282,8 @@ def test_limits_within_which_nothing_can_be_built_are_an_error() -> None:
 
 def test_a_mover_is_chosen_where_several_were_measured() -> None:
     slow, quick = (profile().handoff.model_copy(update={"bytes_per_s": rate}) for rate in (2e5, 1e10))
-    hardware = Hardware((Kind.of(profile().model_copy(update={"movers": {"zmq": slow, "shm": quick}})),))
-    assert hardware.movers == ("shm", "zmq")
+    hardware = Hardware((Kind.of(profile().model_copy(update={"movers": {"tcp": slow, "shm": quick}})),))
+    assert hardware.movers == ("shm", "tcp")
     asked = Question.of(hardware, question(300, 4, count=24).load, LEVEL)
     best = search(asked, Goal("goodput", Limits(2), chunks=(512,)), processes=1).best
     assert best.candidate.mover == "shm"

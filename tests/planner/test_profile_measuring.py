@@ -90,7 +90,7 @@ def test_a_put_is_repeated_until_its_time_is_known_or_it_has_run_often_enough(no
 
 def test_the_handoff_and_the_loop_of_this_machine_can_be_measured() -> None:
     movers = measure_movers(block_bytes=1 << 20, num_layers=4)
-    assert set(movers) == {"shm", "zmq"}
+    assert set(movers) == {"shm", "tcp"}
     for handoff in movers.values():
         assert 1e5 < handoff.bytes_per_s < 1e12
         assert 0 < handoff.message_s < 1
@@ -154,6 +154,6 @@ def test_the_command_profiles_a_model_in_the_types_that_it_names(tmp_path: Path,
     found = Profile.read(made)
     assert found.numerics == Numerics(dtype="float32", kv_dtype=kv_dtype)  # type: ignore[arg-type]
     assert found.memory.num_blocks == 64
-    assert set(found.movers) == {"shm", "zmq"}
+    assert set(found.movers) == {"shm", "tcp"}
     assert found.decode.seconds(4, 400, 4) > 0
     assert ("computed in float32, KV cache in float8" in capsys.readouterr().out) == (kv_dtype == "fp8")

@@ -28,9 +28,9 @@ class Rig:
     def __init__(self) -> None:
         self.bench = Bench(max_num_seqs=64)
         self.bench.load("d", [], blocks_free=1000)
-        meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("zmq",))
+        meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
         self.prefill = PrefillCore(meet, PrefillScheduler(BlockManager(NUM_BLOCKS), BLOCK, "m", 16, 4), frozenset(), 100)
-        endpoints = MoverEndpoints(("zmq",), "h")
+        endpoints = MoverEndpoints(("tcp",), "h")
         self.decode = HandoffReceiver(("d", 1), MODEL, BlockManager(1000), endpoints, lambda: (64, 0), lambda: b"s" * 16)
         self.unheard: list[act.SenderAction] = []  # what the decode worker would hear, and what would come to it
         self.num_dispatched = 0

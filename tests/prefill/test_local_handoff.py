@@ -27,7 +27,7 @@ from splitserve.transport.messages.messages import (
 
 BLOCK = 4
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)
-MEET = Meet(worker_id="w:prefill", incarnation=1, host="h", pid=1, model=MODEL, movers=("zmq",))
+MEET = Meet(worker_id="w:prefill", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
 PREFILL, DECODE = ("w:prefill", 1), ("w:decode", 2)
 
 
@@ -38,7 +38,7 @@ class Process:
         self.blocks = BlockManager(num_blocks)
         scheduler = PrefillScheduler(self.blocks, BLOCK, "m", 8, 4, for_decode=lambda: for_decode)
         self.prefill = PrefillCore(MEET, scheduler, frozenset(), 64, is_local=lambda name: name == "w:decode")
-        endpoints = MoverEndpoints(("zmq",), "h")
+        endpoints = MoverEndpoints(("tcp",), "h")
         self.decode = HandoffReceiver(DECODE, MODEL, self.blocks, endpoints, lambda: (8, 0), lambda: b"s" * 16)
         self.offers: list[Offer] = []
         self.puts: list[int] = []  # positions

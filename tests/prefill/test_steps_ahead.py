@@ -47,7 +47,7 @@ IDENTITY = ModelIdentity(fingerprint="model", dtype="float32", block_size=BLOCK,
 
 
 def make_core(num_blocks: int = 64, budget: int = 8) -> PrefillCore:
-    meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=IDENTITY, movers=("zmq",))
+    meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=IDENTITY, movers=("tcp",))
     return PrefillCore(meet, PrefillScheduler(BlockManager(num_blocks), BLOCK, "model", budget, max_num_seqs=4), frozenset(), 512)
 
 

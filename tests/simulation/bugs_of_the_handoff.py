@@ -34,7 +34,7 @@ def reuse_blocks_that_a_stalled_writer_may_still_write(patch: Patch) -> None:
     end = HandoffReceiver._end
 
     def broken(self: Any, incoming: Any, *args: Any) -> None:
-        incoming.mover = "zmq"
+        incoming.mover = "tcp"
         end(self, incoming, *args)
 
     patch.setattr(HandoffReceiver, "_end", broken)

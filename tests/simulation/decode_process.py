@@ -71,7 +71,7 @@ class DecodeProcess(WorkerProcess):
             "shm": Mapped(),
             "nccl": Booked(self.rendezvous),
             "nixl": self._agents,
-            "zmq": Booked(None),
+            "tcp": Booked(None),
         }
         self.ways_in = WaysIn(ways, lambda _: world.counts.update(("writers shut out",)))
         self._books = [self._target.book, *([self.rendezvous.book] if self.rendezvous is not None else [])]
@@ -93,7 +93,7 @@ class DecodeProcess(WorkerProcess):
     def make_core(self) -> DecodeCore:
         max_num_seqs = self.world.scenario.cluster.max_num_seqs
         scheduler = DecodeScheduler(self.blocks, BLOCK_SIZE, max_num_seqs, MAX_MODEL_LEN, EOS, window=self.model.window)
-        endpoints = MoverEndpoints(("cuda_ipc", "shm", "nccl", "nixl", "zmq"), self.host, shm_name="shm", data_address=str(self.endpoint))
+        endpoints = MoverEndpoints(("cuda_ipc", "shm", "nccl", "nixl", "tcp"), self.host, shm_name="shm", data_address=str(self.endpoint))
         receiver = HandoffReceiver(
             self.id, self.model, self.blocks, endpoints, lambda: self.core.room(), lambda: self.world.random.randbytes(16), TIMES
         )
@@ -229,7 +229,7 @@ class DecodeProcess(WorkerProcess):
         if complete is None:
             self.world.counts["parcels refused"] += 1
             return
-        if self.core.receiver.mover_of(parcel.lease) != "zmq":
+        if self.core.receiver.mover_of(parcel.lease) != "tcp":
             self.world.violated(f"{self.name}: a parcel of lease {parcel.lease} was written, which had ended or belongs to another mover")
         for position in complete:
             self.core.receiver.arrived(parcel.lease, position)
@@ -246,6 +246,6 @@ class DecodeProcess(WorkerProcess):
         """The one-sided mover: the memory changes, whatever this process thinks or does."""
         if block not in self.core.receiver.blocks_open_to(lease):
             self.world.violated(f"{self.name}: block {block} was written under lease {lease}, which had ended")
-        if self.core.receiver.mover_of(lease) in ("zmq", "nccl"):
+        if self.core.receiver.mover_of(lease) in ("tcp", "nccl"):
             self.world.violated(f"{self.name}: block {block} was written by its peer itself, under a lease of another mover")
         self.memory.write(block, start, values)

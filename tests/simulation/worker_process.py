@@ -81,7 +81,7 @@ class WorkerProcess(Process, ABC):
         by_agent = agents > 0.0 and world.random.random() < agents
         copies = world.scenario.cluster.copies
         by_copies = copies > 0.0 and world.random.random() < copies
-        able = {"cuda_ipc": by_copies, "shm": one_sided, "nccl": by_rendezvous, "nixl": by_agent, "zmq": True}
+        able = {"cuda_ipc": by_copies, "shm": one_sided, "nccl": by_rendezvous, "nixl": by_agent, "tcp": True}
         self._movers = tuple(mover for mover, has in able.items() if has)
         self.core: Any = self.make_core()
         self.after(TICK_S * world.random.random(), self._tick)

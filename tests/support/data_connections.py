@@ -1,4 +1,4 @@
-"""Ends of the zmq mover's data connections, well-behaved ones and others."""
+"""Ends of the tcp mover's data connections, well-behaved ones and others."""
 
 from __future__ import annotations
 

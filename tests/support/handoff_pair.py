@@ -57,7 +57,7 @@ class Pair:
 
     def __init__(
         self,
-        movers: tuple[str, ...] = ("zmq",),
+        movers: tuple[str, ...] = ("tcp",),
         num_blocks: int = 16,
         model: ModelIdentity = MODEL,
         slicing: LayerSlicing = WHOLE_BLOCKS,
@@ -69,7 +69,7 @@ class Pair:
         self.room = (8, 0)
         meet = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=model, movers=movers)
         self.sender = HandoffSender(meet, TIMES, slicing)
-        endpoints = MoverEndpoints(("shm", "nixl", "zmq"), "h")
+        endpoints = MoverEndpoints(("shm", "nixl", "tcp"), "h")
         self.receiver = HandoffReceiver(DECODE, own, self.pool, endpoints, lambda: self.room, lambda: b"s" * 16, TIMES)
         self.to_receiver: list[Message] = []
         self.to_sender: list[Message] = []

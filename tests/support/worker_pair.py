@@ -60,7 +60,7 @@ def process_settings_kept() -> Iterator[None]:
 class WorkerPair:
     """Entered, both workers run and are welcome. ``heard``: all that they have said since, their hellos aside."""
 
-    def __init__(self, mover: str = "zmq", runners: dict[str, Runner] | None = None, **settings: Any) -> None:
+    def __init__(self, mover: str = "tcp", runners: dict[str, Runner] | None = None, **settings: Any) -> None:
         """``runners``: by role, in place of the one that takes no time."""
         self._stack = ExitStack()
         self._stack.enter_context(patch.object(channels, "HEARTBEAT_TIMEOUT_MS", 60_000))  # nobody is given up for a machine's pause

@@ -25,7 +25,7 @@ def flexible(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Worker]
         name="w",
         start_as=start_as,
         insecure=True,
-        mover="zmq",
+        mover="tcp",
         coordinator="tcp://127.0.0.1:9",
         runner=f"paced:{tmp_path / 'profile.json'}",
     )

@@ -44,8 +44,10 @@ class Wait(NamedTuple):
 
 ONE_SIDED_MOVERS = frozenset({"cuda_ipc", "shm", "nixl"})
 SAME_HOST_MOVERS = frozenset({"cuda_ipc", "shm"})
-FALLBACK_MOVER = "zmq"
-"""Works between any two workers: what another mover that fails is replaced by."""
+FALLBACK_MOVER = "tcp"
+"""Works between any two workers; replaces a mover that fails."""
+FORMER_NAME = "zmq"
+"""Name of the ``tcp`` mover to workers of earlier builds, which share the wire version. Meet gives both names."""
 MADE_ANEW = frozenset({"nccl"})
 """Tried once more when they fail, by a new meeting: what two workers had set up together may have broken by the fault of neither."""
 

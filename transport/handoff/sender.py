@@ -29,7 +29,7 @@ from ..messages.messages import (
 )
 from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer, Undelivered
 from .contacts import Contacts
-from .handoff import ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
+from .handoff import FALLBACK_MOVER, FORMER_NAME, ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
 from .layer_slicing import WHOLE_BLOCKS, LayerSlicing, seen
 from .outgoing import Outgoing
 from .retirement import Retirement
@@ -234,7 +234,8 @@ class HandoffSender:
     def _greet(self, now: float) -> None:
         """Says Meet again where it was not answered; forgets a decode worker that never answers."""
         for peer, contact in self._contacts.to_greet(self._times.resend, now):
-            meet = replace(self._meet, failed=self._contacts.failed_movers(peer), addressee=peer[1])
+            failed = self._contacts.failed_movers(peer)
+            meet = replace(self._meet, movers=self._movers(failed), failed=failed, addressee=peer[1])
             self._actions.append(ToPeer(peer, meet))
             if now - contact.born > self._times.grant:
                 self.peer_lost(peer, f"decode worker {peer[0]} did not answer in time")
@@ -253,7 +254,15 @@ class HandoffSender:
             )
             self._actions.append(handoff)
 
+    def _movers(self, failed: tuple[str, ...]) -> tuple[str, ...]:
+        """The movers to name in Meet: FALLBACK_MOVER too once another has failed, and under both of its names."""
+        movers = [mover for mover in self._meet.movers if mover != FALLBACK_MOVER]
+        with_fallback = failed or FALLBACK_MOVER in self._meet.movers
+        return (*movers, FALLBACK_MOVER, FORMER_NAME) if with_fallback else tuple(movers)
+
     def _on_met(self, peer: PeerId, met: Met, now: float) -> None:
+        if met.mover == FORMER_NAME:
+            met = replace(met, mover=FALLBACK_MOVER)
         if not self._contacts.waits_for(peer, met):
             return
         if met.refused:

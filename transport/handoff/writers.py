@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..channels.incarnation import COUNT_BITS, has_ended, is_earlier
 from ..messages.messages import Meet, Met, ModelIdentity, Retire
-from .handoff import FALLBACK_MOVER, SAME_HOST_MOVERS, PeerId
+from .handoff import FALLBACK_MOVER, FORMER_NAME, SAME_HOST_MOVERS, PeerId
 from .past import remember
 
 
@@ -45,16 +45,17 @@ class Writers:
             return Met(worker_id=worker_id, incarnation=incarnation)
         ours = self._endpoints
         same_host = meet.host == ours.host
-        able = [m for m in meet.movers if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
+        able = [m for m in _movers_of(meet) if m in ours.movers and (same_host or m not in SAME_HOST_MOVERS)]
         common = [m for m in able if m not in meet.failed] or [FALLBACK_MOVER] * bool(meet.failed)
         if refused := _difference(self._identity, meet.model) or self._nothing_common(meet, common, same_host):
             return Met(worker_id=worker_id, incarnation=incarnation, refused=refused)
         self._num_failed[peer] = len(meet.failed)
         self.movers[peer] = common[0]
+        tcp = FALLBACK_MOVER if FALLBACK_MOVER in meet.movers else FORMER_NAME
         return Met(
             worker_id=worker_id,
             incarnation=incarnation,
-            mover=common[0],
+            mover=tcp if common[0] == FALLBACK_MOVER else common[0],
             num_blocks=self._num_blocks,
             data_address=ours.data_address,
             shm_name=ours.shm_name,
@@ -92,7 +93,12 @@ class Writers:
             return ""
         needs = "" if same_host else f" ({' and '.join(sorted(SAME_HOST_MOVERS))}: on the same host only)"
         ours = ", ".join(self._endpoints.movers)
-        return f"no mover in common: prefill has {', '.join(meet.movers)}; decode has {ours}{needs}"
+        return f"no mover in common: prefill has {', '.join(_movers_of(meet))}; decode has {ours}{needs}"
+
+
+def _movers_of(meet: Meet) -> list[str]:
+    """By their present names, each once, best first."""
+    return list(dict.fromkeys(FALLBACK_MOVER if mover == FORMER_NAME else mover for mover in meet.movers))
 
 
 def _difference(ours: ModelIdentity, theirs: ModelIdentity) -> str:

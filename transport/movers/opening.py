@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ..channels.host import host_identity
 from ..errors import MoverError
-from ..handoff.handoff import FALLBACK_MOVER, PeerId
+from ..handoff.handoff import FALLBACK_MOVER, FORMER_NAME, PeerId
 from ..handoff.receiver import MoverEndpoints
 from ..handoff.ways_in import WaysIn
 from ..messages.messages import Message, Met
@@ -26,7 +26,7 @@ from .shm import SharedPool, ShmSource, ShmTarget
 from .tcp_source import TcpSource
 from .tcp_target import TcpTarget
 
-MOVERS = ("cuda_ipc", "shm", "nccl", "nixl", "zmq")
+MOVERS = ("cuda_ipc", "shm", "nccl", "nixl", "tcp")
 """Best first."""
 IN_THE_CLEAR = frozenset({"nccl", "nixl"})
 """Always: so only with --plaintext-kv."""
@@ -43,7 +43,7 @@ def offered(setting: str, plain_kv: bool, on_gpu: bool) -> tuple[str, ...]:
     if setting == "nixl" and not nixl.is_installed():
         raise MoverError("the mover nixl needs the package of that name: pip install 'splitserve[nixl]'")
     if setting == "cuda_ipc" and not on_gpu:
-        raise MoverError("the mover cuda_ipc is for KV caches on GPUs; this worker's is in host memory: choose auto, shm or zmq")
+        raise MoverError("the mover cuda_ipc is for KV caches on GPUs; this worker's is in host memory: choose auto, shm or tcp")
     if setting != "auto":
         return (setting,)
     rdma = plain_kv and nixl.is_installed() and _ADAPTERS.is_dir() and len(os.listdir(_ADAPTERS)) > 0
@@ -64,7 +64,7 @@ def open_source(met: Met, pool: Pool, plain_kv: bool = False, device: DevicePool
         return NcclSource(met.mover_address, device or HostMemory(pool), pool.shape)
     if met.mover == "nixl":
         return NixlSource(met.mover_address, met.num_blocks, pool)
-    if met.mover == "zmq":
+    if met.mover == "tcp":
         return TcpSource(met.data_address, pool, plain_kv)
     raise MoverError(f"{met.worker_id} asks for the mover {met.mover!r}, which this worker has not")
 
@@ -85,7 +85,7 @@ class MoverTargets:
         plaintext: bool,
         device: DevicePool | None = None,
     ) -> None:
-        """Of the movers ``offered`` those that work here, and zmq: ``shared`` is the pool's memory for shm; zmq listens on
+        """Of the movers ``offered`` those that work here, and tcp: ``shared`` is the pool's memory for shm; tcp listens on
         ``data_listen``, is reached as ``host``. Raises AddressError, or MoverError where the only one does not work."""
         self._targets: dict[str, PutTarget] = {}
         shm_name = ""
@@ -120,10 +120,11 @@ class MoverTargets:
         """``met`` with what this peer's mover needs. None: not ready, the peer will ask again."""
         if met.refused or not met.mover:
             return met
-        address = self._targets[met.mover].address(peer)
+        mover = FALLBACK_MOVER if met.mover == FORMER_NAME else met.mover
+        address = self._targets[mover].address(peer)
         if address is None:
             return None
-        self.ways_in.met(peer, met.mover)
+        self.ways_in.met(peer, mover)
         return replace(met, mover_address=address)
 
     def open(self, lease: int, secret: bytes, positions: Mapping[int, int]) -> None:

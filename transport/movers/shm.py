@@ -47,7 +47,7 @@ class SharedPool:
             reason = os.strerror(error.errno or errno.ENOMEM)
             raise MoverError(
                 f"cannot share {num_bytes / 2**30:.2f} GiB of memory for the KV pool ({reason}); "
-                "choose fewer KV blocks, or the zmq mover, which needs no shared memory"
+                "choose fewer KV blocks, or the tcp mover, which needs no shared memory"
             ) from None
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         return cls(descriptor, mapping)

@@ -1,4 +1,4 @@
-"""The ``zmq`` mover, sending side (see tcp_target.py): blocks leave in parcels, over up to MAX_CONNECTIONS connections at a time.
+"""The ``tcp`` mover, sending side (see tcp_target.py): blocks leave in parcels, over up to MAX_CONNECTIONS connections at a time.
 
 Each connection has a thread that takes parcels from one queue, so that a further connection opens only when those before it do not
 keep up. Bytes go from the pool to the kernel without a copy in between, or through the cipher into one buffer.

@@ -1,6 +1,6 @@
-"""The ``zmq`` mover, receiving side. One thread takes all data connections in; the worker's loop hears of complete blocks.
+"""The ``tcp`` mover, receiving side. One thread takes all data connections in; the worker's loop hears of complete blocks.
 
-The name is the option's and the protocol's (``--mover zmq``); the data itself goes over plain TCP sockets: ZeroMQ copies each
+The name is the option's and the protocol's (``--mover tcp``); the data itself goes over plain TCP sockets: ZeroMQ copies each
 byte once more on either side and cannot receive into given memory (measured beside it in docs/movers.md).
 
 A connection counts for nothing until its peer has proved that it knows the secret of our data address. A parcel that names an unknown

@@ -55,7 +55,7 @@ def test_a_lease_revoked_under_a_new_incarnation_is_not_written_any_more() -> No
     assert isinstance(pair.ended[0], act.Undelivered)
 
 
-@pytest.mark.parametrize(("mover", "held"), [("shm", 3), ("zmq", 0)])
+@pytest.mark.parametrize(("mover", "held"), [("shm", 3), ("tcp", 0)])
 def test_a_silent_writers_blocks_are_quarantined_if_it_writes_by_itself(mover: str, held: int) -> None:
     pair = Pair(movers=(mover,))
     pair.offer(spec())
@@ -68,7 +68,7 @@ def test_a_silent_writers_blocks_are_quarantined_if_it_writes_by_itself(mover: s
 
 
 def test_a_writer_of_another_host_that_stays_silent_is_shut_out_and_its_blocks_are_free() -> None:
-    pair = Pair(movers=("nixl", "zmq"))
+    pair = Pair(movers=("nixl", "tcp"))
     for i in (1, 2):
         pair.offer(spec(i))
     pair.deliver()
@@ -83,7 +83,7 @@ def test_a_writer_of_another_host_that_stays_silent_is_shut_out_and_its_blocks_a
     assert pair.pool.num_used == held
     pair.receiver.writer_shut_out(PREFILL)
     assert pair.pool.num_used == 0
-    assert pair.sender.mover_failed(DECODE, "shut out"), "thawed, it finds out by its next put, and goes on by zmq"
+    assert pair.sender.mover_failed(DECODE, "shut out"), "thawed, it finds out by its next put, and goes on by tcp"
     whole(pair, spec(3))
     assert [join.spec.dispatch for join in pair.joined] == [3]
 
@@ -206,7 +206,7 @@ def test_a_decode_worker_with_a_new_name_is_told_too_and_one_that_is_gone_is_not
 
 
 def test_who_wrote_by_zmq_only_owes_nobody_a_word() -> None:
-    pair = Pair(movers=("zmq",))
+    pair = Pair(movers=("tcp",))
     whole(pair, spec())
     pair.sender.retire()
     assert pair.sender.has_retired
@@ -230,7 +230,7 @@ KINDS: list[type[Message]] = [Meet, Met, Offer, Grant, Handoff, Ack, Nack, Relea
 @settings(max_examples=200, deadline=None)
 @given(
     lost=st.dictionaries(st.sampled_from(KINDS), st.integers(1, 2), max_size=6),
-    mover=st.sampled_from(["shm", "zmq"]),
+    mover=st.sampled_from(["shm", "tcp"]),
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     cancelled=st.sets(st.integers(0, 4)),
     corrupt=st.sets(st.integers(0, 7), max_size=2),
@@ -277,7 +277,7 @@ def test_whatever_is_lost_every_handoff_ends_and_no_block_stays(
 
 def test_a_mover_that_fails_is_replaced_by_zmq() -> None:
     """What was under way ends and frees its blocks; the peer is met anew, and the next handoff is not by shared memory."""
-    pair = Pair(movers=("shm", "zmq"))
+    pair = Pair(movers=("shm", "tcp"))
     pair.offer(spec(1))
     pair.deliver()
     assert pair.sender.mover_failed(DECODE, "the memory is gone")
@@ -293,12 +293,12 @@ def test_a_mover_that_fails_is_replaced_by_zmq() -> None:
 
 
 def test_the_answer_to_an_echo_of_a_meeting_decides_nothing() -> None:
-    """A Meet meant for the decode worker's earlier incarnation, with which shm had failed, came late; its answer named zmq, and was taken
+    """A Meet meant for the decode worker's earlier incarnation, with which shm had failed, came late; its answer named tcp, and was taken
     for the answer to the Meet that followed. The receiver went by shm: what was said to be placed it believed to be there, while parcels
     were still on their way into blocks that it had verified."""
-    pair = Pair(movers=("shm", "zmq"))
+    pair = Pair(movers=("shm", "tcp"))
     pair.offer(spec())
-    echo = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("zmq",), addressee=1)
+    echo = Meet(worker_id="p", incarnation=1, host="h", pid=5, model=MODEL, movers=("tcp",), addressee=1)
     pair.receiver.receive(PREFILL, echo, pair.now)
     pair.deliver()
     (lease,) = pair.receiver.leases()
@@ -334,13 +334,36 @@ def test_a_forced_mover_that_fails_in_use_is_replaced_too_and_an_echo_does_not_b
     assert pair.sender.num_fallbacks == 1
 
 
+@pytest.mark.parametrize("movers", [("tcp",), ("shm", "tcp")])
+def test_a_decode_worker_of_an_earlier_build_knows_the_tcp_mover_as_zmq(movers: tuple[str, ...]) -> None:
+    pair = Pair(movers=movers)
+    pair.offer(spec(1))
+    pair.collect()
+    (meet,) = [message for message in pair.to_receiver if isinstance(message, Meet)]
+    assert "zmq" in meet.movers
+    pair.sender.receive(DECODE, Met(worker_id="d", incarnation=DECODE[1], mover="zmq", num_blocks=8), pair.now)
+    assert [action.met.mover for action in pair.sender.take() if isinstance(action, act.OpenMover)] == ["tcp"]
+
+
+@pytest.mark.parametrize(("failed", "movers"), [((), ("zmq",)), (("shm",), ("shm", "zmq")), (("shm",), ("shm",))])
+def test_a_prefill_worker_of_an_earlier_build_is_answered_by_the_name_it_knows(
+    failed: tuple[str, ...], movers: tuple[str, ...]
+) -> None:
+    pair = Pair()
+    meet = Meet(worker_id="p", incarnation=9, host="h", pid=5, model=MODEL, movers=movers, failed=failed)
+    pair.receiver.receive(("p", 9), meet, pair.now)
+    answers = [action.message for action in pair.receiver.take() if isinstance(action, act.ToPeer)]
+    (met,) = [message for message in answers if isinstance(message, Met)]
+    assert (met.refused, met.mover) == ("", "zmq")
+
+
 def test_who_forces_a_mover_that_the_other_has_not_is_refused_while_none_has_failed() -> None:
     pair = Pair(movers=("nccl",))
     pair.offer(spec(1))
     pair.deliver()
     ((_, kind, reason),) = [(e.key, e.kind, e.message) for e in pair.ended if isinstance(e, act.Undelivered)]
     assert kind == "peer_lost"
-    assert "no mover in common: prefill has nccl; decode has shm, nixl, zmq" in reason
+    assert "no mover in common: prefill has nccl; decode has shm, nixl, tcp" in reason
 
 
 def test_a_communicator_is_made_anew_once_before_another_mover_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

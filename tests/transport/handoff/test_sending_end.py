@@ -177,7 +177,7 @@ class Reached:
     def __init__(self, address: str = "tcp://127.0.0.1:*") -> None:
         self.router = RouterChannel.bind(address, None, FROM_PREFILL)
         peer = Peer(worker_id=PEER[0], incarnation=PEER[1], address=self.router.address)
-        self.sender = HandoffSender(Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("zmq",)))
+        self.sender = HandoffSender(Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",)))
         self.end = SendingEnd(self.sender, "p", 1, None, Blocks(), zmq.Poller(), True)
         self.sender.offer(peer, SPEC, 1, [], time.monotonic())
         self.act()
@@ -223,7 +223,7 @@ def test_of_two_processes_of_one_name_the_one_that_answers_is_there(number: int)
         assert reached.connect(one) == {PEER, process} if one == process else {PEER}
         reached.sender.offer(Peer(worker_id=one[0], incarnation=one[1], address=reached.router.address), SPEC, 1, [], 0.0)
         reached.act()
-        reached.end._hear(one, Met(worker_id=one[0], incarnation=one[1], mover="zmq", num_blocks=8), 0.0)
+        reached.end._hear(one, Met(worker_id=one[0], incarnation=one[1], mover="tcp", num_blocks=8), 0.0)
         reached.act()
         assert one in reached.end._channels
         assert other not in reached.end._channels

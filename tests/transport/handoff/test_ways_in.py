@@ -49,20 +49,20 @@ class Receiver:
 
 
 def meet(incarnation: int, pid: int = 7, failed: tuple[str, ...] = ()) -> Meet:
-    return Meet(worker_id="p0", incarnation=incarnation, host="h", pid=pid, model=MODEL, movers=("nixl", "zmq"), failed=failed)
+    return Meet(worker_id="p0", incarnation=incarnation, host="h", pid=pid, model=MODEL, movers=("nixl", "tcp"), failed=failed)
 
 
 class Ways:
     def __init__(self, mover: str) -> None:
         self.nixl = Target(one_sided=True, lingers=True, closes=True)
-        targets = {"shm": Target(True, False, False), "nixl": self.nixl, "zmq": Target(False, False, True)}
+        targets = {"shm": Target(True, False, False), "nixl": self.nixl, "tcp": Target(False, False, True)}
         self.sentences: list[str] = []
         self.ways = WaysIn(targets, self.sentences.append)
         self.ways.met(OLD, mover)
         self.receiver = Receiver({OLD: 7})
 
 
-@pytest.mark.parametrize(("mover", "at_once"), [("shm", True), ("zmq", True), ("nixl", False)])
+@pytest.mark.parametrize(("mover", "at_once"), [("shm", True), ("tcp", True), ("nixl", False)])
 def test_a_dead_writers_blocks_are_free_when_nothing_of_it_is_under_way(mover: str, at_once: bool) -> None:
     w = Ways(mover)
     assert w.ways.process_ended(OLD, w.receiver) is at_once
@@ -118,13 +118,13 @@ def test_whose_mover_has_failed_is_met_anew_when_nothing_by_that_one_is_under_wa
     w.nixl.shut.add(OLD)
     assert w.ways.may_meet(OLD, again, False, w.receiver)
     assert w.receiver.told == [("shut out", OLD)], "what it held by that mover is free"
-    w.ways.met(OLD, "zmq")
+    w.ways.met(OLD, "tcp")
     assert w.ways.may_meet(OLD, again, False, w.receiver)
-    assert w.receiver.told == [("shut out", OLD)] * 2, "for leases granted meanwhile; zmq's do not end by this"
+    assert w.receiver.told == [("shut out", OLD)] * 2, "for leases granted meanwhile; tcp's do not end by this"
 
 
 @pytest.mark.parametrize(
-    ("mover", "here", "ends"), [("nixl", True, True), ("nixl", False, True), ("shm", True, False), ("zmq", False, True)]
+    ("mover", "here", "ends"), [("nixl", True, True), ("nixl", False, True), ("shm", True, False), ("tcp", False, True)]
 )
 def test_a_silent_writer_is_shut_out_unless_it_has_mapped_the_pool(mover: str, here: bool, ends: bool) -> None:
     w = Ways(mover)

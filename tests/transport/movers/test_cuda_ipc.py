@@ -163,7 +163,7 @@ def test_it_is_for_gpus() -> None:
     with pytest.raises(MoverError, match="GPUs"):
         offered("cuda_ipc", plain_kv=False, on_gpu=False)
     assert offered("cuda_ipc", plain_kv=False, on_gpu=True) == ("cuda_ipc",)
-    assert offered("auto", plain_kv=False, on_gpu=False) == ("shm", "zmq")
+    assert offered("auto", plain_kv=False, on_gpu=False) == ("shm", "tcp")
 
 
 def test_without_a_cuda_runtime_it_says_so() -> None:

@@ -1,4 +1,4 @@
-"""The ``zmq`` mover's data connections: who may write what, sealed or plain, and what becomes of everything else."""
+"""The ``tcp`` mover's data connections: who may write what, sealed or plain, and what becomes of everything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``zmq`` mover's data connections as they open, end, clog and come back."""
+"""The ``tcp`` mover's data connections as they open, end, clog and come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mover that breaks in use, forced or not, between two real workers: what was under way is given back, and zmq takes its place, with a
+"""A mover that breaks in use, forced or not, between two real workers: what was under way is given back, and tcp takes its place, with a
 warning and a count."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_zmq_takes_the_place_of_a_mover_that_breaks(mover: str, monkeypatch: pyt
     assert {m.kind for m in failed} == {"peer_lost"}
     assert "the KV mover failed: broken by a test" in failed[-1].message
     said = [record.message for record in caplog.records if "KV blocks to d" in record.message]
-    assert said[-2:] == ["cannot hand KV blocks to d: broken by a test; from now on by zmq", "hands KV blocks to d by zmq"]
+    assert said[-2:] == ["cannot hand KV blocks to d: broken by a test; from now on by tcp", "hands KV blocks to d by tcp"]
     assert sum("from now on" in line for line in said) == 1
     name = "shm" if mover == "auto" else mover
     assert said[0] == f"hands KV blocks to d by {name}"

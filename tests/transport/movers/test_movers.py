@@ -54,7 +54,7 @@ def shm_pair(stack: ExitStack, source_pool: Pool) -> tuple[ShmTarget, PutSource,
 
 
 def test_an_answer_that_names_no_mover_leaves_as_it_is() -> None:
-    targets = MoverTargets(("zmq",), empty_pool(), None, "tcp://127.0.0.1:*", "127.0.0.1", False)
+    targets = MoverTargets(("tcp",), empty_pool(), None, "tcp://127.0.0.1:*", "127.0.0.1", False)
     met = Met(worker_id="d0", incarnation=1)
     try:
         assert targets.complete(met, ("p0", 1)) is met
@@ -69,15 +69,15 @@ def zmq_target(stack: ExitStack) -> tuple[TcpTarget, Pool]:
     return target, pool
 
 
-def zmq_pair(stack: ExitStack, source_pool: Pool) -> tuple[TcpTarget, PutSource, Pool]:
+def tcp_pair(stack: ExitStack, source_pool: Pool) -> tuple[TcpTarget, PutSource, Pool]:
     target, pool = zmq_target(stack)
-    met = Met(worker_id="d0", incarnation=1, mover="zmq", num_blocks=NUM_BLOCKS, data_address=target.data_address("127.0.0.1"))
+    met = Met(worker_id="d0", incarnation=1, mover="tcp", num_blocks=NUM_BLOCKS, data_address=target.data_address("127.0.0.1"))
     source = open_source(met, source_pool)
     stack.callback(source.close)
     return target, source, pool
 
 
-@pytest.mark.parametrize("pair", [shm_pair, zmq_pair], ids=["shm", "zmq"])
+@pytest.mark.parametrize("pair", [shm_pair, tcp_pair], ids=["shm", "tcp"])
 @pytest.mark.parametrize("order", ["side by side", "scattered"])
 def test_right_bytes_reach_the_right_blocks(
     stack: ExitStack, pair: Callable[[ExitStack, Pool], tuple[PutTarget, PutSource, Pool]], order: str
@@ -103,7 +103,7 @@ def test_right_bytes_reach_the_right_blocks(
     assert checksums(pool, peers) == checksums(source_pool, own)
 
 
-@pytest.mark.parametrize("pair", [shm_pair, zmq_pair], ids=["shm", "zmq"])
+@pytest.mark.parametrize("pair", [shm_pair, tcp_pair], ids=["shm", "tcp"])
 @pytest.mark.parametrize("order", ["side by side", "scattered"])
 def test_blocks_travel_layer_by_layer(
     stack: ExitStack, pair: Callable[[ExitStack, Pool], tuple[PutTarget, PutSource, Pool]], order: str
@@ -133,7 +133,7 @@ def test_blocks_travel_layer_by_layer(
     assert running.of(own) == checksums(pool, own)
 
 
-@pytest.mark.parametrize("pair", [shm_pair, zmq_pair], ids=["shm", "zmq"])
+@pytest.mark.parametrize("pair", [shm_pair, tcp_pair], ids=["shm", "tcp"])
 @pytest.mark.parametrize(("first_layer", "num_layers"), [(-1, 1), (0, 0), (0, NUM_LAYERS + 1), (NUM_LAYERS, None), (3, 2)])
 def test_layers_that_do_not_exist_are_an_error(
     stack: ExitStack, pair: Callable[[ExitStack, Pool], tuple[PutTarget, PutSource, Pool]], first_layer: int, num_layers: int | None

@@ -171,7 +171,7 @@ def test_announcements_that_cannot_be_end_the_session(pair: Pair, first_layer: i
 
 
 def test_a_source_that_is_closed_has_the_other_ends_communicator_torn_down(pair: Pair) -> None:
-    """Else it stays, with its thread, where zmq takes its place."""
+    """Else it stays, with its thread, where tcp takes its place."""
     pair.target.open(9, SECRET, {0: 7})
     pair.source.put(9, SECRET, [(0, 1, 7)])
     pair.until(lambda: pair.arrived)
