@@ -2,10 +2,11 @@
 
     python -m splitserve.bench.cancellation --json bench/results/cancellation.json
 
-A time runs from the client's close to the first look at /debug/state that finds no block in use and no request anywhere. So it holds
-the socket's way to the coordinator, the workers' running steps, and what the method adds: a worker's next heartbeat, and the look itself
-(``method_s``: the longest that these two take together). The goal is 100 ms from a worker's next loop turn. The bundled model, one
-prefill and one decode worker.
+A time runs from the client's close to the first look at /debug/state that finds no block in use and no
+request anywhere. So it holds the socket's way to the coordinator, the workers' running steps, and what the
+method adds: a worker's next heartbeat, and the look itself (``method_s``: the longest that these two take
+together). The goal is 100 ms from a worker's next loop turn. The bundled model, one prefill and one decode
+worker.
 """
 
 from __future__ import annotations
@@ -42,13 +43,24 @@ START_S, FREED_S = 120.0, 30.0
 def cluster() -> Iterator[int]:
     """One prefill and one decode worker; the HTTP port."""
     port = free_port("127.0.0.1")
-    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--port", str(port), "--heartbeat-s", str(HEARTBEAT_S)]
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.cli.main",
+        "up",
+        "--port",
+        str(port),
+        "--heartbeat-s",
+        str(HEARTBEAT_S),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         deadline = time.monotonic() + START_S
         while not _is_ready(port):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the cluster did not start; run the same command by hand to see why: " + " ".join(command))
+                raise SystemExit(
+                    "the cluster did not start; run the same command by hand to see why: " + " ".join(command)
+                )
             time.sleep(0.1)
         yield port
     finally:
@@ -81,7 +93,14 @@ def measure(port: int, count: int, seed: int) -> dict[str, Any]:
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, auth=OperatorAuth()) as http:
         for number in range(count):
             prompt = "".join(draw.choice("abcdefgh \n") for _ in range(draw.choice(PROMPT_CHARACTERS)))
-            body = {"model": DEMO_MODEL_NAME, "prompt": prompt, "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 1 + number % 2}
+            body = {
+                "model": DEMO_MODEL_NAME,
+                "prompt": prompt,
+                "max_tokens": 1000,
+                "ignore_eos": True,
+                "stream": True,
+                "n": 1 + number % 2,
+            }
             closed = hang_up_after(port, body, draw.uniform(0, LONGEST_WAIT_S))
             while True:
                 asked = time.monotonic()
@@ -92,7 +111,12 @@ def measure(port: int, count: int, seed: int) -> dict[str, Any]:
                 if asked - closed > FREED_S:
                     raise SystemExit(f"blocks are still held {FREED_S:g} s after the client has gone")
             freed.append(time.monotonic() - closed)
-    return {"count": count, "freed_s": _percentiles(freed), "method_s": round(HEARTBEAT_S + max(looks), 4), "look_s": _percentiles(looks)}
+    return {
+        "count": count,
+        "freed_s": _percentiles(freed),
+        "method_s": round(HEARTBEAT_S + max(looks), 4),
+        "look_s": _percentiles(looks),
+    }
 
 
 def _at_rest(http: httpx.Client) -> bool:
@@ -107,7 +131,9 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=200, help="requests")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -116,7 +142,9 @@ def main() -> None:
         found = measure(port, arguments.count, arguments.seed)
     print(json.dumps(found, indent=2))
     if arguments.json:
-        arguments.json.write_text(json.dumps({**found, "environment": environment()}, indent=2) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({**found, "environment": environment()}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

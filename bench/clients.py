@@ -1,8 +1,10 @@
-"""Writes down what `deploy/test_clients.sh --json FILE` has run: each test of a client with its outcome, and the clients' versions.
+"""Writes down what `deploy/test_clients.sh --json FILE` has run: each test of a client with its outcome, and
+the clients' versions.
 
     python -m splitserve.bench.clients ours.xml others.xml --openai 3.52.0 --json bench/results/clients.json
 
-The files are pytest's reports (``--junitxml``). Ends with status 1 where a test was skipped: then not all clients were there.
+The files are pytest's reports (``--junitxml``). Ends with status 1 where a test was skipped: then not all
+clients were there.
 """
 
 from __future__ import annotations
@@ -29,9 +31,13 @@ class Outcome(NamedTuple):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("reports", type=Path, nargs="+")
-    parser.add_argument("--openai", required=True, help="the version that the tests of OpenAI's own client ran with")
+    parser.add_argument(
+        "--openai", required=True, help="the version that the tests of OpenAI's own client ran with"
+    )
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     found = [outcome for report in options.reports for outcome in outcomes(report.read_text())]
@@ -49,7 +55,10 @@ def main() -> int:
 def outcomes(report: str) -> list[Outcome]:
     """Of each test of a report in JUnit's XML."""
     cases = ElementTree.fromstring(report).iter("testcase")
-    return [Outcome(f"{case.get('classname')}.{case.get('name')}", _outcome(case), float(case.get("time", 0))) for case in cases]
+    return [
+        Outcome(f"{case.get('classname')}.{case.get('name')}", _outcome(case), float(case.get("time", 0)))
+        for case in cases
+    ]
 
 
 def _outcome(case: ElementTree.Element) -> str:

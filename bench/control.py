@@ -1,8 +1,10 @@
-"""What the control channels cost: round trips and messages a second between two processes, plain and encrypted.
+"""What the control channels cost: round trips and messages a second between two processes, plain and
+encrypted.
 
     python -m splitserve.bench.control [--seconds 2] [--json bench/results/control.json]
 
-The message is one decode step of 64 rows, validated on arrival. The receiver answers each (round trip) or counts them (flood).
+The message is one decode step of 64 rows, validated on arrival. The receiver answers each (round trip) or
+counts them (flood).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from ..transport.messages.messages import FROM_COORDINATOR, FROM_WORKER, StepTok
 from .environment import environment
 
 ROWS = list(range(64))
-STEP = StepTokens(coordinator=1 << 60, dispatches=u32(ROWS), indices=u32(ROWS), tokens=u32(ROWS), finished={3: "stop"})
+STEP = StepTokens(
+    coordinator=1 << 60, dispatches=u32(ROWS), indices=u32(ROWS), tokens=u32(ROWS), finished={3: "stop"}
+)
 ANSWER = Welcome(coordinator=1, heartbeat_s=0.5)
 
 
@@ -41,7 +45,9 @@ class Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
@@ -49,8 +55,16 @@ def main() -> None:
     figures = [measure("plain", None, options.seconds), measure("curve", new_key(), options.seconds)]
     print_figures(figures, codec_us)
     if options.json is not None:
-        record = {"command": f"python -m splitserve.bench.control --seconds {options.seconds}", "load_average": os.getloadavg()}
-        result = {"environment": environment(), **record, "codec_us": codec_us, "figures": [asdict(f) for f in figures]}
+        record = {
+            "command": f"python -m splitserve.bench.control --seconds {options.seconds}",
+            "load_average": os.getloadavg(),
+        }
+        result = {
+            "environment": environment(),
+            **record,
+            "codec_us": codec_us,
+            "figures": [asdict(f) for f in figures],
+        }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -134,9 +148,15 @@ def _round_trip(channel: DealerChannel) -> float:
 
 
 def print_figures(figures: list[Figure], codec_us: dict[str, float]) -> None:
-    table = Table("channel", "round trip p50 us", "p99 us", "messages/s", title="Steps of 64 rows between two processes")
+    table = Table(
+        "channel", "round trip p50 us", "p99 us", "messages/s", title="Steps of 64 rows between two processes"
+    )
     for figure in figures:
-        row = (f"{figure.round_trip_us_p50:.0f}", f"{figure.round_trip_us_p99:.0f}", f"{figure.messages_per_s:,.0f}")
+        row = (
+            f"{figure.round_trip_us_p50:.0f}",
+            f"{figure.round_trip_us_p99:.0f}",
+            f"{figure.messages_per_s:,.0f}",
+        )
         table.add_row(figure.channel, *row)
     console = Console()
     console.print(table)

@@ -37,8 +37,13 @@ def _version(package: str) -> str | None:
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo").read_text()
-    name = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), platform.machine())
-    flags = set(next((line.partition(":")[2] for line in info.splitlines() if line.startswith("flags")), "").split())
+    name = next(
+        (line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")),
+        platform.machine(),
+    )
+    flags = set(
+        next((line.partition(":")[2] for line in info.splitlines() if line.startswith("flags")), "").split()
+    )
     return f"{name} ({', '.join(f for f in ('avx2', 'avx512f', 'avx512_bf16', 'amx_bf16') if f in flags)})"
 
 
@@ -46,7 +51,12 @@ def _commit() -> str:
     folder = Path(__file__).resolve().parent
     if shutil.which("git") is None:
         return "unknown"
-    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stdout.strip() or "unknown"
 
 

@@ -1,4 +1,5 @@
-"""A prefill and a decode worker without engine or caches: they speak the real protocol to a real coordinator, and answer at once."""
+"""A prefill and a decode worker without engine or caches: they speak the real protocol to a real coordinator,
+and answer at once."""
 
 from __future__ import annotations
 
@@ -35,14 +36,17 @@ MODEL = ModelIdentity(fingerprint="fake", dtype="none", block_size=16, layout="n
 
 
 class FakeWorkers:
-    """Both workers, driven by hand: ``poll`` takes requests in and gives first tokens, ``step`` is one decode step of all."""
+    """Both workers, driven by hand: ``poll`` takes requests in and gives first tokens, ``step`` is one decode
+    step of all."""
 
     def __init__(self, coordinator: str, tokens: Sequence[int]) -> None:
         """``tokens``: what every sequence says, over and over."""
         self._incarnation = incarnations()()
         self._coordinator = 0
         self._tokens = np.array(tokens, dtype="<u4")
-        self._channels: dict[Role, DealerChannel] = {role: self._connect(coordinator, role) for role in ("prefill", "decode")}
+        self._channels: dict[Role, DealerChannel] = {
+            role: self._connect(coordinator, role) for role in ("prefill", "decode")
+        }
         self._heartbeat_at = 0.0
         self._steps = 0
         self.dispatches: NDArray[np.uint32] = np.zeros(0, dtype="<u4")
@@ -91,7 +95,9 @@ class FakeWorkers:
             channel.close()
 
     def _connect(self, coordinator: str, role: Role) -> DealerChannel:
-        channel = DealerChannel.connect(coordinator, identity_of(role, self._incarnation), None, FROM_COORDINATOR)
+        channel = DealerChannel.connect(
+            coordinator, identity_of(role, self._incarnation), None, FROM_COORDINATOR
+        )
         hello = Hello(
             worker_id=role,
             incarnation=self._incarnation,
@@ -132,7 +138,11 @@ class FakeWorkers:
         token = int(self._tokens[index % len(self._tokens)])
         only = index + 1 >= spec.sampling.max_tokens
         first = FirstToken(
-            coordinator=spec.coordinator, dispatch=spec.dispatch, index=index, token=token, finished="length" if only else None
+            coordinator=spec.coordinator,
+            dispatch=spec.dispatch,
+            index=index,
+            token=token,
+            finished="length" if only else None,
         )
         if not only:
             joined = Joined(coordinator=spec.coordinator, dispatch=spec.dispatch, index=index, token=token)
@@ -143,4 +153,8 @@ class FakeWorkers:
         return first
 
     def _keep(self, rows: NDArray[np.bool_]) -> None:
-        self.dispatches, self._next, self._limits = self.dispatches[rows], self._next[rows], self._limits[rows]
+        self.dispatches, self._next, self._limits = (
+            self.dispatches[rows],
+            self._next[rows],
+            self._limits[rows],
+        )

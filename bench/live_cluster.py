@@ -20,11 +20,14 @@ READY_S = 300.0
 
 @contextlib.contextmanager
 def live_cluster(options: Sequence[str], log: Path) -> Iterator[str]:
-    """``splitserve up`` with these options until the block ends; its address. What it says goes to ``log``."""
+    """``splitserve up`` with these options until the block ends; its address. What it says goes to
+    ``log``."""
     port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "splitserve.cli.main", "up", "--port", str(port), *options]
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_ready(url, process, log)

@@ -43,7 +43,8 @@ SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": LLAMA_TINY}
 
 
 def make_random_llama(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **shape: Any) -> None:
-    """Writes a Llama checkpoint with a tokenizer to the folder ``path``; ``shape`` overrides fields of ``LLAMA_125M``."""
+    """Writes a Llama checkpoint with a tokenizer to the folder ``path``; ``shape`` overrides fields of
+    ``LLAMA_125M``."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -61,7 +62,9 @@ def make_random_llama(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int
     (path / "config.json").write_text(json.dumps(config, indent=2))
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: torch.ones(size, dtype=dtype) if len(size) == 1 else (torch.randn(size, generator=generator) * size[-1] ** -0.5).to(dtype)
+        name: torch.ones(size, dtype=dtype)
+        if len(size) == 1
+        else (torch.randn(size, generator=generator) * size[-1] ** -0.5).to(dtype)
         for name, size in _tensor_shapes(config).items()
     }
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -72,7 +75,10 @@ def _tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
     for i in range(config["num_hidden_layers"]):
@@ -92,13 +98,21 @@ def _tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _write_tokenizer(path: Path, vocab_size: int) -> None:
-    """A byte a token after <unk>, <s>, </s>; the other ids are words ``<n>`` that no text holds but that decode to something visible."""
+    """A byte a token after <unk>, <s>, </s>; the other ids are words ``<n>`` that no text holds but that
+    decode to something visible."""
     symbols = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     symbols += [f"<{i}>" for i in range(len(symbols), vocab_size)]
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols[:vocab_size])}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols[:vocab_size])}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

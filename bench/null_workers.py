@@ -28,7 +28,13 @@ def null_model(num_blocks: int, max_model_len: int, block_bytes: int = 64) -> Wo
     return WorkerModel(
         runner=NullRunner(),
         pool=np.zeros((num_blocks, 1, block_bytes), np.uint8),
-        identity={"fingerprint": "null", "dtype": "uint8", "block_size": 16, "layout": "null", "block_bytes": block_bytes},
+        identity={
+            "fingerprint": "null",
+            "dtype": "uint8",
+            "block_size": 16,
+            "layout": "null",
+            "block_bytes": block_bytes,
+        },
         eos_token_ids=frozenset(),
         max_model_len=max_model_len,
         vocab_size=128,
@@ -36,7 +42,9 @@ def null_model(num_blocks: int, max_model_len: int, block_bytes: int = 64) -> Wo
     )
 
 
-def start_null_worker(role: Literal["prefill", "decode"], coordinator: str, core: int, num_blocks: int, max_model_len: int) -> SpawnProcess:
+def start_null_worker(
+    role: Literal["prefill", "decode"], coordinator: str, core: int, num_blocks: int, max_model_len: int
+) -> SpawnProcess:
     """A worker of this role on this core, until it is terminated."""
     process = multiprocessing.get_context("spawn").Process(
         target=_run, args=(role, coordinator, core, num_blocks, max_model_len), daemon=True
@@ -51,7 +59,13 @@ def _run(role: str, coordinator: str, core: int, num_blocks: int, max_model_len:
 
     os.sched_setaffinity(0, {core})
     model = null_model(num_blocks, max_model_len)
-    common = {"model": ".", "coordinator": coordinator, "insecure": True, "mover": "tcp", "name": f"{role}-null"}
+    common = {
+        "model": ".",
+        "coordinator": coordinator,
+        "insecure": True,
+        "mover": "tcp",
+        "name": f"{role}-null",
+    }
     if role == "prefill":
         Worker(PrefillSettings.model_validate({**common, "max_batch_tokens": 8192}), model, None).run()
     else:

@@ -2,10 +2,11 @@
 
     python -m splitserve.bench.traces --data ../shared/data --json bench/results/traces.json
 
-The folder holds ``azure/``, ``mooncake/`` and ``servegen/`` as published. Two things are recorded for each trace: the figures measured on
-it before, by other code, beside ours, which must agree to the last digit given (percentiles: to one token, as their definitions differ by a
-neighbour; else the exit status is 1); and the statistics of what is drawn from the trace's fit, so that it can be seen what a fit keeps and
-loses: with steps of 10 s, and with a single gamma process for all of it.
+The folder holds ``azure/``, ``mooncake/`` and ``servegen/`` as published. Two things are recorded for each
+trace: the figures measured on it before, by other code, beside ours, which must agree to the last digit given
+(percentiles: to one token, as their definitions differ by a neighbour; else the exit status is 1); and the
+statistics of what is drawn from the trace's fit, so that it can be seen what a fit keeps and loses: with
+steps of 10 s, and with a single gamma process for all of it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def figures(statistics: TraceStatistics) -> dict[str, float | None]:
     """Our value for every column."""
     blocks = statistics.blocks
     lengths = [
-        value for side in (statistics.prompt, statistics.output) for value in (side.mean, side.p50, side.p90, side.p99, float(side.max))
+        value
+        for side in (statistics.prompt, statistics.output)
+        for value in (side.mean, side.p50, side.p90, side.p99, float(side.max))
     ]
     values = (
         *(statistics.num_requests, statistics.span_s, statistics.mean_rate, statistics.iat_cv),
@@ -72,7 +75,9 @@ def check(folder: Path, name: str) -> dict[str, Any]:
     statistics = _statistics(trace)
     read_s = time.process_time() - start
     ours = figures(statistics)
-    published = {column: text for column, text in zip(COLUMNS, PUBLISHED[name].split(), strict=True) if text != "-"}
+    published = {
+        column: text for column, text in zip(COLUMNS, PUBLISHED[name].split(), strict=True) if text != "-"
+    }
     wrong = [column for column, text in published.items() if not agrees(column, ours[column], text)]
     for column in wrong:
         print(f"{name}: {column} is {ours[column]}, published is {published[column]}", file=sys.stderr)
@@ -84,13 +89,18 @@ def check(folder: Path, name: str) -> dict[str, Any]:
         "ours": ours,
         "statistics": statistics.as_json(),
         "requests_per_cpu_s": statistics.num_requests / read_s,
-        "drawn from the fit": {label: _drawn(trace, statistics, step_s) for label, step_s in FIT_STEPS_S.items()},
+        "drawn from the fit": {
+            label: _drawn(trace, statistics, step_s) for label, step_s in FIT_STEPS_S.items()
+        },
     }
 
 
 def _drawn(trace: Trace, statistics: TraceStatistics, step_s: float) -> dict[str, Any]:
     workload = fit(trace, step_s)
-    return {"cv": workload.arrivals.cv, "statistics": _statistics(workload.trace(0, duration_s=statistics.span_s)).as_json()}
+    return {
+        "cv": workload.arrivals.cv,
+        "statistics": _statistics(workload.trace(0, duration_s=statistics.span_s)).as_json(),
+    }
 
 
 def _statistics(trace: Trace) -> TraceStatistics:
@@ -100,13 +110,17 @@ def _statistics(trace: Trace) -> TraceStatistics:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder of the published traces")
     parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     traces = {name: check(arguments.data, name) for name in PUBLISHED}
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": environment(), "traces": traces}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"environment": environment(), "traces": traces}, indent=1) + "\n"
+        )
     return int(any(trace["agree"] < trace["of"] for trace in traces.values()))
 
 

@@ -21,13 +21,16 @@ def select_device(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ModelConfigError(f"device {name!r} is not supported (supported: auto, cpu, cuda, cuda:N)")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelConfigError("device cuda was asked for, but torch finds none; install a CUDA build of torch, or use --device cpu")
+        raise ModelConfigError(
+            "device cuda was asked for, but torch finds none; install a CUDA build of torch, or use --device cpu"
+        )
     return device
 
 
 def select_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """auto: bfloat16 on GPUs and where the CPU multiplies bfloat16 itself (AVX512-BF16, AMX); on other CPUs too where the checkpoint
-    is ``stored`` in bfloat16 (decode reads half as much, prefill is no slower: bench/results/engine.json); float32 otherwise."""
+    """auto: bfloat16 on GPUs and where the CPU multiplies bfloat16 itself (AVX512-BF16, AMX); on other CPUs
+    too where the checkpoint is ``stored`` in bfloat16 (decode reads half as much, prefill is no slower:
+    bench/results/engine.json); float32 otherwise."""
     if name == "auto":
         if device.type == "cuda" or cpu_multiplies_bfloat16():
             return torch.bfloat16

@@ -1,4 +1,5 @@
-"""How long steps take: the profile of a worker, as ``splitserve profile`` writes it. Read by the simulator and by paced runners. No torch.
+"""How long steps take: the profile of a worker, as ``splitserve profile`` writes it. Read by the simulator
+and by paced runners. No torch.
 
     seconds of a step = curve(units) + read_s * reads + seq_s * seqs + cached_s * cached
 
@@ -6,8 +7,9 @@
     prefill   new tokens of all chunks     pairs of a new token and a token that it attends to  tokens before the chunks
     decode    sequences                    tokens in all their KV caches                        0
 
-The curve is linear between its points and goes on as its last piece beyond them. A model may consist of several pieces by units (other
-kernels, other regimes). A chunk of ``n`` new tokens after ``c`` cached ones attends to ``n * c + n * (n + 1) / 2`` pairs.
+The curve is linear between its points and goes on as its last piece beyond them. A model may consist of
+several pieces by units (other kernels, other regimes). A chunk of ``n`` new tokens after ``c`` cached ones
+attends to ``n * c + n * (n + 1) / 2`` pairs.
 """
 
 from __future__ import annotations
@@ -76,7 +78,11 @@ class Piece(_Part):
     def times(self, factor: float) -> Piece:
         """All of it so many times as long."""
         curve = tuple((units, factor * seconds) for units, seconds in self.curve)
-        costs = {"read_s": factor * self.read_s, "seq_s": factor * self.seq_s, "cached_s": factor * self.cached_s}
+        costs = {
+            "read_s": factor * self.read_s,
+            "seq_s": factor * self.seq_s,
+            "cached_s": factor * self.cached_s,
+        }
         return self.model_copy(update={"curve": curve, **costs})
 
     def at(self, units: float) -> float:
@@ -103,7 +109,9 @@ class StepModel(_Part):
 
     def piece(self, units: float) -> Piece:
         """The one that holds for so many."""
-        return next((piece for piece in self.pieces if piece.below is None or units < piece.below), self.pieces[-1])
+        return next(
+            (piece for piece in self.pieces if piece.below is None or units < piece.below), self.pieces[-1]
+        )
 
     @property
     def base_s(self) -> float:
@@ -112,7 +120,8 @@ class StepModel(_Part):
 
     @property
     def mean_error(self) -> float | None:
-        """By how much of itself a step is off on average: of those that were not fitted to, where there are any. None: not known."""
+        """By how much of itself a step is off on average: of those that were not fitted to, where there are
+        any. None: not known."""
         known = self.held_out or self.residuals
         return known.mean if known is not None else None
 
@@ -131,9 +140,10 @@ class StepModel(_Part):
 
 
 class HandoffModel(_Part):
-    """A put of blocks takes ``put_s``, and then ``bytes_per_s``; where it is of some of the layers only, ``slice_s`` more for each block,
-    whose piece lies by itself. A message is ``message_s`` on its way; checking is done at ``check_bytes_per_s``, and ``join_s`` passes
-    between the last put and the join beside all that."""
+    """A put of blocks takes ``put_s``, and then ``bytes_per_s``; where it is of some of the layers only,
+    ``slice_s`` more for each block, whose piece lies by itself. A message is ``message_s`` on its way;
+    checking is done at ``check_bytes_per_s``, and ``join_s`` passes between the last put and the join beside
+    all that."""
 
     put_s: Seconds = 2e-4
     slice_s: Seconds = 0.0
@@ -144,7 +154,8 @@ class HandoffModel(_Part):
     residuals: Residuals | None = None
 
     def seconds(self, num_bytes: float, num_slices: int = 0, bytes_per_s: float | None = None) -> float:
-        """Of one put. ``num_slices``: blocks of which it takes some layers only; ``bytes_per_s``: of a slower link."""
+        """Of one put. ``num_slices``: blocks of which it takes some layers only; ``bytes_per_s``: of a slower
+        link."""
         return self.put_s + num_slices * self.slice_s + num_bytes / (bytes_per_s or self.bytes_per_s)
 
 
@@ -159,7 +170,8 @@ class Memory(_Part):
 
 
 class Numerics(_Part):
-    """What the measured steps computed in, by the workers' options of these names; ``dtype`` as it was chosen where that was auto."""
+    """What the measured steps computed in, by the workers' options of these names; ``dtype`` as it was chosen
+    where that was auto."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
     kv_dtype: Literal["auto", "fp8"] = "auto"
@@ -176,14 +188,15 @@ class Power(_Part):
 
 
 class Contention(_Part):
-    """How many times as long a step takes while *one* other worker of the same host computes a step, by what both compute: cores share
-    memory bandwidth, caches and the budget of power that sets their clock. ``decode_beside_prefill``: a decode step while another worker
-    computes prompts.
+    """How many times as long a step takes while *one* other worker of the same host computes a step, by what
+    both compute: cores share memory bandwidth, caches and the budget of power that sets their clock.
+    ``decode_beside_prefill``: a decode step while another worker computes prompts.
 
-    ``splitserve profile`` measures it where the device is a CPU: the same steps in turn with a neighbour that rests and with one that
-    computes, each a process with its own cores, in processor time: waiting for a core that others use is not meant. What several
-    neighbours do was not measured and is extrapolated: what each of them adds to a step's time is added up. Workers whose profiles have
-    no such part neither slow others nor are slowed."""
+    ``splitserve profile`` measures it where the device is a CPU: the same steps in turn with a neighbour that
+    rests and with one that computes, each a process with its own cores, in processor time: waiting for a core
+    that others use is not meant. What several neighbours do was not measured and is extrapolated: what each
+    of them adds to a step's time is added up. Workers whose profiles have no such part neither slow others
+    nor are slowed."""
 
     version: Literal[1] = 1
     prefill_beside_prefill: Slowdown = 1.0
@@ -202,7 +215,8 @@ class Contention(_Part):
 
 
 class Profile(_Part):
-    """One kind of worker: a model on some hardware. ``loop_s`` passes between the end of a step and the beginning of the next one."""
+    """One kind of worker: a model on some hardware. ``loop_s`` passes between the end of a step and the
+    beginning of the next one."""
 
     format: Literal["splitserve-profile"] = "splitserve-profile"
     version: Literal[1] = 1
@@ -217,7 +231,9 @@ class Profile(_Part):
     prefill_loop_s: Seconds = 0.0
     decode_loop_s: Seconds = 0.0
     handoff: HandoffModel = HandoffModel()
-    movers: dict[str, HandoffModel] = {}  # by name, where several have been measured; ``handoff`` is the best of them
+    movers: dict[
+        str, HandoffModel
+    ] = {}  # by name, where several have been measured; ``handoff`` is the best of them
     start_s: Seconds = 0.0  # from the start of the process to being ready
     flip_s: Seconds | None = None  # None: not measured
     noise_cv: Annotated[float, Field(ge=0, le=10)] = 0.0  # of step times about the model
@@ -241,12 +257,16 @@ class Profile(_Part):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "its content"
-            raise ProfileError(f"{path} is no profile of a version known here: {place}: {first['msg']}") from None
+            raise ProfileError(
+                f"{path} is no profile of a version known here: {place}: {first['msg']}"
+            ) from None
 
     def with_slower_steps(self) -> Profile:
-        """Every step takes longer by as much as the fit is off on average, which is more than it will be for long, unless all errors go
-        this way. Where a fit's error is not known it is taken as none."""
-        prefill, decode = (model.times(1 + (model.mean_error or 0.0)) for model in (self.prefill, self.decode))
+        """Every step takes longer by as much as the fit is off on average, which is more than it will be for
+        long, unless all errors go this way. Where a fit's error is not known it is taken as none."""
+        prefill, decode = (
+            model.times(1 + (model.mean_error or 0.0)) for model in (self.prefill, self.decode)
+        )
         return self.model_copy(update={"prefill": prefill, "decode": decode})
 
     def write(self, path: Path) -> None:
@@ -263,8 +283,8 @@ def shipped_names() -> list[str]:
 
 
 def parts_of(batch: Batch) -> tuple[list[tuple[int, int]], int, int]:
-    """Prompt chunks as (cached tokens before, new tokens); how many sequences decode, and the tokens of these in all. (Those with one token
-    that continue what is cached decode.)"""
+    """Prompt chunks as (cached tokens before, new tokens); how many sequences decode, and the tokens of these
+    in all. (Those with one token that continue what is cached decode.)"""
     new = np.diff(batch.query_start_loc)
     cached = batch.seq_lens - new
     decoding = (new == 1) & (cached > 0)
@@ -273,7 +293,8 @@ def parts_of(batch: Batch) -> tuple[list[tuple[int, int]], int, int]:
 
 
 class StepClock:
-    """Asks a profile how long batches take. What leaves the measured range is counted, and warned of once per quantity if it ``warns``."""
+    """Asks a profile how long batches take. What leaves the measured range is counted, and warned of once per
+    quantity if it ``warns``."""
 
     def __init__(self, profile: Profile, warns: bool = True) -> None:
         self.profile, self._warns = profile, warns
@@ -294,8 +315,8 @@ class StepClock:
         return self.profile.decode.seconds(num_seqs, num_context_tokens, num_seqs)
 
     def decode_run(self, num_seqs: int, num_context_tokens: int, num_steps: int) -> list[float]:
-        """Seconds of so many decode steps over the same sequences, each with a token more of each: bit for bit what ``decode`` says.
-        They are counted by ``count_decode_run``, once they have begun."""
+        """Seconds of so many decode steps over the same sequences, each with a token more of each: bit for
+        bit what ``decode`` says. They are counted by ``count_decode_run``, once they have begun."""
         piece = self.profile.decode.piece(num_seqs)
         start, seqs = piece.at(num_seqs), piece.seq_s * num_seqs
         contexts = range(num_context_tokens, num_context_tokens + num_seqs * num_steps, num_seqs)
@@ -305,14 +326,17 @@ class StepClock:
         """So many steps of a run, from the one with this context on, have begun."""
         contexts = range(num_context_tokens, num_context_tokens + num_seqs * num_steps, num_seqs)
         decode = self.profile.decode
-        if contexts and any(decode.outside(num_seqs, context, num_seqs) for context in (contexts[0], contexts[-1])):
+        if contexts and any(
+            decode.outside(num_seqs, context, num_seqs) for context in (contexts[0], contexts[-1])
+        ):
             for context in contexts:
                 self._watch("decode", decode, num_seqs, context, num_seqs)
         else:
             self.num_steps += num_steps
 
     def mixed(self, chunks: list[tuple[int, int]], num_seqs: int, num_context_tokens: int) -> float:
-        """Seconds of one step over prompt chunks and decoding sequences: what both pay for any step at all is paid once."""
+        """Seconds of one step over prompt chunks and decoding sequences: what both pay for any step at all is
+        paid once."""
         if not chunks or not num_seqs:
             return self.prefill(chunks) if chunks else self.decode(num_seqs, num_context_tokens)
         once = min(self.profile.prefill.base_s, self.profile.decode.base_s)
@@ -322,11 +346,19 @@ class StepClock:
         """Seconds of any batch."""
         return self.mixed(*parts_of(batch))
 
-    def _watch(self, role: str, model: StepModel, units: float, reads: float, seqs: float, cached: float = 0.0) -> None:
+    def _watch(
+        self, role: str, model: StepModel, units: float, reads: float, seqs: float, cached: float = 0.0
+    ) -> None:
         self.num_steps += 1
         if name := model.outside(units, reads, seqs, cached):
             key = f"{role} {name}"
             if self._warns and key not in self.num_outside:
                 low_high = model.ranges[name]  # type: ignore[index]
-                _log.warning("%s: a %s step is outside the measured %s (%g to %g)", self.profile.name, role, name, *low_high)
+                _log.warning(
+                    "%s: a %s step is outside the measured %s (%g to %g)",
+                    self.profile.name,
+                    role,
+                    name,
+                    *low_high,
+                )
             self.num_outside[key] = self.num_outside.get(key, 0) + 1

@@ -27,8 +27,9 @@ def load_model(
     max_decode_seqs: int = 0,
     prefill_tokens: Callable[[str], int] | None = None,
 ) -> WorkerModel:
-    """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. ``max_decode_seqs``: what a decode worker's batch
-    holds at most; ``prefill_tokens``: what a prefill worker's does on a device of this type. Raises EngineError with what to do."""
+    """Reads the weights, makes the KV cache (in ``allocate``'s memory) and warms up. ``max_decode_seqs``:
+    what a decode worker's batch holds at most; ``prefill_tokens``: what a prefill worker's does on a device
+    of this type. Raises EngineError with what to do."""
     if settings.runner != "model":
         model = paced_model(settings, allocate)
     else:
@@ -37,7 +38,10 @@ def load_model(
 
 
 def _computing_model(
-    settings: WorkerSettings, allocate: PoolAllocator | None, max_decode_seqs: int, prefill_tokens: Callable[[str], int] | None
+    settings: WorkerSettings,
+    allocate: PoolAllocator | None,
+    max_decode_seqs: int,
+    prefill_tokens: Callable[[str], int] | None,
 ) -> WorkerModel:
     device_type = select_device(settings.device).type
     on_gpu = device_type != "cpu"
@@ -80,7 +84,12 @@ def _computing_model(
             runner.claims.committed(cache.num_bytes)
         runner.phases.done("mirror")
     _log.info("%s in %s on %s, ready in %s", settings.model, runner.dtype, runner.device, runner.phases)
-    _log.info("KV cache: %d blocks of %d tokens, %.2f GiB", cache.num_blocks, cache.layout.block_size, cache.num_bytes / 2**30)
+    _log.info(
+        "KV cache: %d blocks of %d tokens, %.2f GiB",
+        cache.num_blocks,
+        cache.layout.block_size,
+        cache.num_bytes / 2**30,
+    )
     return WorkerModel(
         runner=runner,
         pool=mirror.pool if mirror else cache.layer_bytes_view,

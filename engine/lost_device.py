@@ -1,7 +1,9 @@
-"""A GPU whose context is lost, after an address that is nobody's, say: what such an error looks like. The context is the process's, so all
-calls fail from then on, whosever request they are for; only another process helps.
+"""A GPU whose context is lost, after an address that is nobody's, say: what such an error looks like. The
+context is the process's, so all calls fail from then on, whosever request they are for; only another process
+helps.
 
-A product of cuBLAS that meets such a context raises a status of its own, and is not known by it; the copy that begins the next step is.
+A product of cuBLAS that meets such a context raises a status of its own, and is not known by it; the copy
+that begins the next step is.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ SAYS = (
     "uncorrectable NVLink error",
     "unspecified launch failure",
 )
-"""The driver's words for those of its errors after which the process has to end; in RuntimeErrors of torch's and of Triton's."""
+"""The driver's words for those of its errors after which the process has to end; in RuntimeErrors of torch's
+and of Triton's."""
 
 
 def is_device_lost(error: BaseException) -> bool:

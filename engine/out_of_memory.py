@@ -1,4 +1,5 @@
-"""A step that runs out of memory is no broken worker: what such an error looks like, and what is given back after it."""
+"""A step that runs out of memory is no broken worker: what such an error looks like, and what is given back
+after it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory_of(error: BaseException) -> None:
-    """Drops the tensors that the failed step still holds through its traceback, and what the GPU's allocator keeps for later."""
+    """Drops the tensors that the failed step still holds through its traceback, and what the GPU's allocator
+    keeps for later."""
     traceback.clear_frames(error.__traceback__)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -28,9 +28,13 @@ class WorkerSettings(BaseModel):
         description="Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of the hub such as "
         "Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3])."
     )
-    revision: str = Field(default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main.")
+    revision: str = Field(
+        default="", max_length=256, description="Branch, tag or commit of a hub model. Default: main."
+    )
     name: str = Field(
-        default="", max_length=200, description="The worker's name, unique in the cluster. Default: role, host and process number."
+        default="",
+        max_length=200,
+        description="The worker's name, unique in the cluster. Default: role, host and process number.",
     )
     coordinator: str = Field(
         default="tcp://127.0.0.1:7700",
@@ -39,11 +43,16 @@ class WorkerSettings(BaseModel):
         "one host are found by themselves.",
     )
     key_file: Path | None = Field(
-        default=None, description="The cluster's key, made by `splitserve keygen`; the same file for all processes."
+        default=None,
+        description="The cluster's key, made by `splitserve keygen`; the same file for all processes.",
     )
-    insecure: bool = Field(default=False, description="Use no key: control connections are neither authenticated nor encrypted.")
+    insecure: bool = Field(
+        default=False, description="Use no key: control connections are neither authenticated nor encrypted."
+    )
     device: str = Field(
-        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one."
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N. auto: a GPU if there is one.",
     )
     dtype: DType = Field(
         default="auto",
@@ -62,9 +71,14 @@ class WorkerSettings(BaseModel):
         "later), and not exact. All workers alike. Not yet run on a GPU.",
     )
     block_size: int = Field(
-        default=0, ge=0, le=4096, description="Tokens per KV block, the same on all workers. 0: 16 on CPUs, 64 on GPUs."
+        default=0,
+        ge=0,
+        le=4096,
+        description="Tokens per KV block, the same on all workers. 0: 16 on CPUs, 64 on GPUs.",
     )
-    num_blocks: int | None = Field(default=None, ge=2, le=1 << 24, description="Blocks in the KV cache; instead of kv_cache_gib.")
+    num_blocks: int | None = Field(
+        default=None, ge=2, le=1 << 24, description="Blocks in the KV cache; instead of kv_cache_gib."
+    )
     kv_cache_gib: float | None = Field(
         default=None,
         gt=0,
@@ -139,15 +153,22 @@ class WorkerSettings(BaseModel):
         description="Seconds that a worker told to stop (SIGTERM, or an admin call) gets to finish or hand over what it runs.",
     )
     orphaned_after_s: float = Field(
-        default=10, ge=1, le=3600, description="Seconds without a word of the coordinator after which a worker frees all it holds."
+        default=10,
+        ge=1,
+        le=3600,
+        description="Seconds without a word of the coordinator after which a worker frees all it holds.",
     )
     otlp_endpoint: str | None = Field(
         default=None,
         pattern=r"^https?://\S+$",
         description="Send traces to this OTLP receiver over HTTP, http://HOST:4318/v1/traces; needs splitserve[otel].",
     )
-    log_level: LogLevel = Field(default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again.")
-    log_format: LogFormat = Field(default="text", description="text, or json: one object a line, with request ids where there are any.")
+    log_level: LogLevel = Field(
+        default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again."
+    )
+    log_format: LogFormat = Field(
+        default="text", description="text, or json: one object a line, with request ids where there are any."
+    )
 
     @property
     def coordinators(self) -> list[str]:
@@ -162,7 +183,9 @@ class WorkerSettings(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.key_file is None) == (not self.insecure):
-            raise ValueError("give either --key-file (make one with `splitserve keygen FILE`) or --insecure, which uses no key")
+            raise ValueError(
+                "give either --key-file (make one with `splitserve keygen FILE`) or --insecure, which uses no key"
+            )
         if self.mover in ("nccl", "nixl") and not (self.plaintext_kv or self.insecure):
             raise ValueError(
                 f"the mover {self.mover} sends KV blocks in the clear: set --plaintext-kv in a network that you trust, or choose tcp"

@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class WorkerModel:
-    """What a worker's loop needs of a model. ``identity`` has the fields of ``transport.messages.ModelIdentity``."""
+    """What a worker's loop needs of a model. ``identity`` has the fields of
+    ``transport.messages.ModelIdentity``."""
 
     runner: Runner
     pool: NDArray[np.uint8]  # [num_blocks, num_layers, layer_bytes], what the movers read and write

@@ -1,4 +1,5 @@
-"""What a worker's process reports of itself at every heartbeat: how busy it is, and how long its start took."""
+"""What a worker's process reports of itself at every heartbeat: how busy it is, and how long its start
+took."""
 
 from __future__ import annotations
 
@@ -8,10 +9,14 @@ from collections.abc import Callable, Mapping
 
 
 class BusyClock:
-    """Sums the seconds in which a step ran. One thread calls ``begin`` and ``end``; any thread may read ``seconds``."""
+    """Sums the seconds in which a step ran. One thread calls ``begin`` and ``end``; any thread may read
+    ``seconds``."""
 
     def __init__(self) -> None:
-        self._state: tuple[float, float | None] = 0.0, None  # the sum, and when the running step began: replaced together
+        self._state: tuple[float, float | None] = (
+            0.0,
+            None,
+        )  # the sum, and when the running step began: replaced together
         self._ended = float("-inf")
 
     def begin(self, at: float) -> None:
@@ -29,7 +34,8 @@ class BusyClock:
 
 
 class WorkerReadings:
-    """See ``transport.reports.Telemetry``. ``busy_seconds``: of all steps so far; ``phases``: of the start, in seconds by name."""
+    """See ``transport.reports.Telemetry``. ``busy_seconds``: of all steps so far; ``phases``: of the start,
+    in seconds by name."""
 
     def __init__(self, busy_seconds: Callable[[], float], phases: Mapping[str, float]) -> None:
         self._busy_seconds, self._began = busy_seconds, time.monotonic()
@@ -45,4 +51,7 @@ class WorkerReadings:
 
     @property
     def gauges(self) -> dict[str, float]:
-        return {f"start_seconds_{re.sub('[^a-z]', '_', name.lower())}": seconds for name, seconds in self._phases.items()}
+        return {
+            f"start_seconds_{re.sub('[^a-z]', '_', name.lower())}": seconds
+            for name, seconds in self._phases.items()
+        }

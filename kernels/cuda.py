@@ -1,7 +1,9 @@
-"""The kernels on NVIDIA GPUs: Triton's, from gpu/, and cuBLAS for the matrix products. Nothing here waits for the device.
+"""The kernels on NVIDIA GPUs: Triton's, from gpu/, and cuBLAS for the matrix products. Nothing here waits for
+the device.
 
-Exact: products by exact_linear.py, and both attention kernels in one tile shape with the same folds, so that a token's row has the same
-bits in any batch and chunk, prefilled or decoded. The other kernels are like that anyway.
+Exact: products by exact_linear.py, and both attention kernels in one tile shape with the same folds, so that
+a token's row has the same bits in any batch and chunk, prefilled or decoded. The other kernels are like that
+anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ import torch
 from torch import Tensor
 
 from .gpu.attention_tiles import TileShape
-from .gpu.decode_attention import EXACT_PROGRAMS_PER_SM, DecodePlan, decode_attention, decode_tile, plan_decode, programs_per_sm
+from .gpu.decode_attention import (
+    EXACT_PROGRAMS_PER_SM,
+    DecodePlan,
+    decode_attention,
+    decode_tile,
+    plan_decode,
+    programs_per_sm,
+)
 from .gpu.elementwise import embedding, silu_mul
 from .gpu.exact_linear import ExactLinear
 from .gpu.fp8_linear import MULTIPLE, Fp8Linear
@@ -29,9 +38,16 @@ Plans = tuple[DecodePlan | None, PrefillPlan | None]
 class CudaKernels:
     """See ``interface.Kernels`` for the contracts."""
 
-    def __init__(self, num_sms: int, exact: bool = False, fp8_linears: bool = False, prefill_shape: TileShape | None = None) -> None:
-        """``num_sms``: multiprocessors of the GPU; ``fp8_linears``: linear layers in float8, where their shape allows it;
-        ``prefill_shape``: another than the one that suits the GPU (small ones, for the interpreter)."""
+    def __init__(
+        self,
+        num_sms: int,
+        exact: bool = False,
+        fp8_linears: bool = False,
+        prefill_shape: TileShape | None = None,
+    ) -> None:
+        """``num_sms``: multiprocessors of the GPU; ``fp8_linears``: linear layers in float8, where their
+        shape allows it; ``prefill_shape``: another than the one that suits the GPU (small ones, for the
+        interpreter)."""
         assert not (exact and fp8_linears), "the exact product is not made for float8"
         self._num_sms = num_sms
         self._exact = exact
@@ -70,8 +86,14 @@ class CudaKernels:
         if decode is not None:
             group = num_heads // pool.shape[4]
             fp8 = pool.dtype.itemsize == 1
-            tile = self._prefill_tile(q, pool) if self._exact else decode_tile(head_dim, group, q.itemsize, fp8)
-            at_once = EXACT_PROGRAMS_PER_SM if self._exact else programs_per_sm(head_dim, group, pool.shape[3], pool.dtype)
+            tile = (
+                self._prefill_tile(q, pool) if self._exact else decode_tile(head_dim, group, q.itemsize, fp8)
+            )
+            at_once = (
+                EXACT_PROGRAMS_PER_SM
+                if self._exact
+                else programs_per_sm(head_dim, group, pool.shape[3], pool.dtype)
+            )
             decode_attention(out, q, pool, layer, inputs, decode, self._num_sms * at_once, tile)
         if prefill is not None:
             prefill_attention(out, q, pool, layer, inputs, prefill, split_folds=self._exact)
@@ -84,7 +106,8 @@ class CudaKernels:
         return gumbel_argmax(logits, keys)
 
     def _plan(self, q: Tensor, pool: Tensor, inputs: AttentionInputs) -> Plans:
-        """Sequences with one query are decoded, the others prefilled. Which these are, only the device knows, but not always."""
+        """Sequences with one query are decoded, the others prefilled. Which these are, only the device knows,
+        but not always."""
         num_tokens, num_heads, head_dim = q.shape
         block_size, num_kv_heads = pool.shape[3:5]
         all_single, none_single = len(inputs.seq_lens) == num_tokens, len(inputs.seq_lens) == 1 < num_tokens
@@ -98,4 +121,8 @@ class CudaKernels:
         if self._prefill_shape is not None:
             return self._prefill_shape
         head_dim = q.shape[2]
-        return exact_tile(head_dim, q.itemsize, fp8=pool.dtype.itemsize == 1) if self._exact else prefill_tile(head_dim, q.itemsize)
+        return (
+            exact_tile(head_dim, q.itemsize, fp8=pool.dtype.itemsize == 1)
+            if self._exact
+            else prefill_tile(head_dim, q.itemsize)
+        )

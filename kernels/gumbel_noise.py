@@ -1,6 +1,8 @@
-"""Sampling noise as a pure function of (seed, position, token id): the same on every worker, batch, epoch and device.
+"""Sampling noise as a pure function of (seed, position, token id): the same on every worker, batch, epoch and
+device.
 
-All integers are exact, so that a kernel in any language gives the same bits (32-bit arithmetic is modulo 2^32):
+All integers are exact, so that a kernel in any language gives the same bits (32-bit arithmetic is modulo
+2^32):
 
     splitmix(z) = z += 0x9E3779B97F4A7C15; z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9; z = (z ^ z >> 27) * 0x94D049BB133111EB; z ^ z >> 31
     key    = splitmix(splitmix(seed) ^ position)                 64 bits; k0 = low half, k1 = high half
@@ -9,8 +11,8 @@ All integers are exact, so that a kernel in any language gives the same bits (32
     v      = min((float(h) + 0.5) * 2^-32, 1 - 2^-24)            float32, uniform in (0, 1), finest near 0
     noise  = -log(-log1p(-v))                                    float32, Gumbel; the large values come from small v
 
-argmax over tokens of logit + noise is a sample of softmax(logits) (the Gumbel-max trick). splitmix: Steele et al., 2014; mix: the
-finalizer of MurmurHash3.
+argmax over tokens of logit + noise is a sample of softmax(logits) (the Gumbel-max trick). splitmix: Steele et
+al., 2014; mix: the finalizer of MurmurHash3.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def _splitmix(z: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """On int64 tensors that hold 32-bit values. A product may wrap modulo 2^64: its low 32 bits stay right."""
+    """On int64 tensors that hold 32-bit values. A product may wrap modulo 2^64: its low 32 bits stay
+    right."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & MASK32
     x = x ^ (x >> 13)

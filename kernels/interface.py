@@ -1,8 +1,10 @@
-"""The kernels a decoder is made of. One object with these methods per device; the model's code knows no other.
+"""The kernels a decoder is made of. One object with these methods per device; the model's code knows no
+other.
 
-Activations are [num_tokens, features], contiguous, in the model's dtype. The pool is
-[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim] in the same dtype, or in float8_e4m3fn with ``kv_scales``
-(float32 [num_layers, 2, num_kv_heads]): a key is then what the pool holds times its head's scale. Only GPU kernels know the latter.
+Activations are [num_tokens, features], contiguous, in the model's dtype. The pool is [num_blocks, num_layers,
+2 (K, V), block_size, num_kv_heads, head_dim] in the same dtype, or in float8_e4m3fn with ``kv_scales``
+(float32 [num_layers, 2, num_kv_heads]): a key is then what the pool holds times its head's scale. Only GPU
+kernels know the latter.
 """
 
 from __future__ import annotations
@@ -38,13 +40,11 @@ class RopeInputs:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """
-    query_start_loc int32 [num_seqs + 1]
-    seq_lens        int32 [num_seqs]
-    block_tables    int32 [num_seqs, max_blocks]  entries beyond a sequence's last block are never read
-    sliding_window  a token sees itself and the sliding_window - 1 tokens before it; None: all
-    softcap         scores become softcap * tanh(scores / softcap); None: they stay
-    plans           what a kernel derives from the lengths once for all layers that share a window; one step long, by window
+    """query_start_loc int32 [num_seqs + 1] seq_lens        int32 [num_seqs] block_tables    int32 [num_seqs,
+    max_blocks]  entries beyond a sequence's last block are never read sliding_window  a token sees itself and
+    the sliding_window - 1 tokens before it; None: all softcap         scores become softcap * tanh(scores /
+    softcap); None: they stay plans           what a kernel derives from the lengths once for all layers that
+    share a window; one step long, by window
     """
 
     query_start_loc: Tensor
@@ -65,7 +65,8 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """One decoder layer's weights: norms [hidden_size], q_norm and k_norm [head_dim] or None, linears as ``Kernels.linear`` made them."""
+    """One decoder layer's weights: norms [hidden_size], q_norm and k_norm [head_dim] or None, linears as
+    ``Kernels.linear`` made them."""
 
     input_norm: Tensor
     qkv: Linear
@@ -83,15 +84,24 @@ class FusedLayers(Protocol):
     """Several layers in one call, with the bits of the kernels called one by one."""
 
     def __call__(
-        self, first: int, last: int, hidden: Tensor, residual: Tensor, pool: Tensor, rope: RopeInputs, attention: AttentionInputs
+        self,
+        first: int,
+        last: int,
+        hidden: Tensor,
+        residual: Tensor,
+        pool: Tensor,
+        rope: RopeInputs,
+        attention: AttentionInputs,
     ) -> None:
-        """Layers [first, last). ``residual`` [num_tokens, hidden_size] and ``hidden``, the last layer's output that is not yet added to it,
-        in place; before layer 0 ``hidden`` means nothing. ``rope`` and ``attention`` without what is one layer's own."""
+        """Layers [first, last). ``residual`` [num_tokens, hidden_size] and ``hidden``, the last layer's
+        output that is not yet added to it, in place; before layer 0 ``hidden`` means nothing. ``rope`` and
+        ``attention`` without what is one layer's own."""
 
 
 class Kernels(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Prepare weight [out_features, in_features] (any layout may come of it; the tensor may be dropped afterwards)."""
+        """Prepare weight [out_features, in_features] (any layout may come of it; the tensor may be dropped
+        afterwards)."""
         ...
 
     def embedding(self, table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,14 +128,16 @@ class Kernels(Protocol):
         ...
 
     def paged_attention(self, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Causal attention of each sequence's queries (its last tokens) over its blocks -> [num_tokens, num_heads * head_dim]."""
+        """Causal attention of each sequence's queries (its last tokens) over its blocks -> [num_tokens,
+        num_heads * head_dim]."""
         ...
 
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> FusedLayers | None:
-        """None where these kernels have nothing better than one call after the other. ``eps``: of the layers' norms."""
+        """None where these kernels have nothing better than one call after the other. ``eps``: of the layers'
+        norms."""
         ...
 
     def gumbel_argmax(self, logits: Tensor, keys: Tensor) -> Tensor:
-        """argmax(logits + noise) by row, int64 [n]; ``gumbel_noise`` gives the noise. logits float32 [n, vocab_size], may be
-        overwritten; keys int64 [n, 2]."""
+        """argmax(logits + noise) by row, int64 [n]; ``gumbel_noise`` gives the noise. logits float32 [n,
+        vocab_size], may be overwritten; keys int64 [n, 2]."""
         ...

@@ -1,6 +1,8 @@
-"""The kernels on CPUs: C++ from cpu/*.h, and oneDNN's matrix products where the CPU multiplies bfloat16 itself.
+"""The kernels on CPUs: C++ from cpu/*.h, and oneDNN's matrix products where the CPU multiplies bfloat16
+itself.
 
-The C++ module takes addresses; this file is where tensors become addresses, so it checks what the module believes.
+The C++ module takes addresses; this file is where tensors become addresses, so it checks what the module
+believes.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class PackedLinear:
 
 
 class OneDnnLinear:
-    """bfloat16 weights reordered once for the CPU's own bfloat16 instructions; one reordering serves every number of rows."""
+    """bfloat16 weights reordered once for the CPU's own bfloat16 instructions; one reordering serves every
+    number of rows."""
 
     ROWS_HINT = 32
 
@@ -54,7 +57,8 @@ class OneDnnLinear:
 
 
 class NativeCpuKernels:
-    """See ``interface.Kernels`` for the contracts. Not for several threads at a time: they would share one pool of helpers."""
+    """See ``interface.Kernels`` for the contracts. Not for several threads at a time: they would share one
+    pool of helpers."""
 
     def __init__(self, num_threads: int, onednn_bfloat16: bool) -> None:
         self._onednn_bfloat16 = onednn_bfloat16
@@ -136,7 +140,9 @@ class NativeCpuKernels:
 
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> NativeLayers | None:
         linears = [[layer.qkv, layer.o, layer.gate_up, layer.down] for layer in layers]
-        addresses = [[linear.addresses for linear in row if isinstance(linear, PackedLinear)] for row in linears]
+        addresses = [
+            [linear.addresses for linear in row if isinstance(linear, PackedLinear)] for row in linears
+        ]
         all_packed = all(len(row) == 4 for row in addresses)
         return NativeLayers(layers, addresses, eps) if all_packed and BUILT else None
 
@@ -151,7 +157,16 @@ class NativeCpuKernels:
         y = torch.empty_like(residual)
         address = 0 if x is None else x.data_ptr()
         rows, n = residual.shape
-        _cpu.add_rms_norm(address, residual.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, n, eps, DTYPE_CODES[residual.dtype])
+        _cpu.add_rms_norm(
+            address,
+            residual.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            rows,
+            n,
+            eps,
+            DTYPE_CODES[residual.dtype],
+        )
         return y
 
 

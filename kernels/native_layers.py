@@ -1,4 +1,5 @@
-"""A decoder's layers on a CPU in one call: see cpu/decoder.h. What Python spends between kernels is most of a small step."""
+"""A decoder's layers on a CPU in one call: see cpu/decoder.h. What Python spends between kernels is most of a
+small step."""
 
 from __future__ import annotations
 
@@ -19,19 +20,40 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 class NativeLayers:
     """See ``interface.FusedLayers``. Keeps the addresses of weights that the layers own."""
 
-    def __init__(self, layers: Sequence[LayerParts], linears: Sequence[Sequence[tuple[int, int]]], eps: float) -> None:
-        """``linears``: for each layer the addresses of packed weights and bias (0: none) of qkv, o, gate_up and down."""
+    def __init__(
+        self, layers: Sequence[LayerParts], linears: Sequence[Sequence[tuple[int, int]]], eps: float
+    ) -> None:
+        """``linears``: for each layer the addresses of packed weights and bias (0: none) of qkv, o, gate_up
+        and down."""
         self._layers, self._eps = layers, eps  # the addresses are theirs
         rows = []
         for layer, (qkv, o, gate_up, down) in zip(layers, linears, strict=True):
             norms = [0 if norm is None else norm.data_ptr() for norm in (layer.q_norm, layer.k_norm)]
             window = NO_WINDOW if layer.sliding_window is None else layer.sliding_window
-            rows.append([layer.input_norm.data_ptr(), *qkv, *norms, *o, layer.post_norm.data_ptr(), *gate_up, *down, window])
+            rows.append(
+                [
+                    layer.input_norm.data_ptr(),
+                    *qkv,
+                    *norms,
+                    *o,
+                    layer.post_norm.data_ptr(),
+                    *gate_up,
+                    *down,
+                    window,
+                ]
+            )
         self._table = np.array(rows, np.int64)  # a LayerWeights each
         self._address = self._table.ctypes.data
 
     def __call__(
-        self, first: int, last: int, hidden: Tensor, residual: Tensor, pool: Tensor, rope: RopeInputs, attention: AttentionInputs
+        self,
+        first: int,
+        last: int,
+        hidden: Tensor,
+        residual: Tensor,
+        pool: Tensor,
+        rope: RopeInputs,
+        attention: AttentionInputs,
     ) -> None:
         assert hidden.is_contiguous()
         assert residual.is_contiguous()

@@ -72,7 +72,8 @@ class TorchKernels:
             keys, values = gather_kv(pool, layer, inputs.block_tables[i], length)
             if inputs.kv_scales is not None:
                 keys, values = (
-                    (x.float() * scale[:, None]).to(q.dtype) for x, scale in zip((keys, values), inputs.kv_scales[layer], strict=True)
+                    (x.float() * scale[:, None]).to(q.dtype)
+                    for x, scale in zip((keys, values), inputs.kv_scales[layer], strict=True)
                 )
             out[rows] = attention(q[rows], keys, values, inputs.scale, inputs.sliding_window, inputs.softcap)
         return out.flatten(1)
@@ -94,13 +95,23 @@ def split_qkv(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> 
 def gather_kv(pool: Tensor, layer: int, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """One sequence's keys and values, each [length, num_kv_heads, head_dim]."""
     num_blocks = -(-length // pool.shape[3])
-    blocks = pool[block_table[:num_blocks].long(), layer]  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
+    blocks = pool[
+        block_table[:num_blocks].long(), layer
+    ]  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
     keys, values = blocks.unbind(1)
     return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None, softcap: float | None = None) -> Tensor:
-    """softmax(scale q k^T) v, causal; the queries are the last of the sequence's tokens. q [num_queries, num_heads, head_dim]."""
+def attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None = None,
+) -> Tensor:
+    """softmax(scale q k^T) v, causal; the queries are the last of the sequence's tokens. q [num_queries,
+    num_heads, head_dim]."""
     num_queries, num_heads = q.shape[:2]
     length, num_kv_heads = keys.shape[:2]
     query_positions = torch.arange(length - num_queries, length, device=q.device).unsqueeze(1)
@@ -110,15 +121,20 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_win
     k = keys.transpose(0, 1).repeat_interleave(repeated, dim=0)
     v = values.transpose(0, 1).repeat_interleave(repeated, dim=0)
     if softcap is not None:
-        scores = softcap * torch.tanh(q.transpose(0, 1).float() @ k.transpose(1, 2).float() * (scale / softcap))
+        scores = softcap * torch.tanh(
+            q.transpose(0, 1).float() @ k.transpose(1, 2).float() * (scale / softcap)
+        )
         weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
         return (weights @ v.float()).transpose(0, 1).to(q.dtype)
-    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale
+    )
     return out[0].transpose(0, 1)
 
 
 def quantize_e4m3(x: Tensor, scales: Tensor) -> Tensor:
-    """x [..., num_heads, head_dim] / scales [num_heads], to float8_e4m3fn; what is beyond its range becomes its largest value."""
+    """x [..., num_heads, head_dim] / scales [num_heads], to float8_e4m3fn; what is beyond its range becomes
+    its largest value."""
     return (x.float() / scales[:, None]).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
 
 

@@ -1,7 +1,8 @@
 """Which kernels run a model: chosen once from the device, said in one log line.
 
-Exact kernels are batch-invariant: a token row's result does not depend on the rows beside it, on how its prompt was cut into chunks, on
-what was cached, nor on the number of threads. Two workers agree bit by bit if the names of their kernels (``numerics``) are equal.
+Exact kernels are batch-invariant: a token row's result does not depend on the rows beside it, on how its
+prompt was cut into chunks, on what was cached, nor on the number of threads. Two workers agree bit by bit if
+the names of their kernels (``numerics``) are equal.
 """
 
 from __future__ import annotations
@@ -24,19 +25,29 @@ FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 
 
 def select_kernels(
-    device: torch.device, num_threads: int, exact: bool = False, fp8_linears: bool = False, fp8_cache: bool = False
+    device: torch.device,
+    num_threads: int,
+    exact: bool = False,
+    fp8_linears: bool = False,
+    fp8_cache: bool = False,
 ) -> Kernels:
-    """Triton's on GPUs, C++ on CPUs; plain torch where Triton or a C++ compiler was missing at installation, and for a float8 KV cache on a
-    CPU. Raises UnsuitableKernelsError."""
+    """Triton's on GPUs, C++ on CPUs; plain torch where Triton or a C++ compiler was missing at installation,
+    and for a float8 KV cache on a CPU. Raises UnsuitableKernelsError."""
     if fp8_linears and exact:
-        raise UnsuitableKernelsError("exact products are not made in float8: leave exact off, or quantization at none")
+        raise UnsuitableKernelsError(
+            "exact products are not made in float8: leave exact off, or quantization at none"
+        )
     if fp8_linears and device.type != "cuda":
-        raise UnsuitableKernelsError(f"quantization fp8 needs a GPU with float8 instructions, and the device is {device}; use none")
+        raise UnsuitableKernelsError(
+            f"quantization fp8 needs a GPU with float8 instructions, and the device is {device}; use none"
+        )
     if device.type == "cuda":
         return _cuda_kernels(device, exact, fp8_linears, fp8_cache)
     if fp8_cache:
         if exact:
-            raise UnsuitableKernelsError("exact with a float8 KV cache needs a GPU: leave exact off, or kv_dtype at auto")
+            raise UnsuitableKernelsError(
+                "exact with a float8 KV cache needs a GPU: leave exact off, or kv_dtype at auto"
+            )
         logger.warning("kernels: plain torch, slower: the C++ kernels know no float8 KV cache")
         return TorchKernels()
     try:
@@ -46,7 +57,9 @@ def select_kernels(
             raise UnsuitableKernelsError(
                 "exact needs the C++ kernels, which were not built: install a C++ compiler, then this package again; or leave exact off"
             ) from None
-        logger.warning("kernels: plain torch, slower: the C++ kernels were not built (install a C++ compiler, then this package again)")
+        logger.warning(
+            "kernels: plain torch, slower: the C++ kernels were not built (install a C++ compiler, then this package again)"
+        )
         return TorchKernels()
     onednn = cpu_multiplies_bfloat16() and not exact  # its products change with the number of rows
     how = ", exact" if exact else ", bfloat16 by oneDNN" if onednn else ""
@@ -55,7 +68,8 @@ def select_kernels(
 
 
 def numerics(device: torch.device, exact: bool) -> str:
-    """Names how results come about: what two exact workers must share. Of those that are not exact, only that they are not."""
+    """Names how results come about: what two exact workers must share. Of those that are not exact, only that
+    they are not."""
     if not exact:
         return "fast"
     if device.type == "cuda":
@@ -70,7 +84,9 @@ def numerics(device: torch.device, exact: bool) -> str:
 def _cuda_kernels(device: torch.device, exact: bool, fp8_linears: bool, fp8_cache: bool) -> Kernels:
     if (fp8_linears or fp8_cache) and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        raise UnsuitableKernelsError(f"{name} has no float8 instructions (Ada, Hopper and later have): leave kv_dtype and quantization out")
+        raise UnsuitableKernelsError(
+            f"{name} has no float8 instructions (Ada, Hopper and later have): leave kv_dtype and quantization out"
+        )
     try:
         from .cuda import CudaKernels
     except ImportError:
@@ -79,11 +95,20 @@ def _cuda_kernels(device: torch.device, exact: bool, fp8_linears: bool, fp8_cach
                 "exact on a GPU needs Triton: pip install triton; or leave exact off, or use --device cpu"
             ) from None
         if fp8_linears:
-            raise UnsuitableKernelsError("quantization fp8 needs Triton: pip install triton; or use none") from None
-        logger.warning("kernels: plain torch on %s, much slower: Triton is not installed (pip install triton)", device)
+            raise UnsuitableKernelsError(
+                "quantization fp8 needs Triton: pip install triton; or use none"
+            ) from None
+        logger.warning(
+            "kernels: plain torch on %s, much slower: Triton is not installed (pip install triton)", device
+        )
         return TorchKernels()
     gpu = torch.cuda.get_device_properties(device)
-    logger.info("kernels: Triton on %s, %d multiprocessors%s", gpu.name, gpu.multi_processor_count, ", exact" if exact else "")
+    logger.info(
+        "kernels: Triton on %s, %d multiprocessors%s",
+        gpu.name,
+        gpu.multi_processor_count,
+        ", exact" if exact else "",
+    )
     return CudaKernels(gpu.multi_processor_count, exact, fp8_linears)
 
 
@@ -94,7 +119,8 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def cpu_widens_bfloat16() -> bool:
-    """Where the C++ kernels are built: bfloat16 weights then cost no more time than float32 ones, and half the memory traffic."""
+    """Where the C++ kernels are built: bfloat16 weights then cost no more time than float32 ones, and half
+    the memory traffic."""
     try:
         from . import _cpu  # noqa: F401
     except ImportError:

@@ -1,6 +1,7 @@
 """Load generator: sends requests to any OpenAI-compatible server and notes when each token arrives.
 
-It needs nothing but ``POST /v1/completions`` with streaming, so that other servers are measured by the same client.
+It needs nothing but ``POST /v1/completions`` with streaming, so that other servers are measured by the same
+client.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def main(settings: LoadSettings) -> int:
     try:
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("requests", total=len(requests))
-            samples, duration_s = asyncio.run(generate_load(settings, lambda: progress.advance(task), requests))
+            samples, duration_s = asyncio.run(
+                generate_load(settings, lambda: progress.advance(task), requests)
+            )
     except LoadError as error:
         print(f"splitserve: {error}", file=sys.stderr)
         return 1
@@ -51,9 +54,12 @@ def main(settings: LoadSettings) -> int:
 
 
 async def generate_load(
-    settings: LoadSettings, on_done: Callable[[], object] = lambda: None, requests: Sequence[LoadRequest] | None = None
+    settings: LoadSettings,
+    on_done: Callable[[], object] = lambda: None,
+    requests: Sequence[LoadRequest] | None = None,
 ) -> tuple[list[Sample], float]:
-    """Sends ``requests``, or those that the settings plan. Returns the samples and the seconds from the first start to the last end.
+    """Sends ``requests``, or those that the settings plan. Returns the samples and the seconds from the first
+    start to the last end.
 
     Raises LoadError.
     """
@@ -64,7 +70,9 @@ async def generate_load(
     connector = aiohttp.TCPConnector(limit=0, ssl=trust(settings.url, settings.tls_ca) or True)
     key = read_key("--api-key-file", settings.api_key_file)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with aiohttp.ClientSession(settings.url.rstrip("/"), headers=headers, timeout=timeout, connector=connector) as session:
+    async with aiohttp.ClientSession(
+        settings.url.rstrip("/"), headers=headers, timeout=timeout, connector=connector
+    ) as session:
         model = settings.served_model_name or await _first_model(session, settings.url)
         for request in draw_requests(settings, settings.warmup, settings.seed ^ WARMUP_SEED):
             sample = Sample(0.0)
@@ -75,7 +83,11 @@ async def generate_load(
 
 
 async def _measure(
-    session: aiohttp.ClientSession, model: str, settings: LoadSettings, requests: Sequence[LoadRequest], on_done: Callable[[], object]
+    session: aiohttp.ClientSession,
+    model: str,
+    settings: LoadSettings,
+    requests: Sequence[LoadRequest],
+    on_done: Callable[[], object],
 ) -> tuple[list[Sample], float]:
     bodies = [_body(request, model, settings) for request in requests]
     room = asyncio.Semaphore(settings.open_requests or len(requests))
@@ -83,21 +95,27 @@ async def _measure(
 
     async def one(request: LoadRequest, body: bytes) -> Sample:
         await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - start)))
-        arrived = time.perf_counter() - start  # with --rate or --trace, waiting for room counts: the client would see it
+        arrived = (
+            time.perf_counter() - start
+        )  # with --rate or --trace, waiting for room counts: the client would see it
         async with room:
             sample = Sample(arrived if settings.is_open else time.perf_counter() - start)
             await _send(session, body, sample, start)
         on_done()
         return sample
 
-    samples = await asyncio.gather(*(one(request, body) for request, body in zip(requests, bodies, strict=True)))
+    samples = await asyncio.gather(
+        *(one(request, body) for request, body in zip(requests, bodies, strict=True))
+    )
     return samples, max(sample.end for sample in samples)
 
 
 async def _send(session: aiohttp.ClientSession, body: bytes, sample: Sample, start: float) -> None:
     """Sends one request and fills its sample."""
     try:
-        async with session.post("/v1/completions", data=body, headers={"content-type": "application/json"}) as response:
+        async with session.post(
+            "/v1/completions", data=body, headers={"content-type": "application/json"}
+        ) as response:
             if response.status != 200:
                 sample.error = f"status {response.status}: {(await response.text())[:300]}"
             else:
@@ -160,8 +178,12 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get("/v1/models") as response:
             if response.status != 200:
-                raise LoadError(f"{url} does not list its models (status {response.status}: {(await response.text())[:300]})")
+                raise LoadError(
+                    f"{url} does not list its models (status {response.status}: {(await response.text())[:300]})"
+                )
             listed: Sequence[dict[str, Any]] = (await response.json())["data"]
             return str(listed[0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-        raise LoadError(f"{url} does not list its models ({_sentence(error)}); is it running? Else give --served-model-name") from error
+        raise LoadError(
+            f"{url} does not list its models ({_sentence(error)}); is it running? Else give --served-model-name"
+        ) from error

@@ -27,7 +27,8 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The four latencies of one request in seconds; ``itl`` has one entry a gap. ``tpot`` is None below two tokens."""
+    """The four latencies of one request in seconds; ``itl`` has one entry a gap. ``tpot`` is None below two
+    tokens."""
 
     ttft: float
     tpot: float | None
@@ -97,7 +98,12 @@ def summarize(samples: Sequence[Sample], duration_s: float, slo: str = "") -> Re
 
 
 def _is_good(times: Times, objectives: dict[str, float]) -> bool:
-    seen = {"ttft": times.ttft, "tpot": times.tpot or 0.0, "itl": max(times.itl, default=0.0), "e2e": times.e2e}
+    seen = {
+        "ttft": times.ttft,
+        "tpot": times.tpot or 0.0,
+        "itl": max(times.itl, default=0.0),
+        "e2e": times.e2e,
+    }
     return all(seen[name] <= limit for name, limit in objectives.items())
 
 
@@ -118,7 +124,9 @@ def print_report(report: Report, settings: LoadSettings, console: Console) -> No
     for column in ("", *columns):
         table.add_column(column, justify="right" if column else "left")
     for name, values in report.latencies.items():
-        table.add_row(name.upper(), *(f"{values[column] * 1e3:,.1f}" if values else "-" for column in columns))
+        table.add_row(
+            name.upper(), *(f"{values[column] * 1e3:,.1f}" if values else "-" for column in columns)
+        )
     console.print(table)
     console.print(
         f"{report.requests_per_s:,.2f} requests/s · {report.output_tokens_per_s:,.1f} output tokens/s · "
@@ -128,7 +136,10 @@ def print_report(report: Report, settings: LoadSettings, console: Console) -> No
     )
     if report.num_good is not None:
         share = report.num_good / report.num_requests
-        console.print(f"goodput under {settings.slo}: {report.goodput_requests_per_s:,.2f} requests/s ({share:.1%})", highlight=False)
+        console.print(
+            f"goodput under {settings.slo}: {report.goodput_requests_per_s:,.2f} requests/s ({share:.1%})",
+            highlight=False,
+        )
     for message, count in report.errors.items():
         console.print(f"{count} failed: {message}", style="red", markup=False, highlight=False)
 
@@ -136,7 +147,12 @@ def print_report(report: Report, settings: LoadSettings, console: Console) -> No
 def write_json(path: Path, report: Report, settings: LoadSettings, samples: Sequence[Sample]) -> None:
     """The settings, the report, and one entry a request."""
     requests = [
-        {**asdict(sample), "arrivals": [round(at, 6) for at in sample.arrivals], "start": round(sample.start, 6)} for sample in samples
+        {
+            **asdict(sample),
+            "arrivals": [round(at, 6) for at in sample.arrivals],
+            "start": round(sample.start, 6),
+        }
+        for sample in samples
     ]
     content = {"settings": settings.model_dump(mode="json"), "report": asdict(report), "requests": requests}
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -156,12 +172,18 @@ def draw_plot(path: Path, report: Report, samples: Sequence[Sample]) -> None:
         "ITL": [gap for one in times for gap in one.itl],
         "E2E": [one.e2e for one in times],
     }
-    figure, axes = pyplot.subplots(1, len(series), figsize=(4 * len(series), 3.2), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(
+        1, len(series), figsize=(4 * len(series), 3.2), sharey=True, layout="constrained"
+    )
     for axis, (name, values) in zip(axes, series.items(), strict=True):
-        axis.plot(np.sort(values) * 1e3, np.arange(1, len(values) + 1) / max(1, len(values)), drawstyle="steps-post")
+        axis.plot(
+            np.sort(values) * 1e3, np.arange(1, len(values) + 1) / max(1, len(values)), drawstyle="steps-post"
+        )
         axis.set(title=name, xlabel="milliseconds", ylim=(0, 1.02))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of requests or gaps")
-    figure.suptitle(f"{report.requests_per_s:.2f} requests/s, {report.output_tokens_per_s:.1f} output tokens/s")
+    figure.suptitle(
+        f"{report.requests_per_s:.2f} requests/s, {report.output_tokens_per_s:.1f} output tokens/s"
+    )
     figure.savefig(path, format="png", dpi=120)
     pyplot.close(figure)

@@ -17,46 +17,85 @@ class LoadSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The server's address.")
-    served_model_name: str = Field(default="", max_length=256, description="Model to ask for. Default: the first that the server lists.")
-    api_key_file: Path | None = Field(default=None, description="File with the API key, where the server asks for one.")
+    url: str = Field(
+        default="http://127.0.0.1:8000", pattern=r"^https?://\S+$", description="The server's address."
+    )
+    served_model_name: str = Field(
+        default="", max_length=256, description="Model to ask for. Default: the first that the server lists."
+    )
+    api_key_file: Path | None = Field(
+        default=None, description="File with the API key, where the server asks for one."
+    )
     tls_ca: Path | None = Field(
         default=None,
         description="Certificates in PEM that an https:// server's is checked against. Default: the system's; a coordinator that you run "
         "on this host is known by its own.",
     )
     requests: int = Field(
-        default=100, ge=1, le=10_000_000, description="Requests to send and measure; with --trace at most so many, if it is given."
+        default=100,
+        ge=1,
+        le=10_000_000,
+        description="Requests to send and measure; with --trace at most so many, if it is given.",
     )
     trace: Path | None = Field(
-        default=None, description="Replay this trace: its arrivals and lengths, with equal tokens where its block hashes are equal."
+        default=None,
+        description="Replay this trace: its arrivals and lengths, with equal tokens where its block hashes are equal.",
     )
-    warmup: int = Field(default=2, ge=0, le=100_000, description="Requests sent before, one at a time, and not measured.")
+    warmup: int = Field(
+        default=2, ge=0, le=100_000, description="Requests sent before, one at a time, and not measured."
+    )
     concurrency: int | None = Field(
-        default=None, ge=1, le=65_536, description="Requests open at any time. Default: 8, or no limit with --rate or --trace."
+        default=None,
+        ge=1,
+        le=65_536,
+        description="Requests open at any time. Default: 8, or no limit with --rate or --trace.",
     )
-    rate: float | None = Field(default=None, gt=0, le=1_000_000, description="Requests per second, arriving as a Poisson process.")
+    rate: float | None = Field(
+        default=None, gt=0, le=1_000_000, description="Requests per second, arriving as a Poisson process."
+    )
     prompt_len: str = Field(
-        default="256", pattern=LENGTHS, description="Prompt tokens: N, uniform:LOW,HIGH, normal:MEAN,DEVIATION or lognormal:MEDIAN,SIGMA."
+        default="256",
+        pattern=LENGTHS,
+        description="Prompt tokens: N, uniform:LOW,HIGH, normal:MEAN,DEVIATION or lognormal:MEDIAN,SIGMA.",
     )
     output_len: str = Field(default="64", pattern=LENGTHS, description="Output tokens, in the same notation.")
     max_len: int = Field(
-        default=1 << 20, ge=2, le=1 << 20, description="Cut lengths so that prompt and output together have at most so many tokens."
+        default=1 << 20,
+        ge=2,
+        le=1 << 20,
+        description="Cut lengths so that prompt and output together have at most so many tokens.",
     )
-    shared_prefix_len: int = Field(default=0, ge=0, le=1 << 20, description="So many leading prompt tokens are the same in many requests.")
-    num_prefixes: int = Field(default=1, ge=1, le=1_000_000, description="How many different shared prefixes there are.")
-    prompts: Literal["ids", "text"] = Field(default="ids", description="Random token ids, or random words (lengths are then approximate).")
-    vocab_size: int = Field(default=1000, ge=16, le=1 << 24, description="Token ids are drawn from 10 up to this.")
+    shared_prefix_len: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 20,
+        description="So many leading prompt tokens are the same in many requests.",
+    )
+    num_prefixes: int = Field(
+        default=1, ge=1, le=1_000_000, description="How many different shared prefixes there are."
+    )
+    prompts: Literal["ids", "text"] = Field(
+        default="ids", description="Random token ids, or random words (lengths are then approximate)."
+    )
+    vocab_size: int = Field(
+        default=1000, ge=16, le=1 << 24, description="Token ids are drawn from 10 up to this."
+    )
     temperature: float = Field(default=0, ge=0, le=100, description="Sampling temperature.")
     ignore_eos: bool = Field(default=True, description="Ask for exactly the drawn number of output tokens.")
-    seed: int = Field(default=0, ge=0, le=4_294_967_295, description="Seed of lengths, prompts and arrival times.")
-    timeout_s: float = Field(default=600, gt=0, le=86_400, description="Seconds until a request counts as failed.")
+    seed: int = Field(
+        default=0, ge=0, le=4_294_967_295, description="Seed of lengths, prompts and arrival times."
+    )
+    timeout_s: float = Field(
+        default=600, gt=0, le=86_400, description="Seconds until a request counts as failed."
+    )
     slo: str = Field(
         default="",
         pattern=r"^$|^((ttft|tpot|itl|e2e)=\d+(\.\d+)?)(,(ttft|tpot|itl|e2e)=\d+(\.\d+)?)*$",
         description="Objectives in seconds for goodput, such as ttft=0.5,tpot=0.05 (itl: the request's longest gap).",
     )
-    json_file: Path | None = Field(default=None, description="Write the results and every request's times to this JSON file.")
+    json_file: Path | None = Field(
+        default=None, description="Write the results and every request's times to this JSON file."
+    )
     plot_file: Path | None = Field(default=None, description="Draw the latencies into this PNG file.")
 
     @property

@@ -16,7 +16,24 @@ from ..planner.workload.lengths import lengths_at
 from .settings import LoadSettings
 
 FIRST_ID = 10  # below it are special tokens in many vocabularies
-WORDS = ("time", "year", "way", "day", "thing", "world", "life", "hand", "part", "child", "eye", "place", "work", "week", "case", "point")
+WORDS = (
+    "time",
+    "year",
+    "way",
+    "day",
+    "thing",
+    "world",
+    "life",
+    "hand",
+    "part",
+    "child",
+    "eye",
+    "place",
+    "work",
+    "week",
+    "case",
+    "point",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +54,8 @@ def planned_requests(settings: LoadSettings) -> list[LoadRequest]:
 
 
 def replayed(path: Path, settings: LoadSettings) -> Iterator[LoadRequest]:
-    """A trace's requests; the first one starts at 0. What would be longer than ``max_len`` is cut, the prompt last."""
+    """A trace's requests; the first one starts at 0. What would be longer than ``max_len`` is cut, the prompt
+    last."""
     trace = open_trace(path)
     start_s = None
     for index, request in enumerate(trace):
@@ -52,7 +70,9 @@ def _prompt(request: TraceRequest, block_size: int, index: int, settings: LoadSe
     num_known = min(len(request.block_hashes) * block_size, request.num_prompt_tokens)
     streams = [np.random.default_rng([settings.seed, 0, one]) for one in request.block_hashes]
     parts = [stream.integers(FIRST_ID, settings.vocab_size, block_size) for stream in streams]
-    own = np.random.default_rng([settings.seed, 1, index]).integers(FIRST_ID, settings.vocab_size, request.num_prompt_tokens - num_known)
+    own = np.random.default_rng([settings.seed, 1, index]).integers(
+        FIRST_ID, settings.vocab_size, request.num_prompt_tokens - num_known
+    )
     ids: list[int] = np.concatenate([np.concatenate(parts)[:num_known] if parts else own[:0], own]).tolist()
     return ids
 
@@ -60,10 +80,14 @@ def _prompt(request: TraceRequest, block_size: int, index: int, settings: LoadSe
 def draw_requests(settings: LoadSettings, count: int, seed: int) -> list[LoadRequest]:
     """``count`` requests; the same settings and seed give the same ones."""
     rng = np.random.default_rng(seed)
-    prompt_lens = np.clip(draw_lengths(settings.prompt_len, count, rng), settings.shared_prefix_len + 1, settings.max_len - 1)
+    prompt_lens = np.clip(
+        draw_lengths(settings.prompt_len, count, rng), settings.shared_prefix_len + 1, settings.max_len - 1
+    )
     output_lens = np.minimum(draw_lengths(settings.output_len, count, rng), settings.max_len - prompt_lens)
     gaps = rng.exponential(1 / settings.rate, count) if settings.rate else np.zeros(count)
-    prefixes = rng.integers(FIRST_ID, settings.vocab_size, (settings.num_prefixes, settings.shared_prefix_len))
+    prefixes = rng.integers(
+        FIRST_ID, settings.vocab_size, (settings.num_prefixes, settings.shared_prefix_len)
+    )
     chosen = rng.integers(settings.num_prefixes, size=count)
     requests = []
     for index, arrival in enumerate(np.cumsum(gaps) - gaps[0] if count else gaps):
@@ -75,5 +99,6 @@ def draw_requests(settings: LoadSettings, count: int, seed: int) -> list[LoadReq
 
 
 def draw_lengths(spec: str, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Whole lengths of at least 1 from ``N``, ``uniform:LOW,HIGH``, ``normal:MEAN,DEVIATION`` or ``lognormal:MEDIAN,SIGMA``."""
+    """Whole lengths of at least 1 from ``N``, ``uniform:LOW,HIGH``, ``normal:MEAN,DEVIATION`` or
+    ``lognormal:MEDIAN,SIGMA``."""
     return lengths_at(spec, rng.standard_normal(count))

@@ -1,11 +1,10 @@
 """Count what keeps the code readable: files, lines, methods, words. Needs nothing but Python.
 
-    python tools/house.py                     all counts, beside their targets
-    python tools/house.py --list words cli    where they are: files, classes, lines, words or names, below a folder
-    python tools/house.py --request           files that one streamed chat executes (starts a cluster for a minute)
-    python tools/house.py --root CHECKOUT     the same of another checkout
-    python tools/house.py --json              as JSON
-    python tools/house.py --tighten           lower the limits that tests/tools/test_house.py holds to what is reached
+python tools/house.py                     all counts, beside their targets python tools/house.py --list words
+cli    where they are: files, classes, lines, words or names, below a folder python tools/house.py --request
+files that one streamed chat executes (starts a cluster for a minute) python tools/house.py --root CHECKOUT
+the same of another checkout python tools/house.py --json              as JSON python tools/house.py --tighten
+lower the limits that tests/tools/test_house.py holds to what is reached
 """
 
 from __future__ import annotations
@@ -65,7 +64,9 @@ PRIVATE_NAME = re.compile(
     r"(?:^|_)(?:stirs?|bury|owes?|owed|foretell|foretold|untold|doomed|hopeless|strange|unsure|says?|said|tells?|told"
     r"|hears?|heard|(?<!in_)flights?)(?=_|$)|Flight|WaitingLine"
 )
-FRAGMENT = re.compile(r"(?:Of|Who|Whose|Where|Than|As|To) (?!use\b)[a-z]")  # a docstring that opens so has no verb
+FRAGMENT = re.compile(
+    r"(?:Of|Who|Whose|Where|Than|As|To) (?!use\b)[a-z]"
+)  # a docstring that opens so has no verb
 
 
 class Place(NamedTuple):
@@ -133,7 +134,11 @@ def _prose(text: str, tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
     for node in ast.walk(tree):
         for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
             value = getattr(statement, "value", None)
-            if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+            if (
+                isinstance(statement, ast.Expr)
+                and isinstance(value, ast.Constant)
+                and isinstance(value.value, str)
+            ):
                 yield statement.lineno, value.value, True
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -158,7 +163,8 @@ def _around(line: str, match: re.Match[str]) -> str:
 
 
 def counts(root: Path, places: list[Place]) -> dict[str, int]:
-    """The figures of one checkout. Product: the folders that are installed for use, without bench, tests and tools."""
+    """The figures of one checkout. Product: the folders that are installed for use, without bench, tests and
+    tools."""
     product = [path for folder in PRODUCT for path in (root / folder).rglob("*.py")]
     found = Counter(place.count for place in places)
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -182,14 +188,23 @@ def _words(page: Path) -> int:
 def by_folder(places: list[Place]) -> dict[str, dict[str, int]]:
     """Findings by count and folder."""
     found = Counter((place.count, place.file.partition("/")[0]) for place in places)
-    return {name: {folder: n for (count, folder), n in sorted(found.items()) if count == name} for name, _ in found}
+    return {
+        name: {folder: n for (count, folder), n in sorted(found.items()) if count == name}
+        for name, _ in found
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to count")
-    parser.add_argument("--list", nargs="+", metavar=("COUNT", "FOLDER"), help="print the findings of one count")
-    parser.add_argument("--request", action="store_true", help="count the files that one streamed chat executes")
+    parser.add_argument(
+        "--list", nargs="+", metavar=("COUNT", "FOLDER"), help="print the findings of one count"
+    )
+    parser.add_argument(
+        "--request", action="store_true", help="count the files that one streamed chat executes"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--tighten", action="store_true", help="lower the limits of the test")
     options = parser.parse_args()

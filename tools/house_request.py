@@ -27,7 +27,8 @@ Function = tuple[str, str, str]  # file, first line, qualified name
 
 
 def files_of_a_request(root: Path) -> dict[str, list[str]]:
-    """Files with a function that runs for the request and not while idle, by process: coordinator, prefill, decode."""
+    """Files with a function that runs for the request and not while idle, by process: coordinator, prefill,
+    decode."""
     with tempfile.TemporaryDirectory(prefix="house-") as folder:
         traces, phase = Path(folder, "traces"), Path(folder, "phase")
         traces.mkdir()
@@ -53,14 +54,19 @@ def _read(path: Path) -> set[str]:
 
 
 def _role(files: set[str]) -> str:
-    return max(("coordinator", "prefill", "decode"), key=lambda role: sum(file.startswith(role + "/") for file in files))
+    return max(
+        ("coordinator", "prefill", "decode"),
+        key=lambda role: sum(file.startswith(role + "/") for file in files),
+    )
 
 
 @contextlib.contextmanager
 def _cluster(root: Path, traces: Path, phase: Path, log: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    script = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]["splitserve"]
+    script = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"][
+        "splitserve"
+    ]
     module, _, function = script.partition(":")
     program = f"from {module} import {function}; {function}()"
     command = [sys.executable, "-c", program, "up", "--port", str(port), "--no-fork-workers"]
@@ -73,7 +79,9 @@ def _cluster(root: Path, traces: Path, phase: Path, log: Path) -> Iterator[str]:
         "OMP_NUM_THREADS": "1",
     }
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=root)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=root
+        )
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(lambda: _is_ready(url), process, log)
@@ -108,7 +116,9 @@ def _chat(url: str) -> None:
         "ignore_eos": True,
         "stream": True,
     }
-    request = Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"})
+    request = Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
     with urlopen(request, timeout=120) as answer:
         events = [line for line in answer if line.startswith(b"data:")]
     if events[-1:] != [b"data: [DONE]\n"]:

@@ -1,15 +1,18 @@
-"""Processes on two hosts under kill -9, SIGSTOP, SIGTERM, lost, delayed and cut-off packets, corrupt KV blocks, clocks that jump by
-seconds, hours and years, a full disk, a killed fork server and bodies of 16 MiB, while clients stream.
+"""Processes on two hosts under kill -9, SIGSTOP, SIGTERM, lost, delayed and cut-off packets, corrupt KV
+blocks, clocks that jump by seconds, hours and years, a full disk, a killed fork server and bodies of 16 MiB,
+while clients stream.
 
     python -m splitserve.bench.chaos.chaos --minutes 10 --json bench/results/chaos.json
     python -m splitserve.bench.chaos.chaos --minutes 0.5 --streams 8        # a short one
 
-The hosts are network namespaces on this machine, joined by a process that forwards every packet (see packet_network.py); where there can
-be none, the program says so and leaves out what happens to packets. Clocks need a C compiler (Debian: apt-get install gcc), the disk
-the right to mount one, which the namespaces give; without them these faults are left out, and the program says so.
+The hosts are network namespaces on this machine, joined by a process that forwards every packet (see
+packet_network.py); where there can be none, the program says so and leaves out what happens to packets.
+Clocks need a C compiler (Debian: apt-get install gcc), the disk the right to mount one, which the namespaces
+give; without them these faults are left out, and the program says so.
 
-Every stream's text is compared with the answer of the same cluster before the faults began. At the end no worker may hold a block that
-nobody owns, every stream and each request of a batch must be metered once, and every batch answered. Exit status 0: nothing was lost.
+Every stream's text is compared with the answer of the same cluster before the faults began. At the end no
+worker may hold a block that nobody owns, every stream and each request of a batch must be metered once, and
+every batch answered. Exit status 0: nothing was lost.
 """
 
 from __future__ import annotations
@@ -58,7 +61,11 @@ class Adversary:
         faults: Sequence[str],
     ) -> None:
         self._cluster, self._network, self._clocks, self._small_disk = cluster, network, clocks, disk
-        without = {*(NETWORK_FAULTS if network is None else ()), *(() if clocks else ("clock",)), *(() if disk else ("disk",))}
+        without = {
+            *(NETWORK_FAULTS if network is None else ()),
+            *(() if clocks else ("clock",)),
+            *(() if disk else ("disk",)),
+        }
         self._faults = [fault for fault in faults if fault not in without]
         self._big_client = BigClient(cluster.url)
         self._sending: set[asyncio.Task[None]] = set()
@@ -161,9 +168,14 @@ class Adversary:
         await asyncio.sleep(self._random.uniform(least, most))
 
     async def _victim(self) -> str | None:
-        """A worker that is here, beside another one of its role: starting one again takes this machine a while."""
+        """A worker that is here, beside another one of its role: starting one again takes this machine a
+        while."""
         here = [w["worker_id"] for w in (await read_state(self._cluster.url))["workers"] if not w["draining"]]
-        spare = [name for name in here if sum(other.partition("-")[0] == name.partition("-")[0] for other in here) > 1]
+        spare = [
+            name
+            for name in here
+            if sum(other.partition("-")[0] == name.partition("-")[0] for other in here) > 1
+        ]
         return self._random.choice(spare) if spare else None
 
 
@@ -179,7 +191,9 @@ async def leaked_blocks(url: str) -> dict[str, int]:
         await asyncio.sleep(0.25)
 
 
-async def fault_free(cluster: ChaosCluster, bodies: list[dict[str, Any]], concurrency: int) -> dict[int, Answer]:
+async def fault_free(
+    cluster: ChaosCluster, bodies: list[dict[str, Any]], concurrency: int
+) -> dict[int, Answer]:
     """Every question's answer while nothing is wrong."""
     clients = Clients(cluster.url, bodies, concurrency)
     await clients.run(asyncio.Event(), len(bodies))
@@ -199,8 +213,13 @@ async def run(arguments: argparse.Namespace, network: PacketNetwork | None, fold
         print(f"no clocks that jump: {why_not}", file=sys.stderr)
     with small_disk(folder / "disk") as disk:
         if disk is None:
-            print("no disk can be mounted here: a full one is left out, and batches and usage with it", file=sys.stderr)
-        cluster = ChaosCluster(network, folder, clocks=clocks, options=disk.options if disk is not None else ())
+            print(
+                "no disk can be mounted here: a full one is left out, and batches and usage with it",
+                file=sys.stderr,
+            )
+        cluster = ChaosCluster(
+            network, folder, clocks=clocks, options=disk.options if disk is not None else ()
+        )
 
         async def work() -> None:
             found.update(await hurt(cluster, network, clocks, disk, arguments))
@@ -213,7 +232,11 @@ async def run(arguments: argparse.Namespace, network: PacketNetwork | None, fold
 
 
 async def hurt(
-    cluster: ChaosCluster, network: PacketNetwork | None, clocks: Clocks | None, disk: SmallDisk | None, arguments: argparse.Namespace
+    cluster: ChaosCluster,
+    network: PacketNetwork | None,
+    clocks: Clocks | None,
+    disk: SmallDisk | None,
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """Faults and streams at the same time, then rest; what was lost, wrong or leaked."""
     bodies = questions(NUM_QUESTIONS, arguments.seed)
@@ -252,17 +275,26 @@ async def hurt(
 
 
 def total_counters(state: dict[str, Any]) -> dict[str, float]:
-    """The coordinator's counters, and the corrupt blocks that the decode workers (since their last start) have refused."""
+    """The coordinator's counters, and the corrupt blocks that the decode workers (since their last start)
+    have refused."""
     corrupt = sum(w["counters"].get("corrupt_blocks", 0) for w in state["workers"])
     return {**state["counters"], "corrupt_blocks_refused_by_living_workers": corrupt}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=32, help="streams at any time")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--faults", nargs="+", choices=sorted({*FAULTS}), default=FAULTS, help="only these kinds; default: all")
+    parser.add_argument(
+        "--faults",
+        nargs="+",
+        choices=sorted({*FAULTS}),
+        default=FAULTS,
+        help="only these kinds; default: all",
+    )
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs; default: a temporary one")
     parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()

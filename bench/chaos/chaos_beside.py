@@ -1,4 +1,5 @@
-"""What goes on beside the streams of a chaos run: batches and usage records on a small disk that becomes full, and big bodies."""
+"""What goes on beside the streams of a chaos run: batches and usage records on a small disk that becomes
+full, and big bodies."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(path: Path) -> Iterator[SmallDisk | None]:
-    """None where a file system cannot be mounted: that needs root, or the namespaces of ``packet_network``."""
+    """None where a file system cannot be mounted: that needs root, or the namespaces of
+    ``packet_network``."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", str(path)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
@@ -84,10 +86,22 @@ class BatchClient:
                     await asyncio.wait_for(until.wait(), BATCH_EVERY_S)
 
     async def _one(self) -> None:
-        body = {"model": DEMO_MODEL_NAME, "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 12}
-        lines = [json.dumps({"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": body}) for n in range(BATCH_LINES)]
-        file = await self._stored("/v1/files", files={"file": ("in.jsonl", "\n".join(lines).encode())}, data={"purpose": "batch"})
-        batch = await self._stored("/v1/batches", json={"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"})
+        body = {
+            "model": DEMO_MODEL_NAME,
+            "messages": [{"role": "user", "content": "Hi"}],
+            "temperature": 0,
+            "max_tokens": 12,
+        }
+        lines = [
+            json.dumps({"custom_id": f"r{n}", "method": "POST", "url": CHAT, "body": body})
+            for n in range(BATCH_LINES)
+        ]
+        file = await self._stored(
+            "/v1/files", files={"file": ("in.jsonl", "\n".join(lines).encode())}, data={"purpose": "batch"}
+        )
+        batch = await self._stored(
+            "/v1/batches", json={"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+        )
         async with asyncio.timeout(PATIENCE_S):
             while batch["status"] not in ("completed", "failed", "expired", "cancelled"):
                 await asyncio.sleep(0.5)
@@ -111,7 +125,8 @@ class BatchClient:
 
 
 def big_bodies() -> list[bytes]:
-    """Of the largest size that is read: biases of a million tokens, and as many prompt ids as fit. Each is an error for its model."""
+    """Of the largest size that is read: biases of a million tokens, and as many prompt ids as fit. Each is an
+    error for its model."""
     biases: list[str] = []
     size = 0
     while size < BIG_BYTES - 1024:
@@ -137,7 +152,9 @@ class BigClient:
     async def send(self) -> None:
         async def one(body: bytes) -> None:
             try:
-                response = await self._http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+                response = await self._http.post(
+                    "/v1/completions", content=body, headers={"content-type": "application/json"}
+                )
                 self.counts[str(response.status_code)] += 1
             except httpx.HTTPError:
                 self.counts["none"] += 1

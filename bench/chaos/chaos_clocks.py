@@ -1,4 +1,5 @@
-"""Wall clocks of a chaos run's processes, which jump while they run: a small preloaded library (``wall_clock.c``) adds an offset to each.
+"""Wall clocks of a chaos run's processes, which jump while they run: a small preloaded library
+(``wall_clock.c``) adds an offset to each.
 
 Only the time of day jumps: monotonic clocks of a host never do.
 """
@@ -36,7 +37,8 @@ class Clocks:
             self._file(name).write_bytes(struct.pack("q", 0))
 
     def environ(self, process: str = "") -> dict[str, str]:
-        """For a program before its start; without a name for one that forks others, each of which calls its ``own``."""
+        """For a program before its start; without a name for one that forks others, each of which calls its
+        ``own``."""
         preload = {"LD_PRELOAD": str(self._library)}
         return {**preload, "WALL_CLOCK": str(self._file(process))} if process else preload
 

@@ -1,4 +1,5 @@
-"""The cluster that a chaos run hurts: a coordinator and workers on hosts of their own, under the supervisor of ``splitserve up``."""
+"""The cluster that a chaos run hurts: a coordinator and workers on hosts of their own, under the supervisor
+of ``splitserve up``."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class ChaosCluster:
         clocks: Clocks | None = None,
         options: Sequence[str] = (),
     ) -> None:
-        """``host_of``: the processes, each with its host; a worker's name begins with its role. ``options``: more of the coordinator's."""
+        """``host_of``: the processes, each with its host; a worker's name begins with its role. ``options``:
+        more of the coordinator's."""
         self._network, self._folder, self.host_of = network, folder, host_of
         self._clocks, self._options = clocks, options
         self.workers = [name for name in host_of if name != "coordinator"]
@@ -67,7 +69,8 @@ class ChaosCluster:
         return self._num_starts - len(self.workers)
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Does the work once all are here and ready; then ends all. Raises RuntimeError where something cannot start."""
+        """Does the work once all are here and ready; then ends all. Raises RuntimeError where something
+        cannot start."""
 
         async def worked() -> int:
             await work()
@@ -82,7 +85,11 @@ class ChaosCluster:
     def kill_fork_server(self) -> bool:
         """Whether there was one: it is started again with the next worker."""
         workers = {child.pid for child in self._supervisor.children}
-        ours = [child for child in psutil.Process().children() if child.pid not in workers and _is_fork_server(child)]
+        ours = [
+            child
+            for child in psutil.Process().children()
+            if child.pid not in workers and _is_fork_server(child)
+        ]
         for server in ours:
             server.kill()
         return bool(ours)
@@ -91,7 +98,9 @@ class ChaosCluster:
         next(child for child in self._supervisor.children if child.command.name == name).signal(number)
 
     async def _is_whole(self) -> bool:
-        return await is_ready(self.url) and len(await known_workers(self.url, operator_headers(self.url)) or ()) == len(self.workers)
+        return await is_ready(self.url) and len(
+            await known_workers(self.url, operator_headers(self.url)) or ()
+        ) == len(self.workers)
 
     def _log(self, name: str, line: str) -> None:
         with (self._folder / f"{name}.log").open("a", encoding="utf-8") as log:
@@ -105,17 +114,50 @@ class ChaosCluster:
 
     def _coordinator(self) -> Command:
         prefix = self._network.prefix(self.host_of["coordinator"]) if self._network else []
-        argv = [*prefix, sys.executable, "-m", "splitserve.cli.main", "coordinator", *self._common(), "--open-access"]
-        argv += ["--host", self._address("coordinator"), "--port", str(self._http_port), "--control-address", self._control]
+        argv = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "splitserve.cli.main",
+            "coordinator",
+            *self._common(),
+            "--open-access",
+        ]
+        argv += [
+            "--host",
+            self._address("coordinator"),
+            "--port",
+            str(self._http_port),
+            "--control-address",
+            self._control,
+        ]
         argv += ["--served-model-name", DEMO_MODEL_NAME, *self._options]
         return Command("coordinator", argv, self._environ | self._clock_of("coordinator"), start_anew)
 
     def _worker(self, name: str) -> Command:
         role, address = name.partition("-")[0], self._address(name)
-        argv = [role, *self._common(), "--name", name, "--coordinator", self._control, "--dtype", "float32", "--kv-cache-gib", "0.08"]
+        argv = [
+            role,
+            *self._common(),
+            "--name",
+            name,
+            "--coordinator",
+            self._control,
+            "--dtype",
+            "float32",
+            "--kv-cache-gib",
+            "0.08",
+        ]
         argv += ["--plaintext-kv", "--exact"]  # a changed byte is to reach the checksum, not the cipher
         if role == "decode":
-            argv += ["--listen", f"tcp://{address}:*", "--data-listen", f"tcp://{address}:*", "--advertise-host", address]
+            argv += [
+                "--listen",
+                f"tcp://{address}:*",
+                "--data-listen",
+                f"tcp://{address}:*",
+                "--advertise-host",
+                address,
+            ]
         return Command(name, argv, self._environ, self._fork)
 
     def _clock_of(self, name: str) -> dict[str, str]:

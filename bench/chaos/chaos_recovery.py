@@ -1,9 +1,9 @@
 """How long streams stood still in a chaos run, and where that time went: by kind of fault, and by stage.
 
-fault .. noticed        detection: the process's end, its silence, its lost connection
-noticed .. dispatched   absence: a role had no worker at all (a second fault); then wait: others that came back were computed first
-dispatched .. token     prompt and answer so far computed again, behind those of others that came back
-token .. arrival        from the coordinator to the client
+fault .. noticed        detection: the process's end, its silence, its lost connection noticed .. dispatched
+absence: a role had no worker at all (a second fault); then wait: others that came back were computed first
+dispatched .. token     prompt and answer so far computed again, behind those of others that came back token
+.. arrival        from the coordinator to the client
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Standstill:
 
     @property
     def beside_computing(self) -> float:
-        """What the goal bounds: the request's own prompt and answer are computed again, that takes what it takes."""
+        """What the goal bounds: the request's own prompt and answer are computed again, that takes what it
+        takes."""
         return self.total - self.computing
 
 
@@ -82,7 +83,8 @@ class RecoveryWatch:
             self._found[(recovery["request_id"], recovery["noticed"])] = recovery
 
     def report(self, faults: list[Fault], streams: list[Stream]) -> dict[str, Any]:
-        """Whether the goal is met, percentiles by kind of fault and stage, and the slowest with their stages."""
+        """Whether the goal is met, percentiles by kind of fault and stage, and the slowest with their
+        stages."""
         stood = list(standstills(list(self._found.values()), faults, streams))
         kinds = sorted({s.kind for s in stood})
         slowest = sorted(stood, key=lambda s: -s.total)[:8]
@@ -90,12 +92,18 @@ class RecoveryWatch:
             "goal": goal([s for s in stood if s.kind == "kill"]),
             "all_s": percentiles([s.total for s in stood]),
             "by_fault": {kind: _summary([s for s in stood if s.kind == kind]) for kind in kinds},
-            "slowest": [{name: _rounded(getattr(s, name)) for name in (*s.__slots__, "total")} for s in slowest],
-            "longest_gap_of_a_stream_s": percentiles([max_gap(times) for s in streams for times in s.arrivals.values() if len(times) > 1]),
+            "slowest": [
+                {name: _rounded(getattr(s, name)) for name in (*s.__slots__, "total")} for s in slowest
+            ],
+            "longest_gap_of_a_stream_s": percentiles(
+                [max_gap(times) for s in streams for times in s.arrivals.values() if len(times) > 1]
+            ),
         }
 
 
-def standstills(found: list[dict[str, Any]], faults: list[Fault], streams: list[Stream]) -> Iterator[Standstill]:
+def standstills(
+    found: list[dict[str, Any]], faults: list[Fault], streams: list[Stream]
+) -> Iterator[Standstill]:
     """Each recovery with the fault that caused it: the latest one that hit the worker whose loss it names."""
     by_id = {s.request_id: s for s in streams}
     for recovery in found:
@@ -119,7 +127,12 @@ def standstills(found: list[dict[str, Any]], faults: list[Fault], streams: list[
 
 def cause(recovery: dict[str, Any], faults: list[Fault]) -> Fault | None:
     """The latest fault before it that hit the worker which its reason names."""
-    able = [f for f in faults if 0 <= recovery["noticed"] - f.at < LATE_S and any(f"worker {w} " in recovery["reason"] for w in f.workers)]
+    able = [
+        f
+        for f in faults
+        if 0 <= recovery["noticed"] - f.at < LATE_S
+        and any(f"worker {w} " in recovery["reason"] for w in f.workers)
+    ]
     return max(able, key=lambda f: f.at, default=None)
 
 
@@ -131,7 +144,12 @@ def percentiles(values: list[float]) -> dict[str, float]:
     if len(values) < 2:
         return {"count": len(values), **({"max": round(values[0], 3)} if values else {})}
     cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {"count": len(values), "p50": round(cuts[49], 3), "p99": round(cuts[98], 3), "max": round(max(values), 3)}
+    return {
+        "count": len(values),
+        "p50": round(cuts[49], 3),
+        "p99": round(cuts[98], 3),
+        "max": round(max(values), 3),
+    }
 
 
 def _summary(stood: list[Standstill]) -> dict[str, Any]:
@@ -142,10 +160,18 @@ def _summary(stood: list[Standstill]) -> dict[str, Any]:
 
 
 def goal(killed: list[Standstill]) -> dict[str, Any]:
-    """First new token within GOAL_S of the kill plus the time to compute prompt and answer again: for 99 of 100 streams?"""
+    """First new token within GOAL_S of the kill plus the time to compute prompt and answer again: for 99 of
+    100 streams?"""
     beside = percentiles([s.beside_computing for s in killed])
-    found = {"first_token_after_kill_s": percentiles([s.total for s in killed]), "of_it_beside_the_computing_s": beside}
-    return {**found, "within_1_s": _share_within(killed), "met": beside.get("p99", beside["max"]) <= GOAL_S} if killed else {}
+    found = {
+        "first_token_after_kill_s": percentiles([s.total for s in killed]),
+        "of_it_beside_the_computing_s": beside,
+    }
+    return (
+        {**found, "within_1_s": _share_within(killed), "met": beside.get("p99", beside["max"]) <= GOAL_S}
+        if killed
+        else {}
+    )
 
 
 def _share_within(stood: list[Standstill]) -> float:

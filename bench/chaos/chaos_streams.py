@@ -1,4 +1,5 @@
-"""The chaos run's clients: every stream asks something whose answer is known, and notes when each piece came."""
+"""The chaos run's clients: every stream asks something whose answer is known, and notes when each piece
+came."""
 
 from __future__ import annotations
 
@@ -38,18 +39,23 @@ class Stream:
     request_id: str = ""
     texts: dict[int, str] = field(default_factory=dict)  # by choice
     reasons: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[tuple[str, float]]] = field(default_factory=dict)  # (token, its logprob), where asked for
+    logprobs: dict[int, list[tuple[str, float]]] = field(
+        default_factory=dict
+    )  # (token, its logprob), where asked for
     arrivals: dict[int, list[float]] = field(default_factory=dict)  # by choice, monotonic seconds
     error: str = ""
     done: bool = False
 
     @property
     def answer(self) -> Answer:
-        return [(self.texts[i], self.reasons.get(i, ""), self.logprobs.get(i, [])) for i in sorted(self.texts)]
+        return [
+            (self.texts[i], self.reasons.get(i, ""), self.logprobs.get(i, [])) for i in sorted(self.texts)
+        ]
 
 
 def questions(count: int, seed: int) -> list[dict[str, Any]]:
-    """Request bodies: greedy and seeded, short and long prompts, with penalties, with several choices, with logprobs."""
+    """Request bodies: greedy and seeded, short and long prompts, with penalties, with several choices, with
+    logprobs."""
     draw = random.Random(seed)
     bodies = []
     for number in range(count):
@@ -74,8 +80,11 @@ def questions(count: int, seed: int) -> list[dict[str, Any]]:
     return bodies
 
 
-def with_stop_strings(bodies: list[dict[str, Any]], answers: dict[int, Answer]) -> tuple[list[dict[str, Any]], dict[int, Answer]]:
-    """Some of the questions with a stop string from late in their answers, and what is right then: all before the first place of it."""
+def with_stop_strings(
+    bodies: list[dict[str, Any]], answers: dict[int, Answer]
+) -> tuple[list[dict[str, Any]], dict[int, Answer]]:
+    """Some of the questions with a stop string from late in their answers, and what is right then: all before
+    the first place of it."""
     bodies, answers = list(bodies), dict(answers)
     for number in range(6, len(bodies), 8):
         ((text, _, _),) = answers[number]
@@ -111,7 +120,8 @@ class Clients:
         await self._http.aclose()
 
     async def _ask(self, number: int) -> None:
-        """One stream. A request that is refused before it began (503, 429) is sent again, as the answer's Retry-After says to."""
+        """One stream. A request that is refused before it began (503, 429) is sent again, as the answer's
+        Retry-After says to."""
         while True:
             stream = Stream(number)
             self.open.add(stream)
@@ -129,7 +139,9 @@ class Clients:
 
     async def _read(self, stream: Stream) -> bool:
         """False where it was refused."""
-        async with self._http.stream("POST", f"{self._url}/v1/completions", json=self._bodies[stream.question]) as response:
+        async with self._http.stream(
+            "POST", f"{self._url}/v1/completions", json=self._bodies[stream.question]
+        ) as response:
             if response.status_code in (429, 503):
                 return False
             if response.status_code != 200:
@@ -157,6 +169,8 @@ class Clients:
             stream.arrivals.setdefault(index, []).append(now)
             stream.texts[index] = stream.texts.get(index, "") + choice["text"]
             if told := choice.get("logprobs"):
-                stream.logprobs.setdefault(index, []).extend(zip(told["tokens"], told["token_logprobs"], strict=True))
+                stream.logprobs.setdefault(index, []).extend(
+                    zip(told["tokens"], told["token_logprobs"], strict=True)
+                )
             if choice["finish_reason"]:
                 stream.reasons[index] = choice["finish_reason"]

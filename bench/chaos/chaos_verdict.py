@@ -1,4 +1,5 @@
-"""What a chaos run found: streams lost, answers that differ from those without a fault, and all of it in one line."""
+"""What a chaos run found: streams lost, answers that differ from those without a fault, and all of it in one
+line."""
 
 from __future__ import annotations
 
@@ -27,9 +28,14 @@ def judge(ended: list[Stream], expected: dict[int, Answer]) -> dict[str, Any]:
 
 def first_difference(got: Answer, wanted: Answer) -> dict[str, Any]:
     """Where two answers part."""
-    for choice, ((text, reason, told), (right, right_reason, right_told)) in enumerate(zip(got, wanted, strict=False)):
+    for choice, ((text, reason, told), (right, right_reason, right_told)) in enumerate(
+        zip(got, wanted, strict=False)
+    ):
         if (text, reason) != (right, right_reason):
-            at = next((i for i, (a, b) in enumerate(zip(text, right, strict=False)) if a != b), min(len(text), len(right)))
+            at = next(
+                (i for i, (a, b) in enumerate(zip(text, right, strict=False)) if a != b),
+                min(len(text), len(right)),
+            )
             return {
                 "choice": choice,
                 "at": at,
@@ -40,7 +46,11 @@ def first_difference(got: Answer, wanted: Answer) -> dict[str, Any]:
             }
         if told != right_told:
             pairs = zip(told, right_told, strict=False)
-            return {"choice": choice, "logprobs": [len(told), len(right_told)], "first": next((p for p in pairs if p[0] != p[1]), None)}
+            return {
+                "choice": choice,
+                "logprobs": [len(told), len(right_told)],
+                "first": next((p for p in pairs if p[0] != p[1]), None),
+            }
     return {"choices": [len(got), len(wanted)]}
 
 

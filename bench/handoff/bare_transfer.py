@@ -1,4 +1,5 @@
-"""What the movers are measured against: one way for bytes through a bare TCP socket, and through bare ZeroMQ (PUSH, PULL)."""
+"""What the movers are measured against: one way for bytes through a bare TCP socket, and through bare ZeroMQ
+(PUSH, PULL)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ class TcpReceiver:
         self._streams = [self._listener.accept()[0] for _ in range(self._num_connections)]
 
     def receive_all(self) -> None:
-        _at_once([partial(self._receive, *pair) for pair in zip(self._streams, _parts(self._bytes, self._num_connections), strict=True)])
+        _at_once(
+            [
+                partial(self._receive, *pair)
+                for pair in zip(self._streams, _parts(self._bytes, self._num_connections), strict=True)
+            ]
+        )
 
     def _receive(self, stream: socket.socket, part: memoryview) -> None:
         while len(part):
@@ -40,7 +46,12 @@ class TcpSender:
         self._streams = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_connections)]
 
     def send_all(self) -> None:
-        _at_once([partial(self._send, *pair) for pair in zip(self._streams, _parts(self._bytes, len(self._streams)), strict=True)])
+        _at_once(
+            [
+                partial(self._send, *pair)
+                for pair in zip(self._streams, _parts(self._bytes, len(self._streams)), strict=True)
+            ]
+        )
 
     def _send(self, stream: socket.socket, part: memoryview) -> None:
         for start in range(0, len(part), PIECE_BYTES):
@@ -62,7 +73,8 @@ def _at_once(works: list[Callable[[], None]]) -> None:
 
 
 class ZmqReceiver:
-    """Receives messages of PIECE_BYTES, and copies each into the pool: ZeroMQ has no way to receive into given memory."""
+    """Receives messages of PIECE_BYTES, and copies each into the pool: ZeroMQ has no way to receive into
+    given memory."""
 
     def __init__(self, pool: NDArray[np.uint8]) -> None:
         self._bytes = pool.reshape(-1).data

@@ -1,12 +1,14 @@
-"""What the KV handoff adds after the last layer: exposed seconds by prompt length, layer by layer against whole blocks.
+"""What the KV handoff adds after the last layer: exposed seconds by prompt length, layer by layer against
+whole blocks.
 
     python -m splitserve.bench.handoff.exposed --slicings blocks auto --json bench/results/exposed.json     # 7 minutes on two quiet cores
     python -m splitserve.bench.handoff.exposed --lengths 512 --movers shm --slicings auto                   # a short one
 
 It starts its own cluster with a random 125M model for each row.
 
-Exposed time is from the first token (the prompt is computed) to the moment the sequence joins the decode batch: the stage
-``handoff_s`` that every answer reports. One request at a time. The goal is at most 2% of TTFT from 2,048 prompt tokens on.
+Exposed time is from the first token (the prompt is computed) to the moment the sequence joins the decode
+batch: the stage ``handoff_s`` that every answer reports. One request at a time. The goal is at most 2% of
+TTFT from 2,048 prompt tokens on.
 """
 
 from __future__ import annotations
@@ -44,15 +46,36 @@ START_S, REQUEST_S = 120.0, 600.0
 def cluster(model: Path, mover: str, slicing: str) -> Iterator[str]:
     """One prefill and one decode worker; its URL."""
     port = free_port("127.0.0.1")
-    options = ["--mover", mover, "--prefill-kv-slicing", slicing, "--max-model-len", str(MAX_MODEL_LEN), "--port", str(port)]
-    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--model", str(model), "--served-model-name", "m", *options]
+    options = [
+        "--mover",
+        mover,
+        "--prefill-kv-slicing",
+        slicing,
+        "--max-model-len",
+        str(MAX_MODEL_LEN),
+        "--port",
+        str(port),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.cli.main",
+        "up",
+        "--model",
+        str(model),
+        "--served-model-name",
+        "m",
+        *options,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_S
         while not _is_ready(url):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the cluster did not start; run the same command by hand to see why: " + " ".join(command))
+                raise SystemExit(
+                    "the cluster did not start; run the same command by hand to see why: " + " ".join(command)
+                )
             time.sleep(0.1)
         yield url
     finally:
@@ -80,7 +103,11 @@ def measure(url: str, lengths: dict[int, int]) -> dict[str, Any]:
         stages = [ask(length) for _ in range(count)]
         ttft = statistics.median(s["queue_s"] + s["prefill_s"] for s in stages)
         exposed = statistics.median(s["handoff_s"] for s in stages)
-        figures[str(length)] = {"ttft_ms": ttft * 1e3, "exposed_ms": exposed * 1e3, "exposed_of_ttft": exposed / ttft}
+        figures[str(length)] = {
+            "ttft_ms": ttft * 1e3,
+            "exposed_ms": exposed * 1e3,
+            "exposed_of_ttft": exposed / ttft,
+        }
     return figures
 
 
@@ -93,10 +120,16 @@ def _stages(url: str, prompt: list[int]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS), help="prompt tokens")
-    parser.add_argument("--slicings", nargs="+", choices=SLICINGS, default=list(SLICINGS), help="how blocks are cut")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS), help="prompt tokens"
+    )
+    parser.add_argument(
+        "--slicings", nargs="+", choices=SLICINGS, default=list(SLICINGS), help="how blocks are cut"
+    )
     parser.add_argument("--movers", nargs="+", choices=MOVERS, default=list(MOVERS))
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -110,14 +143,19 @@ def main() -> None:
                 rows.append({"mover": mover, "slicing": slicing, "by_prompt_tokens": figures})
                 _show(rows[-1])
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": environment(), "goal_met": goal_met(rows), "rows": rows}, indent=2) + "\n")
+        arguments.json.write_text(
+            json.dumps({"environment": environment(), "goal_met": goal_met(rows), "rows": rows}, indent=2)
+            + "\n"
+        )
 
 
 def goal_met(rows: list[dict[str, Any]]) -> dict[str, bool]:
     """By mover, as blocks are cut by default, at each length that the goal is for."""
     return {
         row["mover"]: all(
-            f["exposed_of_ttft"] <= GOAL_OF_TTFT for length, f in row["by_prompt_tokens"].items() if int(length) >= GOAL_FROM_TOKENS
+            f["exposed_of_ttft"] <= GOAL_OF_TTFT
+            for length, f in row["by_prompt_tokens"].items()
+            if int(length) >= GOAL_FROM_TOKENS
         )
         for row in rows
         if row["slicing"] == "auto"

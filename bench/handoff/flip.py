@@ -2,10 +2,10 @@
 
     python -m splitserve.bench.handoff.flip [--model DIR] [--flips 20] [--json bench/results/flip.json]
 
-`splitserve up --flexible` with one prefill and two decode workers and a few streams always open; one worker at a time becomes a prefill
-worker and then a decode worker again. Seconds after the order until the process has said hello in its new role (began), until a first token
-came from it or a sequence joined it (worked: the first useful work), and until nothing of its old role was left (ended; it lingers for a
-second).
+`splitserve up --flexible` with one prefill and two decode workers and a few streams always open; one worker
+at a time becomes a prefill worker and then a decode worker again. Seconds after the order until the process
+has said hello in its new role (began), until a first token came from it or a sequence joined it (worked: the
+first useful work), and until nothing of its old role was left (ended; it lingers for a second).
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ STREAMS, TOKENS = 8, 24
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="checkpoint folder; default: the bundled one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, default=DEMO_MODEL, help="checkpoint folder; default: the bundled one"
+    )
     parser.add_argument("--flips", type=int, default=20, help="half of them each way")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
@@ -46,18 +50,34 @@ def main() -> None:
     found = asyncio.run(measure(options.model, options.flips))
     print(json.dumps(found["seconds"], indent=1))
     if options.json is not None:
-        options.json.write_text(json.dumps({"environment": told, "model": options.model.name, **found}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"environment": told, "model": options.model.name, **found}, indent=1) + "\n"
+        )
 
 
 async def measure(model: Path, num_flips: int) -> dict[str, Any]:
     """Starts the cluster, flips, stops it."""
     folder, port = Path(tempfile.mkdtemp(prefix="splitserve-flip-")), free_port("127.0.0.1")
-    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--model", str(model), "--port", str(port), "--flexible"]
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.cli.main",
+        "up",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+        "--flexible",
+    ]
     command += ["--prefill", "1", "--decode", "2", "--kv-cache-gib", "0.25"]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False, auth=OperatorAuth()) as http:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False, auth=OperatorAuth()
+        ) as http:
             await _until("the cluster is ready", _whole, http)
             clients = [asyncio.create_task(_load(http, i)) for i in range(STREAMS)]
             try:
@@ -80,14 +100,20 @@ async def measure(model: Path, num_flips: int) -> dict[str, Any]:
 async def flip(http: httpx.AsyncClient, number: int) -> dict[str, Any]:
     """The first decode worker becomes a prefill worker, or the newest prefill worker a decode worker."""
     role, old = ("prefill", "decode") if number % 2 == 0 else ("decode", "prefill")
-    workers = [w for w in (await http.get("/debug/state")).json()["workers"] if w["role"] == old and not w["draining"]]
+    workers = [
+        w
+        for w in (await http.get("/debug/state")).json()["workers"]
+        if w["role"] == old and not w["draining"]
+    ]
     name = sorted(workers, key=lambda w: int(w["incarnation"]))[0 if old == "decode" else -1]["process"]
     answer = await http.post(f"/admin/flip/{name}", params={"to": role})
     if answer.status_code != 202:
         raise SystemExit(f"{name} did not become a {role} worker: {answer.text}")
 
     def over(state: dict[str, Any] | None) -> bool:
-        return state is not None and all(state["flips"][-1][key] is not None for key in ("began_s", "worked_s", "ended_s"))
+        return state is not None and all(
+            state["flips"][-1][key] is not None for key in ("began_s", "worked_s", "ended_s")
+        )
 
     state = await _until(f"{name} is a {role} worker", over, http)
     record: dict[str, Any] = state["flips"][-1]
@@ -103,11 +129,17 @@ async def _load(http: httpx.AsyncClient, client: int) -> None:
     number = 0
     while True:
         number += 1
-        body = {"prompt": f"client {client} request {number}: what does os.path.join do?", "max_tokens": TOKENS, "ignore_eos": True}
+        body = {
+            "prompt": f"client {client} request {number}: what does os.path.join do?",
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+        }
         (await http.post("/v1/completions", json=body)).raise_for_status()
 
 
-async def _until(what: str, condition: Callable[[dict[str, Any] | None], bool], http: httpx.AsyncClient) -> dict[str, Any]:
+async def _until(
+    what: str, condition: Callable[[dict[str, Any] | None], bool], http: httpx.AsyncClient
+) -> dict[str, Any]:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:

@@ -1,8 +1,10 @@
-"""How fast the machine was while a live run ran: its steps, by the workers' own logs, beside what their profile says of them.
+"""How fast the machine was while a live run ran: its steps, by the workers' own logs, beside what their
+profile says of them.
 
-A profile is taken at one time and a live run at another; on a machine that others use too, or that gets warm, the same step does not take
-the same time. What a simulation is off by is then partly the machine's. Told how fast the machine was, it is off by its own part alone: by
-how requests wait, are batched, handed over and stream.
+A profile is taken at one time and a live run at another; on a machine that others use too, or that gets warm,
+the same step does not take the same time. What a simulation is off by is then partly the machine's. Told how
+fast the machine was, it is off by its own part alone: by how requests wait, are batched, handed over and
+stream.
 """
 
 from __future__ import annotations
@@ -18,21 +20,26 @@ WINDOW_S = 2.0
 
 
 def stolen_share(before: Sequence[int], after: Sequence[int]) -> float:
-    """Of the processor time that was wanted here between two readings of ``processor_times``, what the hypervisor gave to others."""
-    user, nice, system, _, _, irq, softirq, steal = (b - a for a, b in zip(before[:8], after[:8], strict=True))
+    """Of the processor time that was wanted here between two readings of ``processor_times``, what the
+    hypervisor gave to others."""
+    user, nice, system, _, _, irq, softirq, steal = (
+        b - a for a, b in zip(before[:8], after[:8], strict=True)
+    )
     wanted = user + nice + system + irq + softirq + steal
     return steal / wanted if wanted > 0 else 0.0
 
 
 def processor_times() -> list[int]:
-    """Of all processors since the machine started, as Linux counts it: user, nice, system, idle, iowait, irq, softirq, steal."""
+    """Of all processors since the machine started, as Linux counts it: user, nice, system, idle, iowait, irq,
+    softirq, steal."""
     with open("/proc/stat", encoding="ascii") as file:
         return [int(value) for value in file.readline().split()[1:9]]
 
 
 class LivePace:
-    """How many times its modelled time a step took, by role and by when it began: the mean over ``WINDOW_S``; where there was no step of
-    that role, that of the nearest window with one. 1 where there was none at all."""
+    """How many times its modelled time a step took, by role and by when it began: the mean over ``WINDOW_S``;
+    where there was no step of that role, that of the nearest window with one. 1 where there was none at
+    all."""
 
     def __init__(self, steps: Iterable[LoggedStep], profile: Profile, began: float) -> None:
         """``steps`` from ``began`` on count (seconds of the host's monotonic clock)."""

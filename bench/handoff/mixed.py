@@ -1,10 +1,12 @@
-"""Mixed requests against a whole cluster with tenants on: is every token metered that a client saw, and is everything free afterwards?
+"""Mixed requests against a whole cluster with tenants on: is every token metered that a client saw, and is
+everything free afterwards?
 
     python -m splitserve.bench.handoff.mixed [--requests 10000] [--json bench/results/mixed.json]
 
-Streamed and whole, chats and completions, several choices, grammars, tools, scores, batches; clients that leave in mid-stream or before it,
-wrong keys, nonsense, limits. Each answer's usage is compared with its record in the usage database, their sums with /metrics, all blocks of
-all workers must be free or cached at the end, and memory flat. Whatever is not so is a failure, and the command ends with status 1.
+Streamed and whole, chats and completions, several choices, grammars, tools, scores, batches; clients that
+leave in mid-stream or before it, wrong keys, nonsense, limits. Each answer's usage is compared with its
+record in the usage database, their sums with /metrics, all blocks of all workers must be free or cached at
+the end, and memory flat. Whatever is not so is a failure, and the command ends with status 1.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ CONCURRENCY = 32
 SETTLE_S = 30.0
 OPERATOR = OperatorAuth()
 MAX_TOLD = 20
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "SPLITSERVE_COORDINATOR_DEAD_AFTER_S": "60"}  # a busy machine is no dead worker
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "SPLITSERVE_COORDINATOR_DEAD_AFTER_S": "60",
+}  # a busy machine is no dead worker
 MAX_GROWTH = 1.1  # from a quarter of the requests to the end, of all processes' private memory together
 METRICS = {
     "prompt_tokens": "splitserve_prompt_tokens_total",
@@ -53,7 +58,8 @@ METRICS = {
 
 
 class Place(NamedTuple):
-    """A cluster under test. ``metrics``: where each coordinator process tells its own; ``usage``: URL of the usage database."""
+    """A cluster under test. ``metrics``: where each coordinator process tells its own; ``usage``: URL of the
+    usage database."""
 
     url: str
     metrics: Sequence[str]
@@ -63,7 +69,9 @@ class Place(NamedTuple):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -83,7 +91,9 @@ def main() -> int:
         sample(options.requests)
         if memory["end"] > memory["quarter"] * MAX_GROWTH:
             result["failures"].append(f"memory grew from {memory['quarter']} to {memory['end']} MB")
-        result["failures"] += [line for line in log.read_text().splitlines() if " ERROR " in line or "Traceback" in line][:20]
+        result["failures"] += [
+            line for line in log.read_text().splitlines() if " ERROR " in line or "Traceback" in line
+        ][:20]
     results = {"environment": environment(), "seed": options.seed, "memory_mb": memory, **result}
     print(json.dumps(results, indent=1))
     if options.json:
@@ -92,12 +102,15 @@ def main() -> int:
 
 
 def _private_bytes(process: psutil.Process) -> int:
-    """Without what is shared: the pools of KV blocks, whose pages count for each process that has touched them."""
+    """Without what is shared: the pools of KV blocks, whose pages count for each process that has touched
+    them."""
     info = process.memory_info()
     return int(info.rss - info.shared)
 
 
-async def mix(place: Place, num_requests: int, seed: int, sample: Any = lambda num_done: None) -> dict[str, Any]:
+async def mix(
+    place: Place, num_requests: int, seed: int, sample: Any = lambda num_done: None
+) -> dict[str, Any]:
     """Sends all of them, a tenth of them in batches, and says what does not agree in ``failures``."""
     await _at_rest(place)  # what others asked for before is metered, too
     before = Sums.now(place)
@@ -124,7 +137,9 @@ async def mix(place: Place, num_requests: int, seed: int, sample: Any = lambda n
         for batch in batches:
             seen += await batch
     state, deadline = await _at_rest(place), time.monotonic() + SETTLE_S
-    while (differences := list(compare(seen, before, after := Sums.now(place)))) and time.monotonic() < deadline:
+    while (
+        differences := list(compare(seen, before, after := Sums.now(place)))
+    ) and time.monotonic() < deadline:
         await asyncio.sleep(1.0)  # a machine with other work to do may need longer
     failures = [*failed[:MAX_TOLD], *_blocks(state), *differences]
     return {
@@ -151,7 +166,9 @@ class Sums(NamedTuple):
         database.close()
         metrics: defaultdict[str, float] = defaultdict(float)
         for url in place.metrics:
-            for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=20, auth=OPERATOR).text):
+            for family in text_string_to_metric_families(
+                httpx.get(f"{url}/metrics", timeout=20, auth=OPERATOR).text
+            ):
                 for item in family.samples:
                     for name, metric in METRICS.items():
                         metrics[name] += item.value if item.name == metric else 0
@@ -163,7 +180,12 @@ class Sums(NamedTuple):
 def compare(seen: Sequence[Seen], before: Sums, after: Sums) -> Iterator[str]:
     """Sentences about what does not agree."""
     new = {id: record for id, record in after.records.items() if id not in before.records}
-    expected = {"wrong key": {401}, "nonsense": {400, 404}, "over limits": {200, 429}, "leaves before": {0, 200}}
+    expected = {
+        "wrong key": {401},
+        "nonsense": {400, 404},
+        "over limits": {200, 429},
+        "leaves before": {0, 200},
+    }
     for one in seen:
         if one.status not in expected.get(one.kind, {200}):
             yield f"{one.kind}: status {one.status}"
@@ -173,7 +195,9 @@ def compare(seen: Sequence[Seen], before: Sums, after: Sums) -> Iterator[str]:
         if record is None:
             continue
         metered = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
-        if record.tenant != one.tenant or (one.usage is not None and (record.status, metered) != ("200", one.usage)):
+        if record.tenant != one.tenant or (
+            one.usage is not None and (record.status, metered) != ("200", one.usage)
+        ):
             yield f"{one.kind}: {one} is metered as {record}"
         elif record.completion_tokens < one.num_tokens:
             yield f"{one.kind}: {one.num_tokens} tokens came, {record.completion_tokens} are metered"
@@ -182,7 +206,10 @@ def compare(seen: Sequence[Seen], before: Sums, after: Sums) -> Iterator[str]:
     if unseen > left_early:
         yield f"{unseen} requests are metered of which no client knows the id; {left_early} left before they could"
     for name in METRICS:
-        metered_sum, counted = sum(getattr(r, name) for r in new.values()), after.metrics[name] - before.metrics[name]
+        metered_sum, counted = (
+            sum(getattr(r, name) for r in new.values()),
+            after.metrics[name] - before.metrics[name],
+        )
         if metered_sum != counted:
             yield f"{name}: {metered_sum} metered, {counted:g} in /metrics"
     for status in ("200", "cancelled"):
@@ -205,7 +232,9 @@ async def _at_rest(place: Place) -> dict[str, Any]:
 
 
 def _is_idle(state: dict[str, Any]) -> bool:
-    return not any(state["requests"].values()) and not any(w["blocks"]["used"] or w["held"] for w in state["workers"])
+    return not any(state["requests"].values()) and not any(
+        w["blocks"]["used"] or w["held"] for w in state["workers"]
+    )
 
 
 def _blocks(state: dict[str, Any]) -> Iterator[str]:
@@ -221,7 +250,8 @@ def _split(total: int, most: int) -> list[int]:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[Place, list[psutil.Process], Path]]:
-    """`splitserve up` with the demo model, three tenants, limits, metering and batches; its processes and its log."""
+    """`splitserve up` with the demo model, three tenants, limits, metering and batches; its processes and its
+    log."""
     store, keys = TenantStore(folder / "tenants", create=True), {}
     store.set_tier("small", None, {"requests_per_minute": 6})
     for tenant, tier in (("a", "premium"), ("b", "standard"), ("limited", "small")):
@@ -229,11 +259,24 @@ def cluster(folder: Path) -> Iterator[tuple[Place, list[psutil.Process], Path]]:
         keys[tenant] = store.create_key(tenant, limits={"tokens_per_minute": 1 << 40}).key
     store.close()
     port, log = free_port("127.0.0.1"), folder / "log"
-    command = [sys.executable, "-m", "splitserve.cli", "up", "--port", str(port), "--log-level", "warning", "--kv-cache-gib", "0.25"]
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.cli",
+        "up",
+        "--port",
+        str(port),
+        "--log-level",
+        "warning",
+        "--kv-cache-gib",
+        "0.25",
+    ]
     command += ["--tenants-file", str(folder / "tenants"), "--batch-file", str(folder / "batches")]
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT})
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}
+        )
     try:
         deadline = time.monotonic() + 300
         while not _ready(url):

@@ -23,8 +23,16 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-SCHEMA = {"type": "object", "properties": {"dark": {"type": "boolean"}}, "required": ["dark"], "additionalProperties": False}
-SHARED = "The quick brown fox explains what os.path.join does, and why list comprehensions are read from left to right. " * 3
+SCHEMA = {
+    "type": "object",
+    "properties": {"dark": {"type": "boolean"}},
+    "required": ["dark"],
+    "additionalProperties": False,
+}
+SHARED = (
+    "The quick brown fox explains what os.path.join does, and why list comprehensions are read from left to right. "
+    * 3
+)
 POLL_S = 0.2
 
 
@@ -33,7 +41,8 @@ class RequestFailed(Exception):
 
 
 class Seen(NamedTuple):
-    """``id``: the response's, "" where none was seen. ``usage``: (prompt, cached, completion) tokens; None: the client left before."""
+    """``id``: the response's, "" where none was seen. ``usage``: (prompt, cached, completion) tokens; None:
+    the client left before."""
 
     kind: str
     tenant: str
@@ -46,7 +55,9 @@ class Seen(NamedTuple):
 class MixedClients:
     """``one`` after the other or at the same time; each is of a kind drawn at random."""
 
-    def __init__(self, session: aiohttp.ClientSession, keys: dict[str, str], model: str, random: Random) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, keys: dict[str, str], model: str, random: Random
+    ) -> None:
         """``keys``: by tenant; "limited" is the one that is often refused."""
         self._session, self._keys, self._model, self._random = session, keys, model, random
         self._tenants = [tenant for tenant in keys if tenant != "limited"]
@@ -76,7 +87,10 @@ class MixedClients:
     async def batch(self, num_requests: int, timeout_s: float) -> list[Seen]:
         """So many requests in one batch, and what its files say of them."""
         tenant = self._random.choice(self._tenants)
-        lines = [{"custom_id": str(n), "method": "POST", "url": TEXT, "body": self._text()} for n in range(num_requests)]
+        lines = [
+            {"custom_id": str(n), "method": "POST", "url": TEXT, "body": self._text()}
+            for n in range(num_requests)
+        ]
         form = aiohttp.FormData({"purpose": "batch"})
         form.add_field("file", "\n".join(map(json.dumps, lines)), filename="requests.jsonl")
         file = await self._json("POST", "/v1/files", tenant, data=form)
@@ -86,9 +100,14 @@ class MixedClients:
             while batch["status"] not in ("completed", "failed", "expired", "cancelled"):
                 await asyncio.sleep(POLL_S)
                 batch = await self._json("GET", f"/v1/batches/{batch['id']}", tenant)
-        async with self._session.get(f"/v1/files/{batch['output_file_id']}/content", headers=self._headers(tenant)) as response:
+        async with self._session.get(
+            f"/v1/files/{batch['output_file_id']}/content", headers=self._headers(tenant)
+        ) as response:
             answers = [json.loads(line)["response"] for line in (await response.text()).splitlines()]
-        return [Seen("batch", tenant, a["status_code"], a["body"]["id"], _used(a["body"]["usage"])) for a in answers]
+        return [
+            Seen("batch", tenant, a["status_code"], a["body"]["id"], _used(a["body"]["usage"]))
+            for a in answers
+        ]
 
     # --- those who stay to the end ---------------------------------------------------------------
 
@@ -97,7 +116,9 @@ class MixedClients:
 
     async def _streamed(self) -> Seen:
         path, body = self._body()
-        return await self._listen("streamed", path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+        return await self._listen(
+            "streamed", path, {**body, "stream": True, "stream_options": {"include_usage": True}}
+        )
 
     async def _several(self) -> Seen:
         path, body = self._body()
@@ -106,7 +127,9 @@ class MixedClients:
             return await self._ask("best of", path, {**body, "best_of": count})
         if path == TEXT and self._random.random() < 0.5:
             body["prompt"] = [body["prompt"]] * 2 + ["another"]
-        return await self._listen("several", path, {**body, "n": count, "stream": True, "stream_options": {"include_usage": True}})
+        return await self._listen(
+            "several", path, {**body, "n": count, "stream": True, "stream_options": {"include_usage": True}}
+        )
 
     async def _held(self) -> Seen:
         path, body = self._body()
@@ -121,7 +144,9 @@ class MixedClients:
         _, body = self._body(CHAT)
         tool = {**TOOL, "function": {**TOOL["function"], "strict": self._random.random() < 0.5}}
         more = {"tools": [tool], "tool_choice": self._random.choice(("auto", "required")), "max_tokens": 40}
-        return await self._listen("tools", CHAT, {**body, **more, "stream": True, "stream_options": {"include_usage": True}})
+        return await self._listen(
+            "tools", CHAT, {**body, **more, "stream": True, "stream_options": {"include_usage": True}}
+        )
 
     async def _scored(self) -> Seen:
         body = {"prompt": SHARED[:200], "echo": True, "logprobs": 1, "max_tokens": self._random.randrange(3)}
@@ -132,14 +157,21 @@ class MixedClients:
     async def _leaves_stream(self) -> Seen:
         path, body = self._body()
         leave_after = self._random.randrange(1, 8)
-        return await self._listen("leaves in mid-stream", path, {**body, "max_tokens": 60, "ignore_eos": True, "stream": True}, leave_after)
+        return await self._listen(
+            "leaves in mid-stream",
+            path,
+            {**body, "max_tokens": 60, "ignore_eos": True, "stream": True},
+            leave_after,
+        )
 
     async def _leaves_before(self) -> Seen:
         path, body = self._body()
         tenant = self._random.choice(self._tenants)
         try:
             async with asyncio.timeout(self._random.uniform(0.001, 0.05)):
-                return await self._ask("leaves before", path, {**body, "max_tokens": 60, "ignore_eos": True}, tenant)
+                return await self._ask(
+                    "leaves before", path, {**body, "max_tokens": 60, "ignore_eos": True}, tenant
+                )
         except TimeoutError:
             return Seen("leaves before", tenant, 0)
 
@@ -153,7 +185,13 @@ class MixedClients:
 
     async def _nonsense(self) -> Seen:
         path, body = self._body()
-        wrong: list[dict[str, Any]] = [{"temperature": -1}, {"max_tokens": 10**9}, {"guided_regex": "("}, {"model": "none"}, {"n": "x"}]
+        wrong: list[dict[str, Any]] = [
+            {"temperature": -1},
+            {"max_tokens": 10**9},
+            {"guided_regex": "("},
+            {"model": "none"},
+            {"n": "x"},
+        ]
         return await self._ask("nonsense", path, {**body, **self._random.choice(wrong)})
 
     async def _over_limit(self) -> Seen:
@@ -163,16 +201,22 @@ class MixedClients:
 
     async def _ask(self, kind: str, path: str, body: dict[str, Any], tenant: str = "") -> Seen:
         tenant = tenant or self._random.choice(self._tenants)
-        async with self._session.post(path, json={"model": self._model, **body}, headers=self._headers(tenant)) as response:
+        async with self._session.post(
+            path, json={"model": self._model, **body}, headers=self._headers(tenant)
+        ) as response:
             answer = await response.json()
             id = response.headers.get("x-request-id", "")
-            return Seen(kind, tenant, response.status, id, _used(answer["usage"]) if response.status == 200 else None)
+            return Seen(
+                kind, tenant, response.status, id, _used(answer["usage"]) if response.status == 200 else None
+            )
 
     async def _listen(self, kind: str, path: str, body: dict[str, Any], leave_after: int = 1 << 30) -> Seen:
         """``leave_after``: so many events with text; then the connection is closed."""
         tenant = self._random.choice(self._tenants)
         usage, num_tokens = None, 0
-        async with self._session.post(path, json={"model": self._model, **body}, headers=self._headers(tenant)) as response:
+        async with self._session.post(
+            path, json={"model": self._model, **body}, headers=self._headers(tenant)
+        ) as response:
             id = response.headers.get("x-request-id", "")
             async for line in response.content:
                 if not line.startswith(b"data: {"):
@@ -181,7 +225,10 @@ class MixedClients:
                 if "error" in event:
                     raise RequestFailed(f"a stream ended with {event['error']}")
                 usage = _used(event["usage"]) if event.get("usage") else usage
-                num_tokens += any(choice.get("text") or choice.get("delta", {}).get("content") for choice in event["choices"])
+                num_tokens += any(
+                    choice.get("text") or choice.get("delta", {}).get("content")
+                    for choice in event["choices"]
+                )
                 if num_tokens >= leave_after:
                     response.close()
                     break
@@ -207,7 +254,11 @@ class MixedClients:
     def _text(self) -> dict[str, Any]:
         """Often with a beginning that others have had, too."""
         prompt = self._random.choice((SHARED, SHARED[:150], "")) + f"What is {self._random.randrange(50)}?"
-        return {"prompt": prompt, "max_tokens": self._random.randrange(1, 10), "temperature": self._random.choice((0, 1))}
+        return {
+            "prompt": prompt,
+            "max_tokens": self._random.randrange(1, 10),
+            "temperature": self._random.choice((0, 1)),
+        }
 
 
 def _used(usage: dict[str, Any]) -> tuple[int, int, int]:

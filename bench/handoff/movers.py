@@ -2,9 +2,10 @@
 
     python -m splitserve.bench.handoff.movers [--gib 1] [--rounds 5] [--json bench/results/movers.json]
 
-The sender has one core, the receiver the other. Pools are large and gone through in order, so that nothing is in a cache.
-``scattered`` moves blocks between random places. Each round measures everything one after the other; ratios are taken within
-the round, and the median over the rounds is reported: load on the machine then hits all alike.
+The sender has one core, the receiver the other. Pools are large and gone through in order, so that nothing is
+in a cache. ``scattered`` moves blocks between random places. Each round measures everything one after the
+other; ratios are taken within the round, and the median over the rounds is reported: load on the machine then
+hits all alike.
 
     memcpy          one core, from pool to pool, block by block
     shm             the mover
@@ -69,8 +70,8 @@ WRITER = ("p0", 1)
 
 @dataclass(frozen=True)
 class Figure:
-    """GB/s (1e9 bytes) of wall time; processor seconds of both ends for a GB, which other load on the machine changes little. Ratios are to
-    memcpy and to the bare socket of the same case in the same round, median."""
+    """GB/s (1e9 bytes) of wall time; processor seconds of both ends for a GB, which other load on the machine
+    changes little. Ratios are to memcpy and to the bare socket of the same case in the same round, median."""
 
     what: str
     block_bytes: int
@@ -86,7 +87,9 @@ class Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", type=float, default=1.0, help="size of each pool")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -116,7 +119,13 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
     pool: Pool = np.frombuffer(shared.buffer, dtype=np.uint8).reshape(num_blocks, NUM_LAYERS, -1)
     shm, tcp = ShmTarget(shared), TcpTarget("tcp://127.0.0.1:*", pool, takes_plain=True)
     bare, four, bare_zmq = TcpReceiver(pool), TcpReceiver(pool, 4), ZmqReceiver(pool)
-    met = Met(worker_id="d0", incarnation=1, num_blocks=num_blocks, shm_name=shm.shm_name, data_address=tcp.data_address("127.0.0.1"))
+    met = Met(
+        worker_id="d0",
+        incarnation=1,
+        num_blocks=num_blocks,
+        shm_name=shm.shm_name,
+        data_address=tcp.data_address("127.0.0.1"),
+    )
     ours.send((met, bare.port, four.port, bare_zmq.port))
     nccl, nixl = NcclTarget(HostMemory(pool), pool.shape), NixlTarget(pool) if nixl_is_installed() else None
     words_ours, words_theirs = multiprocessing.get_context("spawn").Pipe()
@@ -169,10 +178,15 @@ def measure_case(block_bytes: int, order: str, gib: float, rounds: int) -> list[
         nixl.close_all()
     shared.close()
     os.sched_setaffinity(0, cores)
-    return [_figure(what, block_bytes, order, num_blocks * block_bytes, seconds, cpu[what] / rounds) for what in seconds]
+    return [
+        _figure(what, block_bytes, order, num_blocks * block_bytes, seconds, cpu[what] / rounds)
+        for what in seconds
+    ]
 
 
-def _figure(what: str, block_bytes: int, order: str, num_bytes: int, seconds: dict[str, list[float]], cpu_s: float) -> Figure:
+def _figure(
+    what: str, block_bytes: int, order: str, num_bytes: int, seconds: dict[str, list[float]], cpu_s: float
+) -> Figure:
     rate = num_bytes / statistics.median(seconds[what]) / 1e9
     ratios = (*_ratio(seconds["memcpy"], seconds[what]), *_ratio(seconds["socket"], seconds[what]))
     return Figure(what, block_bytes, order, rate, cpu_s / num_bytes * 1e9, *ratios)
@@ -214,12 +228,17 @@ def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order
     os.sched_setaffinity(0, {core})
     met, tcp_port, four_port, zmq_port = connection.recv()
     rng = np.random.default_rng(0)
-    pool: Pool = np.frombuffer(bytearray(rng.bytes(num_blocks * block_bytes)), dtype=np.uint8).reshape(num_blocks, NUM_LAYERS, -1)
+    pool: Pool = np.frombuffer(bytearray(rng.bytes(num_blocks * block_bytes)), dtype=np.uint8).reshape(
+        num_blocks, NUM_LAYERS, -1
+    )
     copy = np.ones_like(pool)
     ending = ExitStack()
     sources = list(range(num_blocks)) if order == "side by side" else rng.permutation(num_blocks).tolist()
     size = max(1, CHUNK_BYTES // block_bytes)
-    chunks = [[(i, sources[i], i) for i in range(start, min(num_blocks, start + size))] for start in range(0, num_blocks, size)]
+    chunks = [
+        [(i, sources[i], i) for i in range(start, min(num_blocks, start + size))]
+        for start in range(0, num_blocks, size)
+    ]
     ways: dict[str, Callable[[], None]] = {
         "memcpy": lambda: _copy_all(pool, copy, sources),
         "shm": _putting(ending, replace(met, mover="shm"), pool, chunks),
@@ -230,9 +249,13 @@ def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order
         "ZeroMQ": ZmqSender(zmq_port, pool).send_all,
     }
     words, nccl_address, nixl_address = connection.recv()
-    ways["nccl"] = _putting(ending, replace(met, mover="nccl", mover_address=nccl_address), pool, chunks, True, words)
+    ways["nccl"] = _putting(
+        ending, replace(met, mover="nccl", mover_address=nccl_address), pool, chunks, True, words
+    )
     if nixl_address is not None:
-        ways["nixl"] = _putting(ending, replace(met, mover="nixl", mover_address=nixl_address), pool, chunks, True)
+        ways["nixl"] = _putting(
+            ending, replace(met, mover="nixl", mover_address=nixl_address), pool, chunks, True
+        )
     ways["shm"]()  # maps every page once
     connection.send("ready")
     while (what := connection.recv()) != "end":
@@ -246,7 +269,12 @@ def _copy_all(pool: Pool, copy: Pool, sources: list[int]) -> None:
 
 
 def _putting(
-    ending: ExitStack, met: Met, pool: Pool, chunks: list[list[Item]], plain_kv: bool = False, words: Connection | None = None
+    ending: ExitStack,
+    met: Met,
+    pool: Pool,
+    chunks: list[list[Item]],
+    plain_kv: bool = False,
+    words: Connection | None = None,
 ) -> Callable[[], None]:
     opened: list[PutSource] = []
 
@@ -289,12 +317,23 @@ def _timed(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def print_figures(figures: list[Figure]) -> None:
-    table = Table("what", "block KiB", "order", "GB/s", "CPU s/GB", "of memcpy", "of socket", title="KV blocks between two processes")
+    table = Table(
+        "what",
+        "block KiB",
+        "order",
+        "GB/s",
+        "CPU s/GB",
+        "of memcpy",
+        "of socket",
+        title="KV blocks between two processes",
+    )
     for figure in figures:
         of_memcpy = f"{figure.of_memcpy:.2f} ({figure.of_memcpy_min:.2f} - {figure.of_memcpy_max:.2f})"
         of_socket = f"{figure.of_socket:.2f} ({figure.of_socket_min:.2f} - {figure.of_socket_max:.2f})"
         rate, cpu = f"{figure.gb_per_s:.2f}", f"{figure.cpu_s_per_gb:.2f}"
-        table.add_row(figure.what, str(figure.block_bytes >> 10), figure.order, rate, cpu, of_memcpy, of_socket)
+        table.add_row(
+            figure.what, str(figure.block_bytes >> 10), figure.order, rate, cpu, of_memcpy, of_socket
+        )
     Console().print(table)
 
 

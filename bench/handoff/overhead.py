@@ -161,10 +161,11 @@ class LoneWorker:
 
 
 def time_to_first_token(windows: int = 10, requests: int = 60) -> dict[str, Any]:
-    """Milliseconds from sending a request to its first streamed token, one request at a time, and to the last of four.
+    """Milliseconds from sending a request to its first streamed token, one request at a time, and to the last
+    of four.
 
-    In windows, each with floors of its own, taken right beside: a shared machine is now quicker, now slower, for seconds at a time. Medians
-    over the windows, and each window's.
+    In windows, each with floors of its own, taken right beside: a shared machine is now quicker, now slower,
+    for seconds at a time. Medians over the windows, and each window's.
     """
     with (
         _null_cluster() as port,
@@ -180,19 +181,28 @@ def time_to_first_token(windows: int = 10, requests: int = 60) -> dict[str, Any]
         "windows": windows,
         "requests": windows * requests,
         "prompt_tokens": 256,
-        **{name: {"p50": statistics.median(values), "min": min(values), "max": max(values)} for name, values in by_window.items()},
+        **{
+            name: {"p50": statistics.median(values), "min": min(values), "max": max(values)}
+            for name, values in by_window.items()
+        },
     }
 
 
-def _window(connection: socket.socket, dealer: zmq.Socket[bytes], worker: LoneWorker, requests: int) -> dict[str, float]:
+def _window(
+    connection: socket.socket, dealer: zmq.Socket[bytes], worker: LoneWorker, requests: int
+) -> dict[str, float]:
     """Medians, in milliseconds."""
     answers = [_exchange(connection, _request(i), b"0\r\n\r\n") for i in range(requests)]
-    floors = [_exchange(connection, HEALTH, b"}")[1] for _ in range(requests)]  # GET /health on the same connection
+    floors = [
+        _exchange(connection, HEALTH, b"}")[1] for _ in range(requests)
+    ]  # GET /health on the same connection
     round_trips = [_round_trip(dealer) for _ in range(requests)]
     alone = [worker.first_token() for _ in range(requests)]
     stages = [_stages(text) for _, _, text in answers]
     firsts = [first for first, _, _ in answers]
-    ttft, floor, round_trip, own = (statistics.median(times) * 1e3 for times in (firsts, floors, round_trips, alone))
+    ttft, floor, round_trip, own = (
+        statistics.median(times) * 1e3 for times in (firsts, floors, round_trips, alone)
+    )
     return {
         "http_floor_ms": floor,
         "zmq_round_trip_ms": round_trip,
@@ -201,7 +211,10 @@ def _window(connection: socket.socket, dealer: zmq.Socket[bytes], worker: LoneWo
         "by_control_ms": ttft - floor - own,
         "ttft_ms": ttft,
         "e2e_ms": statistics.median(last for _, last, _ in answers) * 1e3,
-        **{f"{name.removesuffix('_s')}_ms": statistics.median(s[name] for s in stages) * 1e3 for name in stages[0]},
+        **{
+            f"{name.removesuffix('_s')}_ms": statistics.median(s[name] for s in stages) * 1e3
+            for name in stages[0]
+        },
     }
 
 
@@ -222,7 +235,8 @@ def _echoing() -> Iterator[zmq.Socket[bytes]]:
 
 
 def _round_trip(dealer: zmq.Socket[bytes]) -> float:
-    """Seconds that a few bytes take to another process and back by ZeroMQ alone, some milliseconds after the last, as requests come."""
+    """Seconds that a few bytes take to another process and back by ZeroMQ alone, some milliseconds after the
+    last, as requests come."""
     time.sleep(PAUSE_S)
     start = time.perf_counter()
     dealer.send(b"ping")
@@ -267,8 +281,23 @@ def _stages(text: bytes) -> dict[str, float]:
 @contextmanager
 def _null_cluster() -> Iterator[int]:
     port, control = free_port("127.0.0.1"), free_port("127.0.0.1")
-    command = [sys.executable, "-m", "splitserve.cli.main", "coordinator", "--model", str(DEMO_MODEL), "--insecure"]
-    arguments = ["--served-model-name", DEMO_MODEL_NAME, "--port", str(port), "--control-address", f"tcp://127.0.0.1:{control}"]
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.cli.main",
+        "coordinator",
+        "--model",
+        str(DEMO_MODEL),
+        "--insecure",
+    ]
+    arguments = [
+        "--served-model-name",
+        DEMO_MODEL_NAME,
+        "--port",
+        str(port),
+        "--control-address",
+        f"tcp://127.0.0.1:{control}",
+    ]
     processes: list[Any] = [subprocess.Popen([*command, *arguments, "--log-level", "warning"])]
     processes.append(start_null_worker("prefill", f"tcp://127.0.0.1:{control}", 0, 20_000, 2_000))
     processes.append(start_null_worker("decode", f"tcp://127.0.0.1:{control}", 1, 20_000, 2_000))
@@ -293,10 +322,16 @@ def _ready(url: str) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
-    results = {"environment": environment(), "decode_loop": decode_loop(), "single_request": time_to_first_token()}
+    results = {
+        "environment": environment(),
+        "decode_loop": decode_loop(),
+        "single_request": time_to_first_token(),
+    }
     print(json.dumps(results, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -1,7 +1,9 @@
-"""A network of several hosts on one machine: network namespaces joined by TUN devices; every packet passes through one process that can
-drop, delay or change it. Needs no root: a user namespace gives the rights. Needs `unshare`, `nsenter`, `ip` and /dev/net/tun.
+"""A network of several hosts on one machine: network namespaces joined by TUN devices; every packet passes
+through one process that can drop, delay or change it. Needs no root: a user namespace gives the rights. Needs
+`unshare`, `nsenter`, `ip` and /dev/net/tun.
 
-Host 0 is this process's own end, 10.77.0.1; the others are 10.77.0.2 and up. Loopback inside a host is its own and always well.
+Host 0 is this process's own end, 10.77.0.1; the others are 10.77.0.2 and up. Loopback inside a host is its
+own and always well.
 """
 
 from __future__ import annotations
@@ -57,13 +59,17 @@ def missing() -> str:
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "/dev/net/tun cannot be opened"
     tried = subprocess.run(
-        ["unshare", "-Urn", "ip", "tuntap", "add", "dev", "t0", "mode", "tun"], capture_output=True, text=True, check=False
+        ["unshare", "-Urn", "ip", "tuntap", "add", "dev", "t0", "mode", "tun"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return f"no user and network namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def enter() -> None:
-    """Starts this program again inside user, network and mount namespaces of its own, where it may make others and mount."""
+    """Starts this program again inside user, network and mount namespaces of its own, where it may make
+    others and mount."""
     if INSIDE not in os.environ:
         command = ["unshare", "-Urnm", "--kill-child", sys.executable, *sys.orig_argv[1:]]
         os.execvpe("unshare", command, {**os.environ, INSIDE: "1"})
@@ -173,12 +179,18 @@ class _Forwarder:
         elif weather.loss and self._random.random() < weather.loss:
             count["lost"] += 1
         else:
-            if weather.corrupt and self._random.random() < weather.corrupt and (changed := _corrupted(packet, self._random)):
+            if (
+                weather.corrupt
+                and self._random.random() < weather.corrupt
+                and (changed := _corrupted(packet, self._random))
+            ):
                 count["corrupted"] += 1
                 packet = changed
             if weather.delay_s:
                 count["delayed"] += 1
-                at = time.monotonic() + max(0.0, weather.delay_s + self._random.uniform(-1, 1) * weather.jitter_s)
+                at = time.monotonic() + max(
+                    0.0, weather.delay_s + self._random.uniform(-1, 1) * weather.jitter_s
+                )
                 heapq.heappush(self._delayed, (at, count["packets"], target, packet))
             else:
                 self._write(target, packet)
@@ -189,12 +201,15 @@ class _Forwarder:
 
 
 def _corrupted(packet: bytes, draw: random.Random) -> bytes:
-    """One byte in the middle of a bulk TCP payload changed, and the checksum with it (RFC 1624); empty where it is none."""
+    """One byte in the middle of a bulk TCP payload changed, and the checksum with it (RFC 1624); empty where
+    it is none."""
     header = (packet[0] & 15) * 4
     if packet[9] != socket.IPPROTO_TCP or len(packet) - header < BULK_BYTES:
         return b""
     data = bytearray(packet)
-    at = draw.randrange(header + 2_000, len(data) - 1) & ~1  # the first byte of a 16-bit word, counted from an even header
+    at = (
+        draw.randrange(header + 2_000, len(data) - 1) & ~1
+    )  # the first byte of a 16-bit word, counted from an even header
     before = struct.unpack_from("!H", data, at)[0]
     data[at] ^= 1 << draw.randrange(8)
     after = struct.unpack_from("!H", data, at)[0]
@@ -222,7 +237,9 @@ def _enter_namespaces(*paths: str) -> None:
 def _hold(host: int) -> subprocess.Popen[bytes]:
     """A process that keeps a host's namespaces, and says when they are there."""
     script = f"hostname chaos-{host} && ip link set lo up && echo && exec sleep infinity"
-    holder = subprocess.Popen(["unshare", "--net", "--uts", "sh", "-c", script], stdout=subprocess.PIPE, preexec_fn=die_with_parent)
+    holder = subprocess.Popen(
+        ["unshare", "--net", "--uts", "sh", "-c", script], stdout=subprocess.PIPE, preexec_fn=die_with_parent
+    )
     assert holder.stdout is not None
     if not holder.stdout.readline():
         raise OSError(f"cannot make host {host}: see above")

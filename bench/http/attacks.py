@@ -1,14 +1,17 @@
-"""The attacks that a coordinator must bear, over HTTP against a server that this command starts: what they cost it, and others.
+"""The attacks that a coordinator must bear, over HTTP against a server that this command starts: what they
+cost it, and others.
 
     python -m splitserve.bench.http.attacks [--splitserve PATH] [--only NAME ...] [--times 10] [--json bench/results/attacks.json]
     python -m splitserve.bench.http.attacks --load-minutes 30        memory under ordinary load with large bodies: is it level?
 
-`--splitserve` is the command of any build (a script that runs it will do), so that builds can be compared; `--label` names its rows in the
-record. All stays on loopback and ends by itself; a server whose coordinator exceeds `--most-gb` is killed, and the row says so.
+`--splitserve` is the command of any build (a script that runs it will do), so that builds can be compared;
+`--label` names its rows in the record. All stays on loopback and ends by itself; a server whose coordinator
+exceeds `--most-gb` is killed, and the row says so.
 
-Of each attack: answers by status; memory of the coordinator with its own processes before, at most, and 3 s after; the longest gap in
-another client's stream and the slowest /health meanwhile, and the gap without any attack. An attack is a function that takes a ``Target``
-and returns answers by status: to add one, add it to ``ATTACKS``.
+Of each attack: answers by status; memory of the coordinator with its own processes before, at most, and 3 s
+after; the longest gap in another client's stream and the slowest /health meanwhile, and the gap without any
+attack. An attack is a function that takes a ``Target`` and returns answers by status: to add one, add it to
+``ATTACKS``.
 """
 
 from __future__ import annotations
@@ -125,7 +128,9 @@ def at_once(count: int, work: Callable[[], str]) -> Counter[str]:
     return found
 
 
-def bombs(path: str, clients: int, make: Callable[[], dict[str, Any] | bytes]) -> Callable[[Target], Counter[str]]:
+def bombs(
+    path: str, clients: int, make: Callable[[], dict[str, Any] | bytes]
+) -> Callable[[Target], Counter[str]]:
     """The same large body from so many clients at once, a few at a time."""
 
     def run(target: Target) -> Counter[str]:
@@ -210,7 +215,10 @@ def told(held: list[socket.socket]) -> Counter[str]:
 
 
 def tools() -> dict[str, Any]:
-    wide = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "x" * 40} for i in range(1200)}}
+    wide = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "description": "x" * 40} for i in range(1200)},
+    }
     chosen = [{"type": "function", "function": {"name": f"f{i}", "parameters": wide}} for i in range(128)]
     return {"messages": [{"role": "user", "content": "a"}], "tools": chosen, "tool_choice": "required"}
 
@@ -228,7 +236,10 @@ def schema() -> dict[str, Any]:
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ATTACKS = [
     Attack("tokenization", bombs(TEXT, 4, lambda: {"prompt": "the quick brown fox " * (BODY_BYTES // 20)})),
-    Attack("logit_bias", bombs(TEXT, 2, lambda: {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1_000_000)}})),
+    Attack(
+        "logit_bias",
+        bombs(TEXT, 2, lambda: {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1_000_000)}}),
+    ),
     Attack("ids", bombs(TEXT, 2, lambda: b'{"prompt":[' + b"1," * 7_900_000 + b"1]}")),
     Attack("schema", bombs(CHAT, 2, schema)),
     Attack("tools", bombs(CHAT, 2, tools)),
@@ -248,17 +259,35 @@ def served(command: list[str], max_files: int | None) -> Iterator[tuple[int, psu
     """The port, and the coordinator's process."""
     port = free_port("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [*command, "up", "--model", str(DEMO_MODEL), "--port", str(port), "--run-dir", str(Path(folder) / "run")]
-        shell = f"ulimit -n {max_files}; exec {shlex.join(arguments)}" if max_files else f"exec {shlex.join(arguments)}"
+        arguments = [
+            *command,
+            "up",
+            "--model",
+            str(DEMO_MODEL),
+            "--port",
+            str(port),
+            "--run-dir",
+            str(Path(folder) / "run"),
+        ]
+        shell = (
+            f"ulimit -n {max_files}; exec {shlex.join(arguments)}"
+            if max_files
+            else f"exec {shlex.join(arguments)}"
+        )
         with (Path(folder) / "log").open("wb") as log:
             process = subprocess.Popen(
-                ["bash", "-c", shell], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                ["bash", "-c", shell],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         try:
             deadline = time.monotonic() + START_S
             while not ready(port):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the server did not start: {(Path(folder) / 'log').read_text()[-2000:]}")
+                    raise RuntimeError(
+                        f"the server did not start: {(Path(folder) / 'log').read_text()[-2000:]}"
+                    )
                 time.sleep(0.2)
             yield port, coordinator_of(process.pid, port)
         finally:
@@ -282,7 +311,10 @@ def coordinator_of(pid: int, port: int) -> psutil.Process:
     parent = psutil.Process(pid)
     for process in [parent, *parent.children(recursive=True)]:
         with suppress(psutil.Error):
-            if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in process.net_connections("tcp")):
+            if any(
+                c.laddr.port == port and c.status == psutil.CONN_LISTEN
+                for c in process.net_connections("tcp")
+            ):
                 return process
     raise RuntimeError("no process of the server listens")
 
@@ -323,8 +355,12 @@ def memory_mb(process: psutil.Process) -> float:
 # --- measuring -----------------------------------------------------------------------------------
 
 
-def measure(attack: Attack, port: int, process: psutil.Process, options: argparse.Namespace, quiet_gap_s: float) -> Row:
-    row = Row(attack.name, options.label, quiet_gap_s=round(quiet_gap_s, 3), before_mb=round(memory_mb(process), 1))
+def measure(
+    attack: Attack, port: int, process: psutil.Process, options: argparse.Namespace, quiet_gap_s: float
+) -> Row:
+    row = Row(
+        attack.name, options.label, quiet_gap_s=round(quiet_gap_s, 3), before_mb=round(memory_mb(process), 1)
+    )
     watch = Watch(process, 1000 * options.most_gb)
     with beside(port, STREAM_TOKENS) as bystander:
         bystander.wait()
@@ -362,14 +398,21 @@ def attacked(attacks: list[Attack], options: argparse.Namespace) -> Iterator[Row
 def load(options: argparse.Namespace) -> dict[str, Any]:
     """Small requests, streams, and large bodies of all kinds from time to time; memory every 5 s."""
     samples: list[float] = []
-    large = [attack for attack in ATTACKS if attack.name in ("tokenization", "logit_bias", "ids", "message parts")]
-    with served(shlex.split(options.splitserve), None) as (port, process), beside(port, STREAM_TOKENS) as bystander:
+    large = [
+        attack for attack in ATTACKS if attack.name in ("tokenization", "logit_bias", "ids", "message parts")
+    ]
+    with (
+        served(shlex.split(options.splitserve), None) as (port, process),
+        beside(port, STREAM_TOKENS) as bystander,
+    ):
         deadline, sampled, turn = time.monotonic() + 60 * options.load_minutes, 0.0, 0
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
             while time.monotonic() < deadline:
                 for i in range(20):
                     client.post(TEXT, json={"prompt": f"{turn} {i} " + "word " * (i * 10), "max_tokens": 8})
-                client.post(TEXT, json={"prompt": "x " * 40_000, "truncate_prompt_tokens": 100, "max_tokens": 2})
+                client.post(
+                    TEXT, json={"prompt": "x " * 40_000, "truncate_prompt_tokens": 100, "max_tokens": 2}
+                )
                 if turn % 20 == 0:
                     large[turn // 20 % len(large)].run(Target(port, 1))
                 turn += 1
@@ -378,9 +421,22 @@ def load(options: argparse.Namespace) -> dict[str, Any]:
                     samples.append(round(memory_mb(process), 1))
         _, gap, health, *failures = bystander.seen
     quarter = max(1, len(samples) // 4)
-    early, late = (sum(some) / len(some) for some in (samples[quarter : 2 * quarter] or samples, samples[-quarter:]))
-    figures = {"minutes": options.load_minutes, "turns": turn, "second_quarter_mb": round(early, 1), "last_quarter_mb": round(late, 1)}
-    return {**figures, "longest_gap_s": round(gap, 3), "slowest_health_s": round(health, 3), "failures": failures, "samples_mb": samples}
+    early, late = (
+        sum(some) / len(some) for some in (samples[quarter : 2 * quarter] or samples, samples[-quarter:])
+    )
+    figures = {
+        "minutes": options.load_minutes,
+        "turns": turn,
+        "second_quarter_mb": round(early, 1),
+        "last_quarter_mb": round(late, 1),
+    }
+    return {
+        **figures,
+        "longest_gap_s": round(gap, 3),
+        "slowest_health_s": round(health, 3),
+        "failures": failures,
+        "samples_mb": samples,
+    }
 
 
 def table(rows: list[Row]) -> str:
@@ -390,22 +446,38 @@ def table(rows: list[Row]) -> str:
     ]
     for row in rows:
         answers = row.killed or ", ".join(f"{count} x {status}" for status, count in row.answers.items())
-        health = f"{row.slowest_health_s:.2f}" + (f", {row.health_failures} failed" if row.health_failures else "")
+        health = f"{row.slowest_health_s:.2f}" + (
+            f", {row.health_failures} failed" if row.health_failures else ""
+        )
         memory = f"{row.before_mb:.0f}, {row.most_mb:.0f}, {row.after_mb:.0f}"
-        lines.append(f"| {row.name} | {row.label} | {answers} | {memory} | {row.longest_gap_s:.2f} ({row.quiet_gap_s:.2f}) | {health} |")
+        lines.append(
+            f"| {row.name} | {row.label} | {answers} | {memory} | {row.longest_gap_s:.2f} ({row.quiet_gap_s:.2f}) | {health} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--splitserve", default=f"{sys.executable} -m splitserve.cli", help="the command of the build")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--splitserve", default=f"{sys.executable} -m splitserve.cli", help="the command of the build"
+    )
     parser.add_argument("--label", default="now", help="what the record calls it")
-    parser.add_argument("--only", nargs="*", choices=[attack.name for attack in ATTACKS], help="these attacks")
-    parser.add_argument("--times", type=int, default=10, help="how many times as many clients as first showed the defect")
+    parser.add_argument(
+        "--only", nargs="*", choices=[attack.name for attack in ATTACKS], help="these attacks"
+    )
+    parser.add_argument(
+        "--times", type=int, default=10, help="how many times as many clients as first showed the defect"
+    )
     parser.add_argument("--most-gb", type=float, default=4.0, help="a coordinator that takes more is killed")
     parser.add_argument("--quiet-s", type=float, default=QUIET_S, help="seconds of the baseline")
-    parser.add_argument("--load-minutes", type=float, help="no attacks: ordinary load, and whether memory stays level")
-    parser.add_argument("--json", type=Path, help="put the rows into this record, in place of those of the same label")
+    parser.add_argument(
+        "--load-minutes", type=float, help="no attacks: ordinary load, and whether memory stays level"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="put the rows into this record, in place of those of the same label"
+    )
     options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -414,7 +486,9 @@ def main() -> int:
         print(json.dumps(result))
         return 1 if result["last_quarter_mb"] > result["second_quarter_mb"] + MAX_GROWTH_MB else 0
     rows = []
-    for row in attacked([attack for attack in ATTACKS if not options.only or attack.name in options.only], options):
+    for row in attacked(
+        [attack for attack in ATTACKS if not options.only or attack.name in options.only], options
+    ):
         rows.append(row)
         print(json.dumps(asdict(row)), flush=True)
     print(table(rows))

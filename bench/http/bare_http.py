@@ -1,4 +1,5 @@
-"""The floor for answered requests: uvicorn with an application that reads the body and answers a fixed JSON."""
+"""The floor for answered requests: uvicorn with an application that reads the body and answers a fixed
+JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(A
 Message = MutableMapping[str, Any]
 
 
-async def app(scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:
+async def app(
+    scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+) -> None:
     """ASGI."""
     await receive()
     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
@@ -24,7 +27,15 @@ def main() -> None:
     """Prints its port; runs until it is terminated."""
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         print(listener.getsockname()[1], "none", flush=True)
-        config = uvicorn.Config(app, http="httptools", loop="uvloop", ws="none", lifespan="off", log_level="warning", access_log=False)
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            loop="uvloop",
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+        )
         uvicorn.Server(config).run([listener])
 
 

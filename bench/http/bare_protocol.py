@@ -1,4 +1,5 @@
-"""The floor for a Python server: one asyncio.Protocol on uvloop that writes a fixed chunk for every row of every step it hears of.
+"""The floor for a Python server: one asyncio.Protocol on uvloop that writes a fixed chunk for every row of
+every step it hears of.
 
 No HTTP parsing, no validation, no lifecycle, no text: what remains is the message, the loop and the socket.
 """
@@ -15,7 +16,11 @@ from ...transport.channels.channels import RouterChannel
 from ...transport.channels.event_loop import attach
 from ...transport.messages.messages import FROM_WORKER, Message, StepTokens, from_u32
 
-BODY = b'data: {"id":"chatcmpl-' + b"0" * 32 + b'","object":"chat.completion.chunk","created":1700000000,"model":"bench","choices":['
+BODY = (
+    b'data: {"id":"chatcmpl-'
+    + b"0" * 32
+    + b'","object":"chat.completion.chunk","created":1700000000,"model":"bench","choices":['
+)
 CHUNK = BODY + b'{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null}]}\n\n'
 FRAME = b"%x\r\n" % len(CHUNK) + CHUNK + b"\r\n"
 

@@ -1,4 +1,5 @@
-"""Another client beside an attack, in a process of its own: what it sees of the server while others misbehave."""
+"""Another client beside an attack, in a process of its own: what it sees of the server while others
+misbehave."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ class Bystander:
 def beside(port: int, num_tokens: int, key: str = "") -> Iterator[Bystander]:
     """Streams of so many tokens, one after the other, and /health ten times a second."""
     here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_watch, args=(port, num_tokens, key, there), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=_watch, args=(port, num_tokens, key, there), daemon=True
+    )
     process.start()
     try:
         yield Bystander(here)
@@ -67,16 +70,27 @@ class _Watch:
     def __init__(self, port: int, num_tokens: int, key: str) -> None:
         self._base = f"http://127.0.0.1:{port}"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._body = {"prompt": "Once upon a time", "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
+        self._body = {
+            "prompt": "Once upon a time",
+            "max_tokens": num_tokens,
+            "stream": True,
+            "ignore_eos": True,
+        }
         self._num_reads = self._health_failures = self._stream_failures = 0
-        self._gap = self._health = self._read_at = self._asked_at = 0.0  # the last two: 0 where nothing is awaited
+        self._gap = self._health = self._read_at = self._asked_at = (
+            0.0  # the last two: 0 where nothing is awaited
+        )
 
     def read(self) -> None:
         """For ever."""
         while True:
             try:
                 with httpx.stream(
-                    "POST", f"{self._base}/v1/completions", json=self._body, headers=self._headers, timeout=PATIENCE_S
+                    "POST",
+                    f"{self._base}/v1/completions",
+                    json=self._body,
+                    headers=self._headers,
+                    timeout=PATIENCE_S,
                 ) as stream:
                     stream.raise_for_status()
                     for _ in stream.iter_raw():
@@ -102,7 +116,13 @@ class _Watch:
 
     def seen(self) -> Seen:
         """What it waits for now counts already."""
-        return Seen(self._num_reads, self._longest_gap(), self._slowest_health(), self._health_failures, self._stream_failures)
+        return Seen(
+            self._num_reads,
+            self._longest_gap(),
+            self._slowest_health(),
+            self._health_failures,
+            self._stream_failures,
+        )
 
     def _longest_gap(self) -> float:
         return max(self._gap, time.monotonic() - since if (since := self._read_at) else 0.0)

@@ -1,4 +1,5 @@
-"""The coordinator as a front door: what a request costs before it is dispatched, how many streams and requests a second it holds.
+"""The coordinator as a front door: what a request costs before it is dispatched, how many streams and
+requests a second it holds.
 
     python -m splitserve.bench.http.front_door [--seconds 60] [--processes 2] [--only admission] [--json bench/results/front_door.json]
 
@@ -8,7 +9,8 @@
     sustained   1,700 requests a second (100,000 a minute) over several processes on one port, against fake workers that answer at once
     streamed    tokens a second with keys, limits, metering and tracing on, and without, in turn
 
-The server runs on the first core (several processes: on all cores), this process with clients and fake workers on the last one.
+The server runs on the first core (several processes: on all cores), this process with clients and fake
+workers on the last one.
 """
 
 from __future__ import annotations
@@ -33,13 +35,19 @@ from .streaming import model_folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the sustained load")
     parser.add_argument("--rate", type=float, default=1700.0, help="its requests a second")
     parser.add_argument("--processes", type=int, default=2, help="coordinator processes under it")
-    parser.add_argument("--rounds", type=int, default=15, help="how often streamed cost is measured with and without")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="how often streamed cost is measured with and without"
+    )
     parser.add_argument("--streams", type=int, default=10_000, help="streams open at a time")
-    parser.add_argument("--only", choices=["admission", "streams", "sustained", "streamed"], help="measure this alone")
+    parser.add_argument(
+        "--only", choices=["admission", "streams", "sustained", "streamed"], help="measure this alone"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -51,10 +59,14 @@ def main() -> None:
         parts: dict[str, Callable[[], Any]] = {
             "admission": lambda: uvloop.run(admission(model, tenants, key)),
             "streams": lambda: streams(model, tenants, key, cores, options.streams),
-            "sustained": lambda: sustained(model, tenants, key, cores, options.processes, options.rate, options.seconds),
+            "sustained": lambda: sustained(
+                model, tenants, key, cores, options.processes, options.rate, options.seconds
+            ),
             "streamed": lambda: streamed(model, tenants, key, cores, options.rounds),
         }
-        results = {"environment": environment()} | {name: part() for name, part in parts.items() if options.only in (None, name)}
+        results = {"environment": environment()} | {
+            name: part() for name, part in parts.items() if options.only in (None, name)
+        }
     print(json.dumps(results, indent=1))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
@@ -63,7 +75,12 @@ def main() -> None:
 def tenants_file(folder: Path) -> tuple[Path, str]:
     """One tenant with every limit there is, none of which is ever reached, and its key."""
     store, much = TenantStore(folder / "tenants", create=True), 1 << 49
-    limits = {"requests_per_minute": much, "tokens_per_minute": much, "max_streams": much, "tokens_per_day": much}
+    limits = {
+        "requests_per_minute": much,
+        "tokens_per_minute": much,
+        "max_streams": much,
+        "tokens_per_day": much,
+    }
     store.set_tier("bench", "standard", limits)
     store.set_tenant("bench", tier="bench")
     key = store.create_key("bench", limits={"requests_per_minute": much, "tokens_per_month": much}).key

@@ -1,6 +1,8 @@
-"""What a request costs at the front door before it is dispatched: key, validation, template, tokens, limits, journal.
+"""What a request costs at the front door before it is dispatched: key, validation, template, tokens, limits,
+journal.
 
-From a complete call to its submission, in this process, with the coordinator's event loop and its settings of the collector.
+From a complete call to its submission, in this process, with the coordinator's event loop and its settings of
+the collector.
 """
 
 from __future__ import annotations
@@ -74,7 +76,12 @@ async def admission(model: Path, tenants: Path, key: str, count: int = 20_000) -
     """Microseconds from a complete call to its submission."""
     served = ServedModel.load(model, "bench")
     settle_heap()
-    meter = Meter(f"sqlite:///{tenants}-usage", tenants.parent, "admission-journal-", soon=asyncio.get_running_loop().call_soon)
+    meter = Meter(
+        f"sqlite:///{tenants}-usage",
+        tenants.parent,
+        "admission-journal-",
+        soon=asyncio.get_running_loop().call_soon,
+    )
     meter.start()
     limiter = SharedLimiter(tenants.with_name("admission-limits"))
     header, tenancy = f"Bearer {key}".encode(), Tenancy(KeyDirectory(tenants), limiter, meter)
@@ -84,14 +91,18 @@ async def admission(model: Path, tenants: Path, key: str, count: int = 20_000) -
     }
     with trace_sink() as endpoint:
         tracing = Tracing.open(endpoint, "coordinator", "bench")
-        results["with_keys_limits_metering_tracing"] = await _admission(served, tenancy, header, count, tracing)
+        results["with_keys_limits_metering_tracing"] = await _admission(
+            served, tenancy, header, count, tracing
+        )
         await asyncio.to_thread(tracing.close)
     await limiter.stop()
     await asyncio.to_thread(meter.stop)
     return results
 
 
-async def _admission(served: ServedModel, tenancy: Tenancy, header: bytes, count: int, tracing: Tracing | None = None) -> dict[str, float]:
+async def _admission(
+    served: ServedModel, tenancy: Tenancy, header: bytes, count: int, tracing: Tracing | None = None
+) -> dict[str, float]:
     dispatcher, heard, no_headers = Noting(), Heard(), dict[bytes, bytes]()
     metrics = Metrics("bench", SystemSnapshot)
     metrics.listeners.add("tracing", end_trace)
@@ -110,4 +121,9 @@ async def _admission(served: ServedModel, tenancy: Tenancy, header: bytes, count
             request.sink.end(Ended(finish_reason="length", num_output_tokens=1, num_dispatches=1))
         dispatcher.waiting.clear()
     quantiles = statistics.quantiles([1e6 * t for t in times[WARM_UP:]], n=100)
-    return {"requests": count, "median_us": round(quantiles[49], 1), "p90_us": round(quantiles[89], 1), "p99_us": round(quantiles[98], 1)}
+    return {
+        "requests": count,
+        "median_us": round(quantiles[49], 1),
+        "p90_us": round(quantiles[89], 1),
+        "p99_us": round(quantiles[98], 1),
+    }

@@ -1,4 +1,5 @@
-"""Requests a second at the front door: an open loop of whole chat requests over several coordinator processes on one port."""
+"""Requests a second at the front door: an open loop of whole chat requests over several coordinator processes
+on one port."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ NUM_CONNECTIONS = 256
 
 
 class OpenLoop:
-    """Sends requests when they are due, whatever the server does, over connections that are kept; notes how long each took."""
+    """Sends requests when they are due, whatever the server does, over connections that are kept; notes how
+    long each took."""
 
     def __init__(self, port: int, request: bytes, num_connections: int) -> None:
         self._request, self._epoll = request, select.epoll()
@@ -75,7 +77,9 @@ class OpenLoop:
             self._sockets[fd].send(self._request)
 
 
-def sustained(model: Path, tenants: Path, key: str, cores: list[int], processes: int, rate: float, seconds: float) -> dict[str, Any]:
+def sustained(
+    model: Path, tenants: Path, key: str, cores: list[int], processes: int, rate: float, seconds: float
+) -> dict[str, Any]:
     """Whole chat requests of one token each, with keys, limits and metering on."""
     with several(model, cores, tenants, processes) as (server, workers):
         load = OpenLoop(server.port, request_bytes(PATH, {**CHAT, "max_tokens": 1}, key), NUM_CONNECTIONS)
@@ -93,7 +97,11 @@ def sustained(model: Path, tenants: Path, key: str, cores: list[int], processes:
         "errors": load.num_errors,
         "answered_per_s": round(len(load.seconds) / took, 1),
         "client_latest_s": round(late_s, 3),
-        "latency_ms": {"median": round(quantiles[499], 2), "p99": round(quantiles[989], 2), "p99.9": round(quantiles[998], 2)},
+        "latency_ms": {
+            "median": round(quantiles[499], 2),
+            "p99": round(quantiles[989], 2),
+            "p99.9": round(quantiles[998], 2),
+        },
         "cpu_us_per_request": round(1e6 * used / len(load.seconds), 1),
         "cores": round(used / took, 2),
         "clients_and_workers_cpu_us_per_request": round(1e6 * own / len(load.seconds), 1),
@@ -118,17 +126,51 @@ def _send_at(load: OpenLoop, workers: list[FakeWorkers], rate: float, seconds: f
 
 
 @contextmanager
-def several(model: Path, cores: list[int], tenants: Path, processes: int) -> Iterator[tuple[Server, list[FakeWorkers]]]:
+def several(
+    model: Path, cores: list[int], tenants: Path, processes: int
+) -> Iterator[tuple[Server, list[FakeWorkers]]]:
     """Coordinator processes on one port, each with a pair of fake workers."""
-    port, control, admin = free_port("127.0.0.1"), free_ports("127.0.0.1", processes), free_ports("127.0.0.1", processes)
-    command = ["coordinator", "--model", str(model), "--served-model-name", "bench", "--port", str(port), "--insecure"]
-    options = ["--processes", str(processes), "--control-address", f"tcp://127.0.0.1:{control}", "--admin-port", str(admin)]
-    more = ["--tenants-file", str(tenants), "--log-level", "warning", "--max-queue", "100000", "--dead-after-s", "60"]
+    port, control, admin = (
+        free_port("127.0.0.1"),
+        free_ports("127.0.0.1", processes),
+        free_ports("127.0.0.1", processes),
+    )
+    command = [
+        "coordinator",
+        "--model",
+        str(model),
+        "--served-model-name",
+        "bench",
+        "--port",
+        str(port),
+        "--insecure",
+    ]
+    options = [
+        "--processes",
+        str(processes),
+        "--control-address",
+        f"tcp://127.0.0.1:{control}",
+        "--admin-port",
+        str(admin),
+    ]
+    more = [
+        "--tenants-file",
+        str(tenants),
+        "--log-level",
+        "warning",
+        "--max-queue",
+        "100000",
+        "--dead-after-s",
+        "60",
+    ]
     with ExitStack() as stack:
         whole = [sys.executable, "-m", "splitserve.cli.main", *command, *options, *more]
         process = stack.enter_context(pinned(whole, cores, all_cores=processes > 1))
         parent = psutil.Process(process.pid)
-        servers = [Server(admin + number, f"tcp://127.0.0.1:{control + number}", parent) for number in range(processes)]
+        servers = [
+            Server(admin + number, f"tcp://127.0.0.1:{control + number}", parent)
+            for number in range(processes)
+        ]
         for server in servers:
             _await_health(server.port)
         workers = [stack.enter_context(workers_of(server, model)) for server in servers]

@@ -1,4 +1,5 @@
-"""Streams at the front door: how many one coordinator process holds open, and what keys, limits, metering and tracing cost each token."""
+"""Streams at the front door: how many one coordinator process holds open, and what keys, limits, metering and
+tracing cost each token."""
 
 from __future__ import annotations
 
@@ -17,12 +18,22 @@ from .trace_sink import trace_sink
 OPEN_WITHIN_S = 300.0
 
 
-def streams(model: Path, tenants: Path, key: str, cores: list[int], num_streams: int, tokens_each: int = 10) -> dict[str, Any]:
+def streams(
+    model: Path, tenants: Path, key: str, cores: list[int], num_streams: int, tokens_each: int = 10
+) -> dict[str, Any]:
     """All open at the same time, each with its first token and some more. Any error ends the measurement."""
-    more = ("--tenants-file", str(tenants), "--dead-after-s", "60")  # the one thread of clients and workers may be busy
+    more = (
+        "--tenants-file",
+        str(tenants),
+        "--dead-after-s",
+        "60",
+    )  # the one thread of clients and workers may be busy
     with coordinator(model, cores, *more) as server, workers_of(server, model) as workers:
         idle, cpu, begin = server.rss_mb(), server.cpu_s(), time.monotonic()
-        client, request = RawClient(server.port, 0), request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}, key)
+        client, request = (
+            RawClient(server.port, 0),
+            request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}, key),
+        )
         opened = 0
         while opened < 2 * num_streams:  # each one's role, and its first token
             if len(client.sockets) < num_streams and opened >= 2 * len(client.sockets) - 400:
@@ -57,14 +68,17 @@ def streams(model: Path, tenants: Path, key: str, cores: list[int], num_streams:
 class Streams:
     """Open streams of one server, fed by its workers for a window at a time."""
 
-    def __init__(self, server: Server, workers: FakeWorkers, num_streams: int, max_ahead: int, key: str) -> None:
+    def __init__(
+        self, server: Server, workers: FakeWorkers, num_streams: int, max_ahead: int, key: str
+    ) -> None:
         self._server, self.workers, self._max_ahead = server, workers, max_ahead
         self._client = RawClient(server.port, num_streams)
         self._client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}, key))
         open_streams(self._client, workers, num_streams)
 
     def window(self, seconds: float, poll: Callable[[], None]) -> float:
-        """Tokens per second of the server's processor time, all of them received in the end. ``poll`` is called all the while."""
+        """Tokens per second of the server's processor time, all of them received in the end. ``poll`` is
+        called all the while."""
         begin, cpu, sent, received = time.monotonic(), self._server.cpu_s(), 0, 0
         polled = 0.0
         while (now := time.monotonic()) < begin + seconds or received < sent:
@@ -81,17 +95,29 @@ class Streams:
         self._client.close()
 
 
-def streamed(model: Path, tenants: Path, key: str, cores: list[int], rounds: int, seconds: float = 1.0) -> dict[str, Any]:
-    """Per second of the server's processor time, with and without: two servers on one core take turns, so that a round's ratio is of two
-    neighbouring seconds; and the rounds' median."""
+def streamed(
+    model: Path, tenants: Path, key: str, cores: list[int], rounds: int, seconds: float = 1.0
+) -> dict[str, Any]:
+    """Per second of the server's processor time, with and without: two servers on one core take turns, so
+    that a round's ratio is of two neighbouring seconds; and the rounds' median."""
     with trace_sink() as endpoint:
         everything = ("--tenants-file", str(tenants), "--otlp-endpoint", endpoint)
         counts = ((64, 2), (512, 32))
-        return {f"{count}_streams": _streamed(model, key, cores, everything, count, ahead, rounds, seconds) for count, ahead in counts}
+        return {
+            f"{count}_streams": _streamed(model, key, cores, everything, count, ahead, rounds, seconds)
+            for count, ahead in counts
+        }
 
 
 def _streamed(
-    model: Path, key: str, cores: list[int], everything: tuple[str, ...], num_streams: int, ahead: int, rounds: int, seconds: float
+    model: Path,
+    key: str,
+    cores: list[int],
+    everything: tuple[str, ...],
+    num_streams: int,
+    ahead: int,
+    rounds: int,
+    seconds: float,
 ) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"without": [], "with": []}
     with ExitStack() as stack:
@@ -112,7 +138,10 @@ def _streamed(
     without, all_on = rates["without"][1:], rates["with"][1:]  # the first round warms up
     ratios = [w / wo for w, wo in zip(all_on, without, strict=True)]
     return {
-        "tokens_per_cpu_s": {"without": round(statistics.median(without)), "with": round(statistics.median(all_on))},
+        "tokens_per_cpu_s": {
+            "without": round(statistics.median(without)),
+            "with": round(statistics.median(all_on)),
+        },
         "ratios": [round(ratio, 3) for ratio in ratios],
         "ratio": round(statistics.median(ratios), 3),
     }

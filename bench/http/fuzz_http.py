@@ -1,11 +1,13 @@
-"""Hostile HTTP requests against a real coordinator with keys, limits, metering and batches on, and workers that answer at once.
+"""Hostile HTTP requests against a real coordinator with keys, limits, metering and batches on, and workers
+that answer at once.
 
     python -m splitserve.bench.http.fuzz_http [--requests 1000000] [--minutes 60] [--json bench/results/fuzz_http.json]
 
-Another client reads streams meanwhile: the record has its longest gap (this process plays the workers, so its own stalls are in it).
-Valid, changed, cut short, wrongly framed, huge, deep, slow, stalled, pipelined, half closed (see ``hostile_requests``). No answer is a 500,
-none fails to come, no connection stays open, nothing is left running, the log has no error, and memory is bounded: all else is a
-failure, and the command ends with status 1. Each run is added to the record; its seed is the number of requests before it.
+Another client reads streams meanwhile: the record has its longest gap (this process plays the workers, so its
+own stalls are in it). Valid, changed, cut short, wrongly framed, huge, deep, slow, stalled, pipelined, half
+closed (see ``hostile_requests``). No answer is a 500, none fails to come, no connection stays open, nothing
+is left running, the log has no error, and memory is bounded: all else is a failure, and the command ends with
+status 1. Each run is added to the record; its seed is the number of requests before it.
 """
 
 from __future__ import annotations
@@ -42,14 +44,23 @@ CONTEXT = 256  # tokens: what a request gets that sets no bound
 RECEIVE_TIMEOUT_S = 20.0
 STEP_EVERY_S = 0.002
 SAMPLE_EVERY_S = 0.5
-START_S = 300.0  # long enough also where others have the processor: a coordinator that has ended is seen at once
+START_S = (
+    300.0  # long enough also where others have the processor: a coordinator that has ended is seen at once
+)
 MAX_GROWTH_MB = 64.0  # from the first quarter to the end
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="send no more after so long, and record what there is")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="send no more after so long, and record what there is",
+    )
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--seed", type=int, help="default: the number of requests in the record")
     parser.add_argument("--json", type=Path, help="add this run to the record here")
@@ -73,11 +84,20 @@ def main() -> int:
     return 1 if run["failures"] else 0
 
 
-def fuzz(num_requests: int, seed: int, num_connections: int = 64, stalls: bool = True, longest_s: float = float("inf")) -> dict[str, Any]:
-    """One run, JSON-ready; ``failures``: sentences, none if all is well. ``stalls``: also clients that stop in mid-request."""
+def fuzz(
+    num_requests: int,
+    seed: int,
+    num_connections: int = 64,
+    stalls: bool = True,
+    longest_s: float = float("inf"),
+) -> dict[str, Any]:
+    """One run, JSON-ready; ``failures``: sentences, none if all is well. ``stalls``: also clients that stop
+    in mid-request."""
     with tempfile.TemporaryDirectory() as name, attacked(Path(name)) as (server, key, log):
         with workers_of(server, Path(name)) as workers:
-            client = HostileClient(server.port, HostileRequests(Random(seed), key, stalls), num_requests, num_connections)
+            client = HostileClient(
+                server.port, HostileRequests(Random(seed), key, stalls), num_requests, num_connections
+            )
             num_files, cpu_s, begin = server.process.num_fds(), server.cpu_s(), time.monotonic()
             with beside(server.port, CONTEXT // 2, key) as bystander:
                 memory = attack(server, client, workers, num_requests, begin + longest_s)
@@ -98,9 +118,11 @@ def fuzz(num_requests: int, seed: int, num_connections: int = 64, stalls: bool =
         }
 
 
-def attack(server: Server, client: HostileClient, workers: FakeWorkers, num_requests: int, deadline: float) -> dict[str, float]:
-    """Until all is sent and answered; nothing more is sent after ``deadline``. Resident MB: at the begin, after a quarter of the requests
-    or of the time, the most, at the end."""
+def attack(
+    server: Server, client: HostileClient, workers: FakeWorkers, num_requests: int, deadline: float
+) -> dict[str, float]:
+    """Until all is sent and answered; nothing more is sent after ``deadline``. Resident MB: at the begin,
+    after a quarter of the requests or of the time, the most, at the end."""
     memory, begin = {"begin": server.rss_mb(), "most": 0.0}, time.monotonic()
     stepped = sampled = 0.0
     while not client.done:
@@ -116,7 +138,9 @@ def attack(server: Server, client: HostileClient, workers: FakeWorkers, num_requ
             if now > deadline:
                 client.send_no_more()
             memory["most"] = max(memory["most"], server.rss_mb())
-            if "quarter" not in memory and (client.tally.requests >= num_requests // 4 or now >= begin + (deadline - begin) / 4):
+            if "quarter" not in memory and (
+                client.tally.requests >= num_requests // 4 or now >= begin + (deadline - begin) / 4
+            ):
                 memory["quarter"] = server.rss_mb()
     return {name: round(mb, 1) for name, mb in {**memory, "end": server.rss_mb()}.items()}
 
@@ -144,7 +168,9 @@ def _left_behind(server: Server, workers: FakeWorkers, num_files: int) -> Iterat
         workers.poll()
         if len(workers.dispatches):
             workers.step()
-        state = httpx.get(f"http://127.0.0.1:{server.port}/debug/state", timeout=20, auth=OperatorAuth()).json()
+        state = httpx.get(
+            f"http://127.0.0.1:{server.port}/debug/state", timeout=20, auth=OperatorAuth()
+        ).json()
         if not any(state["requests"].values()) and server.process.num_fds() <= num_files + 8:
             return
         time.sleep(0.01)
@@ -158,26 +184,43 @@ def _growth(memory: dict[str, float]) -> Iterator[str]:
 
 def _errors(log: Path) -> list[str]:
     lines = log.read_text(errors="replace").splitlines()
-    return [f"in the log: {line}" for line in lines if " ERROR " in line or "Traceback" in line or "Error:" in line][:20]
+    return [
+        f"in the log: {line}"
+        for line in lines
+        if " ERROR " in line or "Traceback" in line or "Error:" in line
+    ][:20]
 
 
 @contextmanager
 def attacked(folder: Path) -> Iterator[tuple[Server, str, Path]]:
-    """The coordinator by its command, a good key for it, and its log. It must live to the end, and end when told to."""
+    """The coordinator by its command, a good key for it, and its log. It must live to the end, and end when
+    told to."""
     model_folder(folder, CONTEXT)
     store = TenantStore(folder / "tenants", create=True)
     store.set_tenant("fuzz")
     key = store.create_key("fuzz", limits={"requests_per_minute": 1 << 49, "max_streams": 1 << 40}).key
     store.close()
     port, control = free_port("127.0.0.1"), f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
-    options: dict[str, Any] = {"model": folder, "served-model-name": "bench", "port": port, "control-address": control, "dead-after-s": 60}
-    options |= {"tenants-file": folder / "tenants", "batch-file": folder / "batches", "receive-timeout-s": RECEIVE_TIMEOUT_S}
+    options: dict[str, Any] = {
+        "model": folder,
+        "served-model-name": "bench",
+        "port": port,
+        "control-address": control,
+        "dead-after-s": 60,
+    }
+    options |= {
+        "tenants-file": folder / "tenants",
+        "batch-file": folder / "batches",
+        "receive-timeout-s": RECEIVE_TIMEOUT_S,
+    }
     options |= {"log-level": "warning", "max-queue": 100_000}
     command = [sys.executable, "-m", "splitserve.cli", "coordinator", "--insecure"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     log = folder / "log"
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
     try:
         deadline = time.monotonic() + START_S
         while not _answers(port):

@@ -1,7 +1,8 @@
 """Sends hostile requests over many connections in one thread, and holds the server to its promises.
 
-Each request that is well framed gets its answers, none of which is a 500; each connection that is broken is closed; nothing takes longer
-than ``deadline_s``, not counted while this process itself, in which the workers are played, got no processor.
+Each request that is well framed gets its answers, none of which is a 500; each connection that is broken is
+closed; nothing takes longer than ``deadline_s``, not counted while this process itself, in which the workers
+are played, got no processor.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class _Connection:
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)  # ports are free again at once
+        self.socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE
+        )  # ports are free again at once
         self.socket.setblocking(False)
         self.unsent = bytearray()
 
@@ -89,9 +92,21 @@ class _Connection:
 class HostileClient:
     """``turn`` until ``done``."""
 
-    def __init__(self, port: int, source: HostileRequests, num_requests: int, num_connections: int = 64, deadline_s: float = 90.0) -> None:
+    def __init__(
+        self,
+        port: int,
+        source: HostileRequests,
+        num_requests: int,
+        num_connections: int = 64,
+        deadline_s: float = 90.0,
+    ) -> None:
         self.tally = Tally()
-        self._port, self._source, self._num_requests, self._deadline_s = port, source, num_requests, deadline_s
+        self._port, self._source, self._num_requests, self._deadline_s = (
+            port,
+            source,
+            num_requests,
+            deadline_s,
+        )
         self._epoll = select.epoll()
         self._connections: dict[int, _Connection] = {}
         self._unfinished: set[_Connection] = set()  # have more to send
@@ -202,8 +217,15 @@ class HostileClient:
         elif connection.num_complete >= attempt.num_requests and connection.sent:
             self._over(connection, None, keep=bool(data) and not connection.closes)
         elif not data:
-            ended_by_error = bool(connection.statuses) and connection.closes and connection.statuses[-1] >= 400
-            self._over(connection, None if ended_by_error else f"{connection.num_complete} of {attempt.num_requests} answers came")
+            ended_by_error = (
+                bool(connection.statuses) and connection.closes and connection.statuses[-1] >= 400
+            )
+            self._over(
+                connection,
+                None
+                if ended_by_error
+                else f"{connection.num_complete} of {attempt.num_requests} answers came",
+            )
 
     def _over(self, connection: _Connection, failure: str | None, keep: bool = False) -> None:
         attempt, seconds = connection.attempt, time.monotonic() - connection.began

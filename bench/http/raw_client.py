@@ -1,4 +1,5 @@
-"""An HTTP client that costs next to nothing: many keep-alive connections in one thread, answers counted, not parsed."""
+"""An HTTP client that costs next to nothing: many keep-alive connections in one thread, answers counted, not
+parsed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ def request_bytes(path: str, body: dict[str, Any], key: str = "") -> bytes:
     """A POST; ``key``: the API key, where one is asked for."""
     content, authorization = json.dumps(body).encode(), f"authorization: Bearer {key}\r\n" if key else ""
     to = "host: localhost\r\ncontent-type: application/json\r\n"
-    return f"POST {path} HTTP/1.1\r\n{to}{authorization}content-length: {len(content)}\r\n\r\n".encode() + content
+    return (
+        f"POST {path} HTTP/1.1\r\n{to}{authorization}content-length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
 
 
 class RawClient:

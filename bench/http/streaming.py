@@ -1,12 +1,14 @@
-"""The coordinator alone: how many tokens a second it streams and how many requests a second it answers, on one core.
+"""The coordinator alone: how many tokens a second it streams and how many requests a second it answers, on
+one core.
 
     python -m splitserve.bench.http.streaming [--seconds 3] [--json bench/results/streaming.json]
 
-The real coordinator process runs on the first core. On the last one, this process plays both workers (real messages over real
-ZeroMQ, one message a decode step) and the clients, at most so many steps before what the clients have received: two (paced: each
-token is an event and a write of its own) or 32 (saturated: what has piled up may be joined). The floors are the same feed into
-``bare_protocol``, which writes each token by itself, and the same requests to ``bare_http``. Rates are per second of wall clock and,
-for machines that do other work too, per second of the server's processor time.
+The real coordinator process runs on the first core. On the last one, this process plays both workers (real
+messages over real ZeroMQ, one message a decode step) and the clients, at most so many steps before what the
+clients have received: two (paced: each token is an event and a write of its own) or 32 (saturated: what has
+piled up may be joined). The floors are the same feed into ``bare_protocol``, which writes each token by
+itself, and the same requests to ``bare_http``. Rates are per second of wall clock and, for machines that do
+other work too, per second of the server's processor time.
 """
 
 from __future__ import annotations
@@ -65,8 +67,12 @@ class Server:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of a measurement's windows, all together")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="length of a measurement's windows, all together"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -90,7 +96,11 @@ def measure(model: Path, cores: list[int], seconds: float) -> dict[str, Any]:
             with coordinator(model, cores) as server, workers_of(server, model) as workers:
                 streamed = streamed_tokens(server, workers, num_streams, ahead, seconds)
             ratio = streamed["tokens_per_cpu_s"] / floor["tokens_per_cpu_s"]
-            results[f"{num_streams}_streams_{name}"] = {**streamed, "bare_protocol": floor, "ratio_per_cpu_s": round(ratio, 3)}
+            results[f"{num_streams}_streams_{name}"] = {
+                **streamed,
+                "bare_protocol": floor,
+                "ratio_per_cpu_s": round(ratio, 3),
+            }
     with bare_server("bare_http", cores) as server:
         bare = answered_requests(server, lambda: None, seconds)
     with coordinator(model, cores) as server, workers_of(server, model) as workers:
@@ -105,7 +115,9 @@ def measure(model: Path, cores: list[int], seconds: float) -> dict[str, Any]:
 # --- measurements --------------------------------------------------------------------------------
 
 
-def streamed_tokens(server: Server, workers: FakeWorkers, num_streams: int, ahead: int, seconds: float, key: str = "") -> dict[str, Any]:
+def streamed_tokens(
+    server: Server, workers: FakeWorkers, num_streams: int, ahead: int, seconds: float, key: str = ""
+) -> dict[str, Any]:
     """Tokens through all of the coordinator to ``num_streams`` chat streams."""
     client = RawClient(server.port, num_streams)
     client.send_all(request_bytes(PATH, {**CHAT, "stream": True, "max_tokens": 900_000}, key))
@@ -134,7 +146,12 @@ def bare_tokens(server: Server, num_streams: int, ahead: int, seconds: float) ->
 
 
 def rate(
-    server: Server, client: RawClient, max_ahead: int, seconds: float, step: Callable[[], int], poll: Callable[[], None]
+    server: Server,
+    client: RawClient,
+    max_ahead: int,
+    seconds: float,
+    step: Callable[[], int],
+    poll: Callable[[], None],
 ) -> dict[str, Any]:
     """Medians over windows, after a second to warm up."""
     sent = received = 0
@@ -167,8 +184,11 @@ def rate(
     }
 
 
-def answered_requests(server: Server, poll: Callable[[], None], seconds: float, num_connections: int = 64) -> dict[str, Any]:
-    """Whole chat requests of one token each, a second: parsed, validated, templated, tokenized, dispatched, answered."""
+def answered_requests(
+    server: Server, poll: Callable[[], None], seconds: float, num_connections: int = 64
+) -> dict[str, Any]:
+    """Whole chat requests of one token each, a second: parsed, validated, templated, tokenized, dispatched,
+    answered."""
     client = RawClient(server.port, num_connections)
     request = request_bytes(PATH, {**CHAT, "max_tokens": 1})
     client.send_all(request)
@@ -195,7 +215,9 @@ def answered_requests(server: Server, poll: Callable[[], None], seconds: float, 
     }
 
 
-def memory(server: Server, workers: FakeWorkers, num_streams: int = 1000, num_requests: int = 10_000) -> dict[str, Any]:
+def memory(
+    server: Server, workers: FakeWorkers, num_streams: int = 1000, num_requests: int = 10_000
+) -> dict[str, Any]:
     """Resident memory idle, with open streams, and what many requests leave behind."""
     idle = server.rss_mb()
     client = RawClient(server.port, num_streams)
@@ -259,7 +281,8 @@ def await_events(client: RawClient, num_events: int, poll: Callable[[], None]) -
 
 
 def model_folder(folder: Path, context: int = 1_000_000) -> Path:
-    """The demo model's tokenizer; ``context``, in tokens, is long enough that no stream ends while it is measured."""
+    """The demo model's tokenizer; ``context``, in tokens, is long enough that no stream ends while it is
+    measured."""
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO_MODEL / name, folder)
     config = json.loads((DEMO_MODEL / "config.json").read_text())
@@ -272,7 +295,9 @@ def workers_of(server: Server, model: Path) -> Iterator[FakeWorkers]:
     """Fake workers that say words of TEXT: each token holds one blank, by which the client counts it."""
     tokenizer = Tokenizer.load(model)
     texts = tokenizer.table.texts
-    tokens = [t for t in tokenizer.encode([TEXT], add_special_tokens=False)[0] if (texts[t] or "").count(" ") == 1]
+    tokens = [
+        t for t in tokenizer.encode([TEXT], add_special_tokens=False)[0] if (texts[t] or "").count(" ") == 1
+    ]
     tokenizer.close()
     workers = FakeWorkers(server.control, tokens)
     try:
@@ -298,8 +323,27 @@ def _ready(server: Server, workers: FakeWorkers) -> bool:
 def coordinator(model: Path, cores: list[int], *more: str) -> Iterator[Server]:
     """The real one, by its command; ``more``: options."""
     port, control = free_port("127.0.0.1"), f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
-    command = [sys.executable, "-m", "splitserve.cli.main", "coordinator", "--model", str(model), "--served-model-name", "bench"]
-    options = ["--port", str(port), "--control-address", control, "--insecure", "--log-level", "warning", "--max-queue", "100000"]
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.cli.main",
+        "coordinator",
+        "--model",
+        str(model),
+        "--served-model-name",
+        "bench",
+    ]
+    options = [
+        "--port",
+        str(port),
+        "--control-address",
+        control,
+        "--insecure",
+        "--log-level",
+        "warning",
+        "--max-queue",
+        "100000",
+    ]
     with pinned([*command, *options, *more], cores) as process:
         deadline = time.monotonic() + 60
         while not _answers(port):

@@ -1,5 +1,5 @@
-"""Where traces go while something else is measured: an OTLP receiver over HTTP, a process of its own, that takes everything and keeps
-nothing."""
+"""Where traces go while something else is measured: an OTLP receiver over HTTP, a process of its own, that
+takes everything and keeps nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which attention kernels there are to compile for a GPU: each family in every head dimension, type of cache and option."""
+"""Which attention kernels there are to compile for a GPU: each family in every head dimension, type of cache
+and option."""
 
 from __future__ import annotations
 
@@ -12,14 +13,24 @@ from ...kernels.gpu.attention_tiles import TileShape
 from ...kernels.gpu.decode_attention import decode_tile, programs_per_sm
 from ...kernels.gpu.prefill_attention import exact_tile, prefill_tile
 
-FAMILIES, HEAD_DIMS, CACHES = ("decode", "prefill"), (64, 96, 128, 256), ("bfloat16", "float16", "fp8", "fp8 float16")
+FAMILIES, HEAD_DIMS, CACHES = (
+    ("decode", "prefill"),
+    (64, 96, 128, 256),
+    ("bfloat16", "float16", "fp8", "fp8 float16"),
+)
 GROUPS, BLOCK_SIZES = (4, 7), (64, 16)
-PRODUCTS = ((0, 0, 0, 0), (0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 1, 2))  # of the field of four elements, whose sum is exclusive or
+PRODUCTS = (
+    (0, 0, 0, 0),
+    (0, 1, 2, 3),
+    (0, 2, 3, 1),
+    (0, 3, 1, 2),
+)  # of the field of four elements, whose sum is exclusive or
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """``cache``: one of CACHES; a float8 one is of a model in bfloat16, or in float16. ``group``: query heads of a KV head."""
+    """``cache``: one of CACHES; a float8 one is of a model in bfloat16, or in float16. ``group``: query heads
+    of a KV head."""
 
     family: str
     head_dim: int
@@ -32,7 +43,11 @@ class Attention:
 
     def __str__(self) -> str:
         options = [name for name in ("window", "softcap", "exact") if getattr(self, name)]
-        odd = [f"{name} {value}" for name, value, usual in (("group", self.group, 4), ("block", self.block_size, 64)) if value != usual]
+        odd = [
+            f"{name} {value}"
+            for name, value, usual in (("group", self.group, 4), ("block", self.block_size, 64))
+            if value != usual
+        ]
         return " ".join([self.family, str(self.head_dim), self.cache, *options, *odd])
 
     @property
@@ -52,7 +67,11 @@ class Attention:
     def tile(self) -> TileShape:
         if self.exact:
             return exact_tile(self.head_dim, fp8=self.fp8)
-        return decode_tile(self.head_dim, self.group, fp8=self.fp8) if self.family == "decode" else prefill_tile(self.head_dim)
+        return (
+            decode_tile(self.head_dim, self.group, fp8=self.fp8)
+            if self.family == "decode"
+            else prefill_tile(self.head_dim)
+        )
 
     @property
     def programs_per_sm(self) -> int:
@@ -62,8 +81,8 @@ class Attention:
 
 
 def covering() -> Iterator[Attention]:
-    """Sixteen, among which any two values of any two fields are together in one: an orthogonal array (Bose and Bush, 1952) of five columns
-    of four levels, three of which are two fields of two levels each."""
+    """Sixteen, among which any two values of any two fields are together in one: an orthogonal array (Bose
+    and Bush, 1952) of five columns of four levels, three of which are two fields of two levels each."""
     for i, j in product(range(4), repeat=2):
         options, sizes, kinds = (i ^ PRODUCTS[factor][j] for factor in (1, 2, 3))
         yield Attention(
@@ -73,7 +92,8 @@ def covering() -> Iterator[Attention]:
 
 
 def every() -> Iterator[Attention]:
-    """All, with the usual group and block size and with unusual ones; those with all options first, which need the most registers."""
+    """All, with the usual group and block size and with unusual ones; those with all options first, which
+    need the most registers."""
     for window, softcap in product((True, False), repeat=2):
         for group, block_size in zip(GROUPS, BLOCK_SIZES, strict=True):
             for family, head_dim, cache, exact in product(FAMILIES, HEAD_DIMS, CACHES, (False, True)):

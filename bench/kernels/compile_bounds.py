@@ -10,14 +10,16 @@ from .sm90 import SHARED_MEMORY
 
 WARP_GROUP_ROWS = 64  # of its smallest product
 FEW_BYTES = 32
-"""Of stack, in cases that the tests do not compile: the assembler keeps a few values there that are used before and after the loops, to
-fit one more program on a multiprocessor (decode, head dim 64, with a window alone: 24)."""
+"""Of stack, in cases that the tests do not compile: the assembler keeps a few values there that are used
+before and after the loops, to fit one more program on a multiprocessor (decode, head dim 64, with a window
+alone: 24)."""
 
 
 def faults_of(case: str, kernels: Sequence[Mapping[str, Any]], allowed_stack: int = 0) -> list[str]:
-    """What is wrong with a case of compile_kernels.py, in words: nothing may spill, all must fit; attention and exact products multiply
-    with matrix instructions, those of warp groups where a tile has the rows for one; decode reads ahead; as many programs fill a
-    multiprocessor as launches count on. ``allowed_stack``: bytes a thread that may lie on the stack all the same."""
+    """What is wrong with a case of compile_kernels.py, in words: nothing may spill, all must fit; attention
+    and exact products multiply with matrix instructions, those of warp groups where a tile has the rows for
+    one; decode reads ahead; as many programs fill a multiprocessor as launches count on. ``allowed_stack``:
+    bytes a thread that may lie on the stack all the same."""
     faults = []
     for kernel in kernels:
         if kernel["stack"] > allowed_stack:
@@ -27,7 +29,9 @@ def faults_of(case: str, kernels: Sequence[Mapping[str, Any]], allowed_stack: in
         if kernel["programs_per_sm"] < 1:
             faults.append(f"{case}: {kernel['name']} needs more registers than there are")
     last, variant = kernels[-1], VARIANTS.get(case)
-    if (variant is None and "exact" in case) or (variant is not None and variant.tile.rows >= WARP_GROUP_ROWS):
+    if (variant is None and "exact" in case) or (
+        variant is not None and variant.tile.rows >= WARP_GROUP_ROWS
+    ):
         if not last["wgmma"]:
             faults.append(f"{case}: no matrix instructions of warp groups")
     elif variant is not None and not last["mma"]:
@@ -35,5 +39,7 @@ def faults_of(case: str, kernels: Sequence[Mapping[str, Any]], allowed_stack: in
     if variant is not None and not last["async_copies"]:
         faults.append(f"{case}: nothing is read ahead")
     if variant is not None and 1 <= last["programs_per_sm"] < variant.programs_per_sm:
-        faults.append(f"{case}: {last['programs_per_sm']} programs a multiprocessor, {variant.programs_per_sm} expected")
+        faults.append(
+            f"{case}: {last['programs_per_sm']} programs a multiprocessor, {variant.programs_per_sm} expected"
+        )
     return faults

@@ -1,5 +1,5 @@
-"""Compiles the GPU's kernels for sm_90 in the shapes of real models, on a machine without a GPU, and prints what became of them: a line of
-JSON for each case.
+"""Compiles the GPU's kernels for sm_90 in the shapes of real models, on a machine without a GPU, and prints
+what became of them: a line of JSON for each case.
 
 python -m splitserve.bench.kernels.compile_kernels [name of a case ...]
 """
@@ -41,7 +41,9 @@ def attention(variant: Attention) -> None:
     head_dim, group, block_size, num_kv_heads = variant.head_dim, variant.group, variant.block_size, 8
     num_heads = group * num_kv_heads
     pool, scales = _pool(head_dim, num_kv_heads, block_size, variant.cache_dtype)
-    starts, lens, tables = (empty(*shape, dtype=torch.int32) for shape in ((NUM_SEQS + 1,), (NUM_SEQS,), (NUM_SEQS, MAX_BLOCKS)))
+    starts, lens, tables = (
+        empty(*shape, dtype=torch.int32) for shape in ((NUM_SEQS + 1,), (NUM_SEQS,), (NUM_SEQS, MAX_BLOCKS))
+    )
     window, softcap = 1000 if variant.window else None, 30.0 if variant.softcap else None
     inputs = AttentionInputs(starts, lens, tables, 0.1, window, softcap, scales)
     num_tokens = NUM_SEQS if variant.family == "decode" else 1024
@@ -56,21 +58,35 @@ def attention(variant: Attention) -> None:
 
 
 def norm(hidden: int, dtype: torch.dtype = BFLOAT16) -> None:
-    x, residual, weight = empty(8, hidden, dtype=dtype), empty(8, hidden, dtype=dtype), empty(hidden, dtype=dtype)
+    x, residual, weight = (
+        empty(8, hidden, dtype=dtype),
+        empty(8, hidden, dtype=dtype),
+        empty(hidden, dtype=dtype),
+    )
     add_rms_norm(x, residual, weight, 1e-5)
 
 
-def rope(head_dim: int, cache_dtype: torch.dtype = BFLOAT16, dtype: torch.dtype = BFLOAT16, head_norms: bool = True) -> None:
+def rope(
+    head_dim: int, cache_dtype: torch.dtype = BFLOAT16, dtype: torch.dtype = BFLOAT16, head_norms: bool = True
+) -> None:
     pool, scales = _pool(head_dim, 8, 64, cache_dtype)
-    positions, slots, cos_sin = empty(8, dtype=torch.int32), empty(8, dtype=torch.int64), empty(64, head_dim, dtype=torch.float32)
+    positions, slots, cos_sin = (
+        empty(8, dtype=torch.int32),
+        empty(8, dtype=torch.int64),
+        empty(64, head_dim, dtype=torch.float32),
+    )
     weight = empty(head_dim, dtype=dtype) if head_norms else None
     inputs = RopeInputs(positions, slots, cos_sin, 32, 8, head_dim, weight, weight, 1e-6, scales)
     rope_and_store(empty(8, 48 * head_dim, dtype=dtype), pool, 1, inputs)
 
 
-def exact_linear(num_tokens: int, in_features: int = 4096, dtype: torch.dtype = BFLOAT16, bias: bool = False) -> None:
+def exact_linear(
+    num_tokens: int, in_features: int = 4096, dtype: torch.dtype = BFLOAT16, bias: bool = False
+) -> None:
     weight = empty(6144, in_features, dtype=dtype)
-    ExactLinear(weight, empty(6144, dtype=dtype) if bias else None)(empty(num_tokens, in_features, dtype=dtype))
+    ExactLinear(weight, empty(6144, dtype=dtype) if bias else None)(
+        empty(num_tokens, in_features, dtype=dtype)
+    )
 
 
 def sampling(n: int = 8, vocab_size: int = 151936) -> None:
@@ -86,7 +102,9 @@ def block_bytes() -> tuple[Tensor, Tensor]:
     return empty(4, 1 << 20, dtype=torch.uint8), empty(2, dtype=torch.int64)
 
 
-def _pool(head_dim: int, num_kv_heads: int, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _pool(
+    head_dim: int, num_kv_heads: int, block_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     scales = empty(2, 2, num_kv_heads, dtype=torch.float32) if dtype == FP8 else None
     return empty(4, 2, 2, block_size, num_kv_heads, head_dim, dtype=dtype), scales
 
@@ -103,8 +121,12 @@ OTHERS: dict[str, Callable[[], object]] = {
     "silu_mul": lambda: silu_mul(empty(8, 28672)),
     "silu_mul float16": lambda: silu_mul(empty(8, 2 * 4864, dtype=FLOAT16)),
     "embedding": lambda: embedding(empty(1000, 4096), empty(8, dtype=torch.int32), BFLOAT16),
-    "embedding float16": lambda: embedding(empty(1000, 896, dtype=FLOAT16), empty(8, dtype=torch.int32), FLOAT16),
-    "gumbel_argmax": lambda: gumbel_argmax(empty(8, 151936, dtype=torch.float32), empty(8, 2, dtype=torch.int64)),
+    "embedding float16": lambda: embedding(
+        empty(1000, 896, dtype=FLOAT16), empty(8, dtype=torch.int32), FLOAT16
+    ),
+    "gumbel_argmax": lambda: gumbel_argmax(
+        empty(8, 151936, dtype=torch.float32), empty(8, 2, dtype=torch.int64)
+    ),
     "sampling": sampling,
     "exact linear 64 rows": lambda: exact_linear(64),
     "exact linear 64 rows float16": lambda: exact_linear(64, dtype=FLOAT16),
@@ -132,4 +154,7 @@ def compile_case(name: str) -> list[sm90.Compiled]:
 
 if __name__ == "__main__":
     for case in sys.argv[1:] or (*OTHERS, *VARIANTS):
-        print(json.dumps({"case": case, "kernels": [kernel.as_json() for kernel in compile_case(case)]}), flush=True)
+        print(
+            json.dumps({"case": case, "kernels": [kernel.as_json() for kernel in compile_case(case)]}),
+            flush=True,
+        )

@@ -1,4 +1,5 @@
-"""A decode worker's scheduler and step thread around a runner, without the worker: for what is measured of steps one after the other."""
+"""A decode worker's scheduler and step thread around a runner, without the worker: for what is measured of
+steps one after the other."""
 
 from __future__ import annotations
 
@@ -23,15 +24,22 @@ def decode_scheduler(batch: int) -> DecodeScheduler:
     for dispatch in range(batch):
         own = blocks.allocate(CONTEXT // BLOCK_SIZE)
         assert own is not None
-        scheduler.join((1, dispatch), f"r{dispatch}", SamplingState(params, [5] * CONTEXT, [7]), own, b"root", 1e9)
+        scheduler.join(
+            (1, dispatch), f"r{dispatch}", SamplingState(params, [5] * CONTEXT, [7]), own, b"root", 1e9
+        )
     return scheduler
 
 
 def run_steps(
-    steps: StepThread[DecodeStep], woken: threading.Event, scheduler: DecodeScheduler, enough: Callable[[int], bool], ahead: bool = True
+    steps: StepThread[DecodeStep],
+    woken: threading.Event,
+    scheduler: DecodeScheduler,
+    enough: Callable[[int], bool],
+    ahead: bool = True,
 ) -> int:
-    """Until ``enough`` of the number of steps that are over, which is returned, or until all sequences have ended; the thread is stopped.
-    ``woken`` is set by the thread. ``ahead``: each step is made while the one before runs. Raises RuntimeError where a step fails."""
+    """Until ``enough`` of the number of steps that are over, which is returned, or until all sequences have
+    ended; the thread is stopped. ``woken`` is set by the thread. ``ahead``: each step is made while the one
+    before runs. Raises RuntimeError where a step fails."""
     num_steps = 0
     while not enough(num_steps):
         while (steps.wants_next if ahead else not steps.busy) and (step := scheduler.schedule()) is not None:

@@ -1,4 +1,5 @@
-"""How blocks leave and reach a GPU's pool: through the mirror in page-locked memory, and by cuda_ipc between two processes on one GPU."""
+"""How blocks leave and reach a GPU's pool: through the mirror in page-locked memory, and by cuda_ipc between
+two processes on one GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def host_mirror(device: str) -> float:
 
 
 def cuda_ipc(device: str) -> float:
-    """0 if the blocks and layers put reach their places in another process's pool, by the checksums that both compute on the GPU."""
+    """0 if the blocks and layers put reach their places in another process's pool, by the checksums that both
+    compute on the GPU."""
     from ...transport.movers.cuda_ipc import (
         CudaIpcSource,  # needs msgspec, which only this check and the worker's figures do
         LoadedCudart,
@@ -46,7 +48,9 @@ def cuda_ipc(device: str) -> float:
     try:
         pool = _filled(SHAPE).to(device)
         blocks = DeviceBlocks(pool)
-        source = CudaIpcSource(ours.recv(), len(pool), blocks.pointer, SHAPE, LoadedCudart(pool.device.index or 0))
+        source = CudaIpcSource(
+            ours.recv(), len(pool), blocks.pointer, SHAPE, LoadedCudart(pool.device.index or 0)
+        )
         source.put(1, b"", [(i, i, i + 1) for i in range(len(pool) - 2)])
         source.put(1, b"", [(62, 7, 63)], 0, 3)
         source.put(1, b"", [(62, 7, 63)], 3)

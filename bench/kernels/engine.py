@@ -2,11 +2,12 @@
 
     python -m splitserve.bench.kernels.engine [--models 125m,500m] [--dtypes bfloat16,float32] [--exact] [--json FILE]
 
-The floors are measured in the same run, on the same core: a decode step cannot be faster than reading the weights and the
-batch's KV cache once at the rate at which a plain sum reads memory; a prefill no faster than its multiply-adds at the rate
-of a large square matrix product. (On a CPU without bfloat16 instructions both dtypes multiply at the rate of float32.) The models are
-random: the time does not depend on the weights. The last row is a decode step of a model so small that its kernels take next to
-nothing: what Python spends on a step. Times are this thread's processor time, the best of several runs.
+The floors are measured in the same run, on the same core: a decode step cannot be faster than reading the
+weights and the batch's KV cache once at the rate at which a plain sum reads memory; a prefill no faster than
+its multiply-adds at the rate of a large square matrix product. (On a CPU without bfloat16 instructions both
+dtypes multiply at the rate of float32.) The models are random: the time does not depend on the weights. The
+last row is a decode step of a model so small that its kernels take next to nothing: what Python spends on a
+step. Times are this thread's processor time, the best of several runs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Row:
 
 
 def best_seconds(run: Callable[[], object], repeats: int) -> float:
-    """The fastest of ``repeats`` runs, in seconds of this thread's CPU time: what other processes take is not ours."""
+    """The fastest of ``repeats`` runs, in seconds of this thread's CPU time: what other processes take is not
+    ours."""
     run()
     times = []
     for _ in range(repeats):
@@ -66,7 +68,8 @@ def read_rate() -> float:
 
 
 def multiply_rate(dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large matrix product: in float32, or in ``dtype`` where the CPU is faster at that."""
+    """Floating-point operations a second of a large matrix product: in float32, or in ``dtype`` where the CPU
+    is faster at that."""
     n = 1024
 
     def rate(square: torch.Tensor) -> float:
@@ -76,9 +79,15 @@ def multiply_rate(dtype: torch.dtype) -> float:
 
 
 def make_batch(num_seqs: int, start: int, count: int, block_size: int = BLOCK_SIZE) -> Batch:
-    """``num_seqs`` sequences with ``start`` tokens in the cache run ``count`` more; each sequence owns its blocks."""
+    """``num_seqs`` sequences with ``start`` tokens in the cache run ``count`` more; each sequence owns its
+    blocks."""
     num_blocks = -(-(start + count) // block_size)
-    tables = np.random.default_rng(0).permutation(num_seqs * num_blocks).reshape(num_seqs, num_blocks).astype(np.int32)
+    tables = (
+        np.random.default_rng(0)
+        .permutation(num_seqs * num_blocks)
+        .reshape(num_seqs, num_blocks)
+        .astype(np.int32)
+    )
     positions = np.arange(start, start + count, dtype=np.int32)
     slots = tables[:, positions // block_size].astype(np.int64) * block_size + positions % block_size
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
@@ -100,12 +109,16 @@ def measure(model: str, runner: ModelRunner) -> list[Row]:
     weights, head = c.num_layers * layer, c.vocab_size * c.hidden_size
     kv_token_bytes = runner.kv_cache.layout.block_bytes / BLOCK_SIZE
     dtype = str(runner.dtype).removeprefix("torch.")
-    print(f"{model} {dtype}: reads {bytes_per_s / 1e9:.1f} GB/s, multiplies {flops_per_s / 1e9:.0f} GFLOP/s, one thread")
+    print(
+        f"{model} {dtype}: reads {bytes_per_s / 1e9:.1f} GB/s, multiplies {flops_per_s / 1e9:.0f} GFLOP/s, one thread"
+    )
     rows = []
 
     def add(what: str, seconds: float, floor: float, num_tokens: int) -> None:
         rows.append(row := Row(model, dtype, what, seconds * 1e3, floor * 1e3, num_tokens / seconds))
-        print(f"  {what:32} {row.ms:8.1f} ms  floor {row.floor_ms:7.1f} ms  {row.fraction:4.0%}  {row.tokens_per_s:8.0f} tokens/s")
+        print(
+            f"  {what:32} {row.ms:8.1f} ms  floor {row.floor_ms:7.1f} ms  {row.fraction:4.0%}  {row.tokens_per_s:8.0f} tokens/s"
+        )
 
     for batch in DECODE_BATCHES:
         step = make_batch(batch, CONTEXT - 1, 1)
@@ -129,7 +142,14 @@ def measure_overhead(folder: Path) -> Row:
     step.token_ids[:] %= LLAMA_TINY["vocab_size"]
     seconds = best_seconds(lambda: runner.execute(step), 300)
     print(f"tiny: a step of 8 sequences in {seconds * 1e3:.2f} ms")
-    return Row("tiny", "float32", "decode, batch 8, 12 layers of next to nothing", seconds * 1e3, OVERHEAD_MS, 8 / seconds)
+    return Row(
+        "tiny",
+        "float32",
+        "decode, batch 8, 12 layers of next to nothing",
+        seconds * 1e3,
+        OVERHEAD_MS,
+        8 / seconds,
+    )
 
 
 def make_runner(folder: Path, model: str, dtype: str, exact: bool, num_blocks: int) -> ModelRunner:
@@ -152,7 +172,9 @@ def make_runner(folder: Path, model: str, dtype: str, exact: bool, num_blocks: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="125m,500m", help="of bench/models.py, separated by commas")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="separated by commas")
     parser.add_argument("--exact", action="store_true", help="batch-invariant mode")
@@ -166,7 +188,9 @@ def main() -> None:
                 rows += measure(model, make_runner(Path(folder), model, dtype, options.exact, num_blocks))
         rows.append(measure_overhead(Path(folder)))
     if options.json:
-        options.json.write_text(json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"environment": environment(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""How fast whole models run on a GPU, each beside its floor: decode steps as the worker replays them, and prefill in chunks.
+"""How fast whole models run on a GPU, each beside its floor: decode steps as the worker replays them, and
+prefill in chunks.
 
-Seeded random weights in the real shapes, made on the device: no file, no download. ``big``: for a GPU; else a tiny model that only shows
-that all of it runs.
+Seeded random weights in the real shapes, made on the device: no file, no download. ``big``: for a GPU; else a
+tiny model that only shows that all of it runs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936, "tie_word_embeddings": True,
 }  # fmt: skip
-QWEN3_600M = {**QWEN3_4B, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072}
+QWEN3_600M = {
+    **QWEN3_4B,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "intermediate_size": 3072,
+}
 TINY = {**QWEN3_600M, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
         "intermediate_size": 32, "vocab_size": 60}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {"Qwen3-0.6B": QWEN3_600M, "Llama-3.1-8B": LLAMA_8B, "Qwen3-4B": QWEN3_4B}
@@ -51,21 +58,33 @@ def engine_figures(name: str, exact: bool) -> Callable[[str, Ceilings, bool], It
     """The figures of one of ``MODELS``, or without a GPU of a tiny one."""
 
     def figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
-        return model_figures(name if big else "tiny", MODELS[name] if big else TINY, device, ceilings, big, exact)
+        return model_figures(
+            name if big else "tiny", MODELS[name] if big else TINY, device, ceilings, big, exact
+        )
 
     return figures
 
 
-def model_figures(name: str, shape: dict[str, Any], device: str, ceilings: Ceilings, big: bool, exact: bool) -> Iterator[Figure]:
+def model_figures(
+    name: str, shape: dict[str, Any], device: str, ceilings: Ceilings, big: bool, exact: bool
+) -> Iterator[Figure]:
     started = time.perf_counter()
     graphs: tuple[int, Recorder] = (256, CudaRecorder()) if big else (2, run_again)
     engine = RandomEngine(shape, torch.device(device), exact, max(PREFILLS) if big else 64, graphs)
     ready_us = (time.perf_counter() - started) * 1e6
     name += EXACT_SUFFIX if exact else ""
-    yield Figure(f"{name}: weights made, graphs captured", ready_us, ready_us, engine.weight_bytes / ready_us * 1e6, "B")
+    yield Figure(
+        f"{name}: weights made, graphs captured",
+        ready_us,
+        ready_us,
+        engine.weight_bytes / ready_us * 1e6,
+        "B",
+    )
     for batch, context in ((8, 1024), (32, 4096)) if exact and big else DECODES if big else ((2, 20),):
         if engine.fits(batch, context):
-            yield from engine.decode(name, batch, context, ceilings, walled=batch in (1, 2, 32) and context < 4096)
+            yield from engine.decode(
+                name, batch, context, ceilings, walled=batch in (1, 2, 32) and context < 4096
+            )
     for tokens in PREFILLS if big else (20,):
         yield engine.prefill(name, tokens, ceilings)
 
@@ -94,15 +113,26 @@ class RandomTensors:
 class RandomEngine:
     """A model, its cache in what memory is left, and its decode graphs."""
 
-    def __init__(self, shape: dict[str, Any], device: torch.device, exact: bool, max_len: int, graphs: tuple[int, Recorder]) -> None:
-        self.config: ModelConfig = parse_config({"rms_norm_eps": 1e-5, "max_position_embeddings": max_len, **shape}, {})
+    def __init__(
+        self,
+        shape: dict[str, Any],
+        device: torch.device,
+        exact: bool,
+        max_len: int,
+        graphs: tuple[int, Recorder],
+    ) -> None:
+        self.config: ModelConfig = parse_config(
+            {"rms_norm_eps": 1e-5, "max_position_embeddings": max_len, **shape}, {}
+        )
         self._device, self._max_len = device, max_len
         gpu = device.type == "cuda"
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 1
         kernels = CudaKernels(num_sms, exact, prefill_shape=None if gpu else TileShape(16, 32, 4, 3))
         layout = KVCacheLayout.of(self.config, BLOCK_SIZE, torch.bfloat16)
         with torch.inference_mode():
-            self._model = DecoderModel(self.config, LayerLoader(RandomTensors(device), kernels, torch.bfloat16, device), max_len)
+            self._model = DecoderModel(
+                self.config, LayerLoader(RandomTensors(device), kernels, torch.bfloat16, device), max_len
+            )
             free = torch.cuda.mem_get_info(device)[0] * CACHE_FRACTION if gpu else 16 * layout.block_bytes
             self._cache = KVCache(layout, int(free) // layout.block_bytes, device)
             self._cache.pool.normal_()
@@ -112,7 +142,11 @@ class RandomEngine:
     @property
     def num_layer_weights(self) -> int:
         c = self.config
-        return c.num_layers * c.hidden_size * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size)
+        return (
+            c.num_layers
+            * c.hidden_size
+            * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size)
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -122,8 +156,11 @@ class RandomEngine:
     def fits(self, batch: int, context: int) -> bool:
         return batch * -(-context // BLOCK_SIZE) <= self._cache.num_blocks
 
-    def decode(self, name: str, batch: int, context: int, ceilings: Ceilings, walled: bool) -> Iterator[Figure]:
-        """A step's time on the device; and, where ``walled``, with its inputs built and its tokens brought back, step after step."""
+    def decode(
+        self, name: str, batch: int, context: int, ceilings: Ceilings, walled: bool
+    ) -> Iterator[Figure]:
+        """A step's time on the device; and, where ``walled``, with its inputs built and its tokens brought
+        back, step after step."""
         step = self._batch(batch, context - 1, 1)
         us = device_us(lambda: self.decode_logits(step), REPEATS)
         num_bytes = self.weight_bytes + batch * context * self._cache.layout.block_bytes / BLOCK_SIZE
@@ -132,7 +169,9 @@ class RandomEngine:
         yield Figure(what, us, floor, num_bytes / us * 1e6, "B")
         if walled:
             wall = self._wall_us(batch, context)
-            yield Figure(f"{what}: of the whole step, the device's part", wall, us, num_bytes / wall * 1e6, "B")
+            yield Figure(
+                f"{what}: of the whole step, the device's part", wall, us, num_bytes / wall * 1e6, "B"
+            )
 
     def prefill(self, name: str, tokens: int, ceilings: Ceilings) -> Figure:
         """Chunks back to back, logits of the last token."""
@@ -146,7 +185,9 @@ class RandomEngine:
         c = self.config
         attention = 2 * c.num_layers * c.num_heads * c.head_dim * tokens**2  # two products over half a square
         flops = 2 * tokens * self.num_layer_weights + attention
-        return Figure(f"{name}: prefill, {tokens} tokens", us, flops / ceilings.flops * 1e6, flops / us * 1e6, "FLOP")
+        return Figure(
+            f"{name}: prefill, {tokens} tokens", us, flops / ceilings.flops * 1e6, flops / us * 1e6, "FLOP"
+        )
 
     @property
     def pool(self) -> Tensor:

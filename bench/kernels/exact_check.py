@@ -1,4 +1,5 @@
-"""Exact mode through a whole model with the GPU's kernels: a token's logits are the same bits however it comes to be computed."""
+"""Exact mode through a whole model with the GPU's kernels: a token's logits are the same bits however it
+comes to be computed."""
 
 from __future__ import annotations
 
@@ -32,9 +33,14 @@ def batch_of(spans: list[Span]) -> Batch:
     for row, span in enumerate(spans):
         tables[row, : len(span.blocks)] = span.blocks
     positions = [np.arange(span.start, span.stop, dtype=np.int32) for span in spans]
-    slots = [tables[row, p // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + p % BLOCK_SIZE for row, p in enumerate(positions)]
+    slots = [
+        tables[row, p // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + p % BLOCK_SIZE
+        for row, p in enumerate(positions)
+    ]
     return Batch(
-        token_ids=np.concatenate([np.array(span.token_ids[span.start : span.stop], np.int32) for span in spans]),
+        token_ids=np.concatenate(
+            [np.array(span.token_ids[span.start : span.stop], np.int32) for span in spans]
+        ),
         positions=np.concatenate(positions),
         query_start_loc=np.cumsum([0, *(span.stop - span.start for span in spans)]).astype(np.int32),
         seq_lens=np.array([span.stop for span in spans], np.int32),
@@ -45,10 +51,13 @@ def batch_of(spans: list[Span]) -> Batch:
 
 
 def exact_engine(big: bool, device: str) -> float:
-    """0 if a prompt's last logits and its cache, and a decoded token's logits, have the same bits: alone and in a batch, at once and in
-    chunks, over a cached prefix, decoded (by graphs of two sizes) and prefilled."""
+    """0 if a prompt's last logits and its cache, and a decoded token's logits, have the same bits: alone and
+    in a batch, at once and in chunks, over a cached prefix, decoded (by graphs of two sizes) and
+    prefilled."""
     length, batch, record = (700, 64, CudaRecorder()) if big else (70, 3, run_again)
-    engine = RandomEngine(QWEN3_600M if big else TINY, torch.device(device), True, 1024 if big else 256, (batch, record))
+    engine = RandomEngine(
+        QWEN3_600M if big else TINY, torch.device(device), True, 1024 if big else 256, (batch, record)
+    )
     random = np.random.default_rng(3)
     blocks_each = length // BLOCK_SIZE + 1
 
@@ -70,7 +79,9 @@ def exact_engine(big: bool, device: str) -> float:
     cached = run(Span(ours, prefix + blocks(2)[len(prefix) :], len(prefix) * BLOCK_SIZE, length))[0]
     alone = engine.decode_logits(batch_of([Span(ours, blocks(0), length, length + 1)]))[0].clone()
     beside = [Span(other, blocks(2), 5 * i % 60, 5 * i % 60 + 1) for i in range(batch - 1)]
-    together = engine.decode_logits(batch_of([*beside, Span(ours, blocks(1), length, length + 1)]))[-1].clone()
+    together = engine.decode_logits(batch_of([*beside, Span(ours, blocks(1), length, length + 1)]))[
+        -1
+    ].clone()
     prefilled = run(Span(ours, blocks(3), 0, length + 1))[0]
     pairs = ((whole, chunked), (whole, cached), (alone, together), (alone, prefilled))
     same = all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in pairs)

@@ -2,10 +2,11 @@
 
     python -m splitserve.bench.kernels.gpu_check [--json FILE] [--seconds 540]
 
-Needs torch for CUDA and Triton (and for the worker's figures and cuda_ipc what a worker needs); runs from a checkout
-(PYTHONPATH=src) as well. Writes the file after every line, so that a run that is
-cut short leaves what it has. Where there is no GPU it says so, runs the same checks in Triton's interpreter and the figures' code in tiny
-shapes, compiles every kernel for sm_90, and ends with 0 if all is well; it writes nothing. A wrong result ends with 1.
+Needs torch for CUDA and Triton (and for the worker's figures and cuda_ipc what a worker needs); runs from a
+checkout (PYTHONPATH=src) as well. Writes the file after every line, so that a run that is cut short leaves
+what it has. Where there is no GPU it says so, runs the same checks in Triton's interpreter and the figures'
+code in tiny shapes, compiles every kernel for sm_90, and ends with 0 if all is well; it writes nothing. A
+wrong result ends with 1.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Report:
         print(text, flush=True)
         self.lines.append(line)
         if self.file is not None:
-            self.file.write_text(json.dumps({"environment": self.where, "lines": self.lines}, indent=1) + "\n")
+            self.file.write_text(
+                json.dumps({"environment": self.where, "lines": self.lines}, indent=1) + "\n"
+            )
 
     def out_of_time(self, section: str, until: float) -> bool:
         """Says so, once it is."""
@@ -61,9 +64,15 @@ class Report:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where the figures go (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=540, help="begin nothing new after so many (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=Path, default=RESULTS, help="where the figures go (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=540, help="begin nothing new after so many (default: %(default)s)"
+    )
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     report = Report(options.json if gpu else None, time.monotonic() + options.seconds)
@@ -85,7 +94,8 @@ def main() -> int:
 
 
 def run_parts(report: Report, device: str) -> None:
-    """The checks, then each section of figures; each has its share of the time that is left, and what it does not need is the others'."""
+    """The checks, then each section of figures; each has its share of the time that is left, and what it does
+    not need is the others'."""
     from .gpu_timing import measure_ceilings
 
     ceilings: Ceilings | None = None
@@ -99,7 +109,10 @@ def run_parts(report: Report, device: str) -> None:
             ceilings = measure_ceilings(device)
             text = f"copy {ceilings.copy / 1e12:.2f} TB/s, product {ceilings.flops / 1e12:.0f} TFLOP/s, "
             text += f"smallest kernel {ceilings.launch_us:.2f} us"
-            report.add(text if device != "cpu" else "The figures' code, in tiny shapes:", {"ceilings": asdict(ceilings)})
+            report.add(
+                text if device != "cpu" else "The figures' code, in tiny shapes:",
+                {"ceilings": asdict(ceilings)},
+            )
         elif ceilings is not None:
             measure(report, parts[number - 1], device, ceilings, until)
     for name, more in exact_costs(report.lines):
@@ -119,7 +132,12 @@ def check_values(report: Report, device: str, until: float) -> None:
         good = error <= check.allowed
         if not good:
             report.wrong.append(check.name)
-        line: dict[str, object] = {"check": check.name, "error": error, "allowed": check.allowed, "good": good}
+        line: dict[str, object] = {
+            "check": check.name,
+            "error": error,
+            "allowed": check.allowed,
+            "good": good,
+        }
         report.add(f"{'ok   ' if good else 'WRONG'} {check.name:60s} {error:.1e}{note}", line)
 
 
@@ -128,7 +146,9 @@ def measure(report: Report, part: Section, device: str, ceilings: Ceilings, unti
     if device != "cpu":
         torch.cuda.empty_cache()
     figures = part.figures(device, ceilings, device != "cpu")
-    while not report.out_of_time(part.name, until) and (figure := _next(figures, part.name, report)) is not None:
+    while (
+        not report.out_of_time(part.name, until) and (figure := _next(figures, part.name, report)) is not None
+    ):
         text = f"{figure.what:105s} {figure.us:9.1f} us {figure.rate / 1e12:8.3f} T{figure.unit}/s  {figure.ratio:4.0%} of its floor"
         text = text if device != "cpu" else f"ran   {figure.what}"
         report.add(text, asdict(figure) | {"section": part.name, "ratio": figure.ratio})
@@ -138,11 +158,16 @@ def _next(figures: Iterator[Figure], section: str, report: Report) -> Figure | N
     try:
         return next(figures, None)
     except PeerFailed as problem:  # no fault of ours, and the last figure of its section
-        report.add(f"left out: the peer gave no figure: {problem}", {"section": section, "peer_failed": str(problem)})
+        report.add(
+            f"left out: the peer gave no figure: {problem}", {"section": section, "peer_failed": str(problem)}
+        )
         return None
     except Exception as problem:  # what the other sections have to say is still worth having
         report.wrong.append(section)
-        report.add(f"WRONG {section}: {type(problem).__name__}: {str(problem)[:300]}", {"section": section, "error": str(problem)[:300]})
+        report.add(
+            f"WRONG {section}: {type(problem).__name__}: {str(problem)[:300]}",
+            {"section": section, "error": str(problem)[:300]},
+        )
         return None
 
 
@@ -184,7 +209,8 @@ def worker_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
 
 
 def exact_costs(lines: list[dict[str, object]]) -> Iterator[tuple[str, float]]:
-    """For each figure of an exact engine, how much longer it takes than without, where that was measured too."""
+    """For each figure of an exact engine, how much longer it takes than without, where that was measured
+    too."""
     from .engine_figures import EXACT_SUFFIX
 
     times = {str(line["what"]): float(str(line["us"])) for line in lines if "what" in line}
@@ -195,14 +221,17 @@ def exact_costs(lines: list[dict[str, object]]) -> Iterator[tuple[str, float]]:
 
 
 def check_compiled(report: Report) -> None:
-    """In as many processes as there are cores: of the attention kernels there are hundreds, the most different ones first."""
+    """In as many processes as there are cores: of the attention kernels there are hundreds, the most
+    different ones first."""
     from .attention_variants import VARIANTS
     from .compile_kernels import OTHERS, compile_case
 
     os.environ.pop("TRITON_INTERPRET", None)  # in the processes that compile
     cases = [*OTHERS, *VARIANTS]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as pool:
-        for number, (case, compiled) in enumerate([(case, pool.submit(compile_case, case)) for case in cases]):
+        for number, (case, compiled) in enumerate(
+            [(case, pool.submit(compile_case, case)) for case in cases]
+        ):
             if report.out_of_time(f"compilation, {number} of {len(cases)}", report.deadline):
                 pool.shutdown(cancel_futures=True)
                 return
@@ -232,7 +261,12 @@ def gpu_environment() -> dict[str, object]:
     import triton
 
     gpu = torch.cuda.get_device_properties(0)
-    return {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count, "torch": torch.__version__, "triton": triton.__version__}
+    return {
+        "gpu": gpu.name,
+        "multiprocessors": gpu.multi_processor_count,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Times on a GPU, as a CUDA graph replays them, and what the GPU could do at best, measured in the same run."""
+"""Times on a GPU, as a CUDA graph replays them, and what the GPU could do at best, measured in the same
+run."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """``floor_us``: what the bytes take at the rate of a copy, or the FLOPs at the rate of a large product, whichever is longer.
-    ``rate``: in ``unit`` per second, of the useful bytes or FLOPs."""
+    """``floor_us``: what the bytes take at the rate of a copy, or the FLOPs at the rate of a large product,
+    whichever is longer. ``rate``: in ``unit`` per second, of the useful bytes or FLOPs."""
 
     what: str
     us: float
@@ -31,7 +32,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """bytes/s of a copy (read and written), bfloat16 FLOP/s of a large product, microseconds of the smallest kernel within a graph."""
+    """bytes/s of a copy (read and written), bfloat16 FLOP/s of a large product, microseconds of the smallest
+    kernel within a graph."""
 
     copy: float
     flops: float
@@ -39,8 +41,8 @@ class Ceilings:
 
 
 def microseconds(calls: Sequence[Call], replays: int = 10) -> float:
-    """Of one call, the median over graph replays of all of them: give several, on buffers that together outgrow the cache. Without a
-    GPU: of one call of the first."""
+    """Of one call, the median over graph replays of all of them: give several, on buffers that together
+    outgrow the cache. Without a GPU: of one call of the first."""
     if not torch.cuda.is_available():
         started = time.perf_counter()
         calls[0]()

@@ -1,7 +1,8 @@
-"""What a worker's own parts add on a GPU: time to ready, the first request beside later ones, idle time between steps; and a peer.
+"""What a worker's own parts add on a GPU: time to ready, the first request beside later ones, idle time
+between steps; and a peer.
 
-A random model of half a billion weights, from files as a worker loads it. ``big``: for a GPU; else a tiny one that only shows that all of
-it runs.
+A random model of half a billion weights, from files as a worker loads it. ``big``: for a GPU; else a tiny one
+that only shows that all of it runs.
 
     # loads it as a decode worker does, and says how long each phase took
     python -m splitserve.bench.kernels.gpu_worker FOLDER DEVICE BATCH
@@ -43,7 +44,9 @@ def worker_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
         path = Path(folder)
         make_random_llama(path, **(LLAMA_500M if big else LLAMA_TINY))
         yield from_start_to_ready(path, device, batch)
-        config = EngineConfig(path, device, "bfloat16", 16, batch * MAX_LEN // 16, max_model_len=MAX_LEN, max_decode_seqs=batch)
+        config = EngineConfig(
+            path, device, "bfloat16", 16, batch * MAX_LEN // 16, max_model_len=MAX_LEN, max_decode_seqs=batch
+        )
         runner = ModelRunner(config)
         runner.warm_up()
         yield first_requests(runner, PROMPT if big else 20)
@@ -54,7 +57,8 @@ def worker_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
 
 
 def from_start_to_ready(path: Path, device: str, batch: int) -> Figure:
-    """Of a process of its own, from its start; its floor is what it took after Python and torch were there."""
+    """Of a process of its own, from its start; its floor is what it took after Python and torch were
+    there."""
     started = time.perf_counter()
     command = [sys.executable, "-m", f"{__package__}.gpu_worker", str(path), device, str(batch)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -62,13 +66,26 @@ def from_start_to_ready(path: Path, device: str, batch: int) -> Figure:
     if done.returncode != 0:
         raise RuntimeError(f"a worker's model did not load: {done.stderr[-300:]}")
     seconds, _, phases = done.stdout.strip().splitlines()[-1].partition(" ")
-    return Figure(f"0.5B: from process start to ready ({phases}): the model's part", us, float(seconds) * 1e6, 1e6 / us, "")
+    return Figure(
+        f"0.5B: from process start to ready ({phases}): the model's part",
+        us,
+        float(seconds) * 1e6,
+        1e6 / us,
+        "",
+    )
 
 
 def load(path: Path, device: str, batch: int) -> str:
     """Seconds, then those of each phase."""
     started = time.perf_counter()
-    settings = WorkerSettings(model=path, device=device, dtype="bfloat16", num_blocks=batch * MAX_LEN // 16, block_size=16, insecure=True)
+    settings = WorkerSettings(
+        model=path,
+        device=device,
+        dtype="bfloat16",
+        num_blocks=batch * MAX_LEN // 16,
+        block_size=16,
+        insecure=True,
+    )
     model = load_model(settings, max_decode_seqs=batch)
     assert isinstance(model.runner, ModelRunner)
     return f"{time.perf_counter() - started:.3f} {model.runner.phases}"
@@ -85,12 +102,19 @@ def first_requests(runner: ModelRunner, prompt: int) -> Figure:
             runner.execute(batch)
         times.append((time.perf_counter() - started) * 1e6)
     later = statistics.median(times[REQUESTS // 2 :])
-    return Figure(f"0.5B: first request after the start, {prompt} tokens and 2 steps, beside the tenth", times[0], later, 1e6 / later, "")
+    return Figure(
+        f"0.5B: first request after the start, {prompt} tokens and 2 steps, beside the tenth",
+        times[0],
+        later,
+        1e6 / later,
+        "",
+    )
 
 
 def idle_between_steps(runner: ModelRunner, batch: int, steps: int, late: bool) -> Figure:
-    """A step's time by the worker's own loop; its floor is the device's part of it. 1 - the ratio is idle. ``late``: as workers make steps,
-    when the running one is expected to be nearly over; else as soon as that one is launched."""
+    """A step's time by the worker's own loop; its floor is the device's part of it. 1 - the ratio is idle.
+    ``late``: as workers make steps, when the running one is expected to be nearly over; else as soon as that
+    one is launched."""
     made = make_batch(batch, CONTEXT - 1, 1)
     made.token_ids[:] %= runner.config.vocab_size
     device = device_us(lambda: runner.launch(made), 20)
@@ -110,9 +134,11 @@ def loop(runner: ModelRunner, batch: int, steps: int, late: bool = True) -> floa
     return (time.perf_counter() - started) * 1e6
 
 
-def against_transformers(runner: ModelRunner, path: Path, device: str, num_prompts: int, lengths: tuple[int, int]) -> Figure:
-    """Prompts and answers of these lengths: our time, and as its floor the peer's. A ratio above 1: we are quicker. Raises
-    PeerFailed."""
+def against_transformers(
+    runner: ModelRunner, path: Path, device: str, num_prompts: int, lengths: tuple[int, int]
+) -> Figure:
+    """Prompts and answers of these lengths: our time, and as its floor the peer's. A ratio above 1: we are
+    quicker. Raises PeerFailed."""
     prompt, output = lengths
     started = time.perf_counter()
     for first in range(0, num_prompts, 8):

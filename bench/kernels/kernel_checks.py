@@ -1,4 +1,5 @@
-"""What the GPU's kernels compute, against float64 and torch: on a GPU in sizes that fill it, without one in Triton's interpreter."""
+"""What the GPU's kernels compute, against float64 and torch: on a GPU in sizes that fill it, without one in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -46,12 +47,16 @@ class Check:
     run: Callable[[str], float]
 
 
-def decode(case: AttentionCase, max_partials: int = MAX_PARTIALS, programs: int = 0, tile: TileShape | None = None) -> Tensor:
+def decode(
+    case: AttentionCase, max_partials: int = MAX_PARTIALS, programs: int = 0, tile: TileShape | None = None
+) -> Tensor:
     (n, num_heads, head_dim), pool = case.q.shape, case.pool
     plan = plan_decode(case.inputs, num_heads, pool.shape[4], head_dim, pool.shape[3], max_partials)
     out = torch.empty((n, num_heads * head_dim), dtype=case.q.dtype, device=case.q.device)
     programs = programs or (264 if case.q.is_cuda else 3)
-    tile = tile or decode_tile(head_dim, num_heads // pool.shape[4], case.q.itemsize, fp8=pool.dtype.itemsize == 1)
+    tile = tile or decode_tile(
+        head_dim, num_heads // pool.shape[4], case.q.itemsize, fp8=pool.dtype.itemsize == 1
+    )
     decode_attention(out, case.q, pool, LAYER, case.inputs, plan, programs, tile)
     return out
 
@@ -69,7 +74,13 @@ def one(case: AttentionCase, row: int) -> AttentionCase:
     """Of a decode batch, one sequence alone."""
     i, device = case.inputs, case.q.device
     starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    inputs = replace(i, query_start_loc=starts, seq_lens=i.seq_lens[row : row + 1], block_tables=i.block_tables[row : row + 1], plans={})
+    inputs = replace(
+        i,
+        query_start_loc=starts,
+        seq_lens=i.seq_lens[row : row + 1],
+        block_tables=i.block_tables[row : row + 1],
+        plans={},
+    )
     return AttentionCase(case.q[row : row + 1], case.pool, inputs, case.exact[row : row + 1])
 
 
@@ -87,7 +98,10 @@ def checks(big: bool) -> Iterator[Check]:
         "fp8": {"fp8": True},
         "blocks of 16": {"block_size": 16},
         **{f"head dim {head_dim}": {"head_dim": head_dim} for head_dim in (96, 128, 256)},
-        **{f"group of {group}": {"group": group, "num_kv_heads": 1, "head_dim": 128} for group in (1, 7, 8, 20)},
+        **{
+            f"group of {group}": {"group": group, "num_kv_heads": 1, "head_dim": 128}
+            for group in (1, 7, 8, 20)
+        },
     }
     for name, own in variants.items():
         options = plain | own
@@ -95,17 +109,29 @@ def checks(big: bool) -> Iterator[Check]:
         assert isinstance(dtype, torch.dtype)
         yield Check(f"decode attention, {name}", ALLOWED[dtype], partial(_decode_error, lengths, options))
         if big or name in ("bfloat16", "window", "fp8"):
-            yield Check(f"prefill attention, {name}", ALLOWED[dtype], partial(_prefill_error, chunks, options))
-            yield Check(f"prefill attention with split folds, {name}", ALLOWED[dtype], partial(_prefill_error, chunks, options, True))
+            yield Check(
+                f"prefill attention, {name}", ALLOWED[dtype], partial(_prefill_error, chunks, options)
+            )
+            yield Check(
+                f"prefill attention with split folds, {name}",
+                ALLOWED[dtype],
+                partial(_prefill_error, chunks, options, True),
+            )
     yield Check("decode attention: bits alone and in a batch", 0, partial(_decode_alone, lengths))
     yield Check("decode attention: bits with few partial results", 0, partial(_decode_room, lengths))
     for head_dim in (64, 128, 256) if big else (64,):
-        yield Check(f"bits prefilled, chunked and decoded, head dim {head_dim}", 0, partial(_prefilled_or_decoded, head_dim, big))
+        yield Check(
+            f"bits prefilled, chunked and decoded, head dim {head_dim}",
+            0,
+            partial(_prefilled_or_decoded, head_dim, big),
+        )
     rows, hidden = (300, 4096) if big else (3, 300)
     for dtype in (BFLOAT16, FLOAT16, FLOAT32):
         yield Check(f"norm, {dtype}", ALLOWED[dtype], partial(_norm, rows, hidden, dtype))
         yield Check(f"gate, {dtype}", ALLOWED[dtype], partial(_gate, rows, hidden, dtype))
-        yield Check(f"rope and store, {dtype}", ALLOWED[dtype], partial(_rope, 40 if big else 4, dtype, False))
+        yield Check(
+            f"rope and store, {dtype}", ALLOWED[dtype], partial(_rope, 40 if big else 4, dtype, False)
+        )
     yield Check("rope and store, fp8", 0.02, partial(_rope, 40 if big else 4, BFLOAT16, True))
     yield Check("embedding", 0, _embedding)
     yield Check("exact linear", ALLOWED[BFLOAT16], partial(_exact_linear, big))
@@ -123,7 +149,11 @@ def checks(big: bool) -> Iterator[Check]:
     yield Check("sampling as on a CPU", 0, partial(_sampling, 151936 if big else 300))
     for variant in covering():
         if big or variant.head_dim == 64:
-            yield Check(f"attention, {variant}", ALLOWED[variant.dtype], partial(_variant_error, variant, lengths, chunks))
+            yield Check(
+                f"attention, {variant}",
+                ALLOWED[variant.dtype],
+                partial(_variant_error, variant, lengths, chunks),
+            )
 
 
 def _decode_error(lengths: list[int], options: dict[str, object], device: str) -> float:
@@ -131,14 +161,22 @@ def _decode_error(lengths: list[int], options: dict[str, object], device: str) -
     return relative_error(decode(case).cpu(), case.exact)
 
 
-def _prefill_error(chunks: list[tuple[int, int]], options: dict[str, object], split_folds: bool = False, device: str = "cpu") -> float:
+def _prefill_error(
+    chunks: list[tuple[int, int]], options: dict[str, object], split_folds: bool = False, device: str = "cpu"
+) -> float:
     lengths, new = [sum(chunk) for chunk in chunks], [chunk[1] for chunk in chunks]
     case = attention_case(lengths, new, device=device, **options)  # type: ignore[arg-type]
-    tile = exact_tile(case.q.shape[2], case.q.itemsize, fp8=case.pool.dtype.itemsize == 1) if split_folds and case.q.is_cuda else None
+    tile = (
+        exact_tile(case.q.shape[2], case.q.itemsize, fp8=case.pool.dtype.itemsize == 1)
+        if split_folds and case.q.is_cuda
+        else None
+    )
     return relative_error(prefill(case, tile, split_folds).cpu(), case.exact)
 
 
-def _variant_error(variant: Attention, lengths: list[int], chunks: list[tuple[int, int]], device: str) -> float:
+def _variant_error(
+    variant: Attention, lengths: list[int], chunks: list[tuple[int, int]], device: str
+) -> float:
     options: dict[str, object] = {
         "group": variant.group, "head_dim": variant.head_dim, "block_size": variant.block_size, "dtype": variant.dtype, "fp8": variant.fp8,
         "window": 200 if variant.window else None, "softcap": 4.0 if variant.softcap else None, "device": device,
@@ -172,14 +210,23 @@ def _prefilled_or_decoded(head_dim: int, big: bool, device: str) -> float:
     for start, stop in ((0, 7), (7, new // 2), (new // 2, new)):
         lens = torch.tensor([first + stop], dtype=torch.int32, device=device)
         starts = torch.tensor([0, stop - start], dtype=torch.int32, device=device)
-        chunk = replace(case, q=case.q[start:stop], inputs=replace(case.inputs, query_start_loc=starts, seq_lens=lens))
+        chunk = replace(
+            case, q=case.q[start:stop], inputs=replace(case.inputs, query_start_loc=starts, seq_lens=lens)
+        )
         if not torch.equal(prefill(chunk, tile, split_folds=True), whole[start:stop]):
             return 1
     rows = list(range(0, new, 13 if big else 23))
     lens = torch.tensor(rows, dtype=torch.int32, device=device) + first + 1
     starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=device)
-    inputs = replace(case.inputs, query_start_loc=starts, seq_lens=lens, block_tables=case.inputs.block_tables.expand(len(rows), -1))
-    return float(not torch.equal(decode(replace(case, q=case.q[rows], inputs=inputs), tile=tile), whole[rows]))
+    inputs = replace(
+        case.inputs,
+        query_start_loc=starts,
+        seq_lens=lens,
+        block_tables=case.inputs.block_tables.expand(len(rows), -1),
+    )
+    return float(
+        not torch.equal(decode(replace(case, q=case.q[rows], inputs=inputs), tile=tile), whole[rows])
+    )
 
 
 def _norm(rows: int, hidden: int, dtype: torch.dtype, device: str) -> float:
@@ -199,14 +246,18 @@ def _gate(rows: int, hidden: int, dtype: torch.dtype, device: str) -> float:
 def _rope(rows: int, dtype: torch.dtype, fp8: bool, device: str) -> float:
     num_heads, num_kv_heads, head_dim = 6, 2, 128
     qkv = randn(rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    expected_pool = torch.full((3, 2, 2, 64, num_kv_heads, head_dim), torch.nan).to(torch.float8_e4m3fn if fp8 else dtype)
+    expected_pool = torch.full((3, 2, 2, 64, num_kv_heads, head_dim), torch.nan).to(
+        torch.float8_e4m3fn if fp8 else dtype
+    )
     pool = expected_pool.to(device, copy=True)
     slots = torch.randperm(3 * 64, generator=torch.Generator().manual_seed(1))[:rows]
     slots[0] = -1
     q_norm, k_norm = (randn(head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
     scales = torch.full((2, 2, num_kv_heads), 0.02) if fp8 else None
     positions, cos_sin = torch.arange(rows, dtype=torch.int32), randn(rows, head_dim)
-    rope = RopeInputs(positions, slots, cos_sin, num_heads, num_kv_heads, head_dim, q_norm, k_norm, 1e-6, scales)
+    rope = RopeInputs(
+        positions, slots, cos_sin, num_heads, num_kv_heads, head_dim, q_norm, k_norm, 1e-6, scales
+    )
     there = replace(
         rope, positions=positions.to(device), slot_mapping=slots.to(device), cos_sin=cos_sin.to(device),
         q_norm=q_norm.to(device), k_norm=k_norm.to(device), kv_scales=None if scales is None else scales.to(device),
@@ -216,7 +267,10 @@ def _rope(rows: int, dtype: torch.dtype, fp8: bool, device: str) -> float:
     stored, expected_stored = pool.cpu().float(), expected_pool.float()
     if not torch.equal(stored.isnan(), expected_stored.isnan()):
         return 1
-    return max(relative_error(found.cpu(), expected), relative_error(stored.nan_to_num(), expected_stored.nan_to_num()))
+    return max(
+        relative_error(found.cpu(), expected),
+        relative_error(stored.nan_to_num(), expected_stored.nan_to_num()),
+    )
 
 
 def _embedding(device: str) -> float:
@@ -230,26 +284,37 @@ def _embedding(device: str) -> float:
 def _exact_linear(big: bool, device: str) -> float:
     worst = 0.0
     for m, n, k in ((1, 4096, 4096), (70, 6144, 1000), (900, 1024, 4096)) if big else ((3, 40, 100),):
-        x, weight = randn(m, k, dtype=BFLOAT16, device=device), randn(n, k, dtype=BFLOAT16, device=device, seed=1)
+        x, weight = (
+            randn(m, k, dtype=BFLOAT16, device=device),
+            randn(n, k, dtype=BFLOAT16, device=device, seed=1),
+        )
         worst = max(worst, relative_error(ExactLinear(weight, None)(x), x.double() @ weight.double().t()))
     return worst
 
 
 def _exact_rows(big: bool, device: str) -> float:
     rows, n, k = (700, 4096, 4096) if big else (130, 40, 128)
-    x, linear = randn(rows, k, dtype=BFLOAT16, device=device), ExactLinear(randn(n, k, dtype=BFLOAT16, device=device, seed=1), None)
+    x, linear = (
+        randn(rows, k, dtype=BFLOAT16, device=device),
+        ExactLinear(randn(n, k, dtype=BFLOAT16, device=device, seed=1), None),
+    )
     together = linear(x)
     parts = (slice(0, 1), slice(5, 69), slice(60, 125), slice(64, rows - 1))
     return float(not all(torch.equal(linear(x[part]), together[part]) for part in parts))
 
 
 def _fp8_linear(per_channel: bool, device: str) -> float:
-    x, weight = randn(64, 512, dtype=BFLOAT16, device=device), randn(256, 512, dtype=BFLOAT16, device=device, seed=1)
+    x, weight = (
+        randn(64, 512, dtype=BFLOAT16, device=device),
+        randn(256, 512, dtype=BFLOAT16, device=device, seed=1),
+    )
     return relative_error(Fp8Linear(weight, None, per_channel)(x), x.double() @ weight.double().t())
 
 
 def _random_blocks(device: str) -> Tensor:
-    return torch.randint(0, 256, (6, 20480), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)).to(device)
+    return torch.randint(
+        0, 256, (6, 20480), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    ).to(device)
 
 
 def _copies(device: str) -> float:
@@ -268,7 +333,10 @@ def _checksums(device: str) -> float:
 
     pool = _random_blocks(device)
     found = block_checksums(pool, torch.tensor([3, 1, 3], device=device)).tolist()
-    return float([value & 0xFFFFFFFFFFFFFFFF for value in found] != [xxh3_64_intdigest(pool[i].cpu().numpy().data) for i in (3, 1, 3)])
+    return float(
+        [value & 0xFFFFFFFFFFFFFFFF for value in found]
+        != [xxh3_64_intdigest(pool[i].cpu().numpy().data) for i in (3, 1, 3)]
+    )
 
 
 def _gumbel(rows: int, vocab_size: int, device: str) -> float:
@@ -288,4 +356,7 @@ def _sampling(vocab_size: int, device: str) -> float:
     ]
     logits = randn(len(states), vocab_size, device=device) * 3
     expected, _ = Sampler(REFERENCE, (3,)).sample(logits.cpu().clone(), SampledRows.booked(states))
-    return float(DeviceSampler((3,)).sample(logits, SampledRows.booked(states, device))[0].tolist() != expected.tolist())
+    return float(
+        DeviceSampler((3,)).sample(logits, SampledRows.booked(states, device))[0].tolist()
+        != expected.tolist()
+    )

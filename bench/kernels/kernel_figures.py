@@ -1,4 +1,5 @@
-"""How fast the GPU's kernels are, each beside its floor. ``big``: for a GPU; else tiny shapes that only show that all of it runs."""
+"""How fast the GPU's kernels are, each beside its floor. ``big``: for a GPU; else tiny shapes that only show
+that all of it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from torch import Tensor
 from ...kernels.gpu.attention_tiles import TileShape
 from ...kernels.gpu.block_checksum import block_checksums
 from ...kernels.gpu.block_copy import pack_blocks
-from ...kernels.gpu.decode_attention import EXACT_PROGRAMS_PER_SM, decode_attention, decode_tile, plan_decode, programs_per_sm
+from ...kernels.gpu.decode_attention import (
+    EXACT_PROGRAMS_PER_SM,
+    decode_attention,
+    decode_tile,
+    plan_decode,
+    programs_per_sm,
+)
 from ...kernels.gpu.elementwise import silu_mul
 from ...kernels.gpu.exact_linear import ExactLinear
 from ...kernels.gpu.fp8_linear import Fp8Linear
@@ -28,9 +35,18 @@ LLAMA_8B = (8, 4, 128)  # KV heads, heads that share each, head_dim
 TINY = (1, 2, 64)
 BLOCK_SIZE = 64
 ROTATED_BYTES = 300e6  # buffers used in turn outgrow a 50 MB cache
-DECODES = ((1, 1024), (1, 16384), (8, 4096), (32, 4096), (64, 4096), (128, 1024), (256, 1024))  # batch, context
+DECODES = (
+    (1, 1024),
+    (1, 16384),
+    (8, 4096),
+    (32, 4096),
+    (64, 4096),
+    (128, 1024),
+    (256, 1024),
+)  # batch, context
 PREFILLS = ((2048, 0), (8192, 0), (2048, 14336), (512, 7680))  # chunk, cached before it
-TILES = (  # others than the one in use, for decode of head dim 128: what to try when it is slower than it should be
+# others than the one in use, for decode of head dim 128: what to try when it is slower than it should be
+TILES = (
     (TileShape(16, 64, 4, 3), 3), (TileShape(16, 64, 4, 7), 2), (TileShape(16, 32, 4, 7), 4),
     (TileShape(16, 32, 4, 5), 4), (TileShape(16, 128, 4, 3), 3), (TileShape(16, 64, 8, 5), 2),
 )  # fmt: skip
@@ -74,18 +90,34 @@ def decode_figure(
     name += ", exact" if exact else f", {tile}, {per_sm} a multiprocessor" if tile else ""
     fp8 = dtype.itemsize == 1
     shape = exact_tile(head_dim, fp8=fp8) if exact else tile or decode_tile(head_dim, group, fp8=fp8)
-    per_sm = per_sm or (EXACT_PROGRAMS_PER_SM if exact else programs_per_sm(head_dim, group, BLOCK_SIZE, dtype))
+    per_sm = per_sm or (
+        EXACT_PROGRAMS_PER_SM if exact else programs_per_sm(head_dim, group, BLOCK_SIZE, dtype)
+    )
     programs = per_sm * torch.cuda.get_device_properties(device).multi_processor_count if big else 3
-    calls: list[Call] = [partial(decode_attention, out, q, pool, layer, inputs, plan, programs, shape) for layer in range(layers)]
+    calls: list[Call] = [
+        partial(decode_attention, out, q, pool, layer, inputs, plan, programs, shape)
+        for layer in range(layers)
+    ]
     return bytes_figure(name, microseconds(calls), num_bytes, ceilings)
 
 
 def prefill_figure(
-    device: str, ceilings: Ceilings, chunk: int, cached: int, heads: tuple[int, int, int], big: bool, exact: bool = False
+    device: str,
+    ceilings: Ceilings,
+    chunk: int,
+    cached: int,
+    heads: tuple[int, int, int],
+    big: bool,
+    exact: bool = False,
 ) -> Figure:
     num_kv_heads, group, head_dim = heads
     pool, inputs = _cache(device, 1, cached + chunk, 1, num_kv_heads, head_dim, BFLOAT16)
-    inputs = AttentionInputs(torch.tensor([0, chunk], dtype=torch.int32, device=device), inputs.seq_lens, inputs.block_tables, inputs.scale)
+    inputs = AttentionInputs(
+        torch.tensor([0, chunk], dtype=torch.int32, device=device),
+        inputs.seq_lens,
+        inputs.block_tables,
+        inputs.scale,
+    )
     q = torch.randn((chunk, num_kv_heads * group, head_dim), device=device).to(BFLOAT16)
     out = torch.empty((chunk, num_kv_heads * group * head_dim), dtype=BFLOAT16, device=device)
     tile = (exact_tile(head_dim) if exact else prefill_tile(head_dim)) if big else TileShape(16, 32, 4, 3)
@@ -111,18 +143,32 @@ def _cache(
 
 def linear_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
     """Of Llama-3.1-8B: by cuBLAS, exact, and in float8 where the GPU has it."""
-    kinds: dict[str, Callable[[Tensor], Linear]] = {"cuBLAS": lambda w: TorchLinear(w, None), "exact": lambda w: ExactLinear(w, None)}
+    kinds: dict[str, Callable[[Tensor], Linear]] = {
+        "cuBLAS": lambda w: TorchLinear(w, None),
+        "exact": lambda w: ExactLinear(w, None),
+    }
     if big and torch.cuda.get_device_capability(device) >= (8, 9):
         kinds["float8"] = lambda w: Fp8Linear(w, None)
-    for name, n, k in (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336)) if big else (("tiny", 64, 64),):
-        weights = [torch.randn((n, k), device=device).to(BFLOAT16) for _ in range(int(ROTATED_BYTES / (2 * n * k)) + 2 if big else 1)]
+    for name, n, k in (
+        (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336))
+        if big
+        else (("tiny", 64, 64),)
+    ):
+        weights = [
+            torch.randn((n, k), device=device).to(BFLOAT16)
+            for _ in range(int(ROTATED_BYTES / (2 * n * k)) + 2 if big else 1)
+        ]
         for kind, make in kinds.items():
             linears = [make(weight) for weight in weights]
             for m in (1, 16, 64, 256, 4096) if big else (3,):
                 x = torch.randn((m, k), device=device).to(BFLOAT16)
                 us = microseconds([partial(linear, x) for linear in linears])
-                floor = max(2 * n * k / ceilings.copy, 2 * m * n * k / ceilings.flops) * 1e6  # of bfloat16, for all of them
-                yield Figure(f"linear {name} {n} x {k}, {m} rows, {kind}", us, floor, 2 * m * n * k / us * 1e6, "FLOP")
+                floor = (
+                    max(2 * n * k / ceilings.copy, 2 * m * n * k / ceilings.flops) * 1e6
+                )  # of bfloat16, for all of them
+                yield Figure(
+                    f"linear {name} {n} x {k}, {m} rows, {kind}", us, floor, 2 * m * n * k / us * 1e6, "FLOP"
+                )
 
 
 def small_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure]:
@@ -135,14 +181,21 @@ def small_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figure
         us = microseconds([partial(add_rms_norm, x, residual, weight, 1e-5)])
         yield bytes_figure(f"norm with residual, {rows} x {hidden}", us, 8 * rows * hidden, ceilings)
         gate_up = torch.randn((rows, 7 * hidden), device=device).to(BFLOAT16)
-        yield bytes_figure(f"gate, {rows} x {7 * hidden}", microseconds([partial(silu_mul, gate_up)]), 21 * rows * hidden, ceilings)
+        yield bytes_figure(
+            f"gate, {rows} x {7 * hidden}",
+            microseconds([partial(silu_mul, gate_up)]),
+            21 * rows * hidden,
+            ceilings,
+        )
         qkv = torch.randn((rows, width), device=device).to(BFLOAT16)
         blocks = -(-rows // BLOCK_SIZE)
         pool = torch.zeros((blocks, 1, 2, BLOCK_SIZE, num_kv_heads, head_dim), dtype=BFLOAT16, device=device)
         positions = torch.arange(rows, dtype=torch.int32, device=device)
         norm = torch.ones(head_dim, dtype=BFLOAT16, device=device)
         cos_sin = torch.ones((rows, head_dim), device=device)
-        rope = RopeInputs(positions, positions.long(), cos_sin, num_heads, num_kv_heads, head_dim, norm, norm, 1e-6)
+        rope = RopeInputs(
+            positions, positions.long(), cos_sin, num_heads, num_kv_heads, head_dim, norm, norm, 1e-6
+        )
         us = microseconds([partial(rope_and_store, qkv, pool, 0, rope)])
         yield bytes_figure(f"rope and store, {rows} x {width}", us, 4 * rows * width, ceilings)
 
@@ -164,7 +217,9 @@ def sampling_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Fig
         logits = torch.randn((batch, vocab_size), device=device) * 3
         for name, top_p in (("plain", 1.0), ("top-p 0.9", 0.9)):
             us = microseconds([partial(sample, logits, _rows(device, batch, vocab_size, top_p))])
-            yield bytes_figure(f"sampling, {name}, {batch} x {vocab_size}", us, 4 * batch * vocab_size, ceilings)
+            yield bytes_figure(
+                f"sampling, {name}, {batch} x {vocab_size}", us, 4 * batch * vocab_size, ceilings
+            )
 
 
 def _rows(device: str, n: int, vocab_size: int, top_p: float) -> SamplingRows:

@@ -1,4 +1,5 @@
-"""Seeded inputs for the kernels, poisoned where they must not look, and one measure of error: shared by their tests and gpu_check."""
+"""Seeded inputs for the kernels, poisoned where they must not look, and one measure of error: shared by their
+tests and gpu_check."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One call of ``paged_attention``. ``exact``: the reference's answer in float64 [num_tokens, num_heads * head_dim]."""
+    """One call of ``paged_attention``. ``exact``: the reference's answer in float64 [num_tokens, num_heads *
+    head_dim]."""
 
     q: Tensor
     pool: Tensor
@@ -52,12 +54,15 @@ def attention_case(
     device: str = "cpu",
     seed: int = 0,
 ) -> AttentionCase:
-    """Sequences of ``lengths`` cached tokens whose last ``queries`` tokens ask. Slots of no token and the guard blocks are NaN,
-    table entries past a sequence's end are nonsense, q is a slice of a wider row as in qkv."""
+    """Sequences of ``lengths`` cached tokens whose last ``queries`` tokens ask. Slots of no token and the
+    guard blocks are NaN, table entries past a sequence's end are nonsense, q is a slice of a wider row as in
+    qkv."""
     counts = [-(-length // block_size) for length in lengths]
     num_blocks = sum(counts) + 2
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
-    exact_pool = torch.full((num_blocks, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=torch.float32)
+    exact_pool = torch.full(
+        (num_blocks, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=torch.float32
+    )
     tables = torch.full((len(lengths), max([*counts, 1])), NO_BLOCK, dtype=torch.int32)
     taken = 0
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -71,7 +76,9 @@ def attention_case(
     scales = None
     if fp8:
         scales = torch.full((NUM_LAYERS, 2, num_kv_heads), torch.nan)
-        scales[LAYER] = 0.01 + 0.02 * torch.rand((2, num_kv_heads), generator=torch.Generator().manual_seed(seed))
+        scales[LAYER] = 0.01 + 0.02 * torch.rand(
+            (2, num_kv_heads), generator=torch.Generator().manual_seed(seed)
+        )
         pool = torch.stack([quantize_e4m3(exact_pool[:, :, i], scales[LAYER, i]) for i in (0, 1)], dim=2)
     else:
         pool = exact_pool.to(dtype)
@@ -93,14 +100,25 @@ def attention_case(
 
 
 def exact_attention(
-    q: Tensor, pool: Tensor, starts: Tensor, lens: Tensor, tables: Tensor, inputs: AttentionInputs, scales: Tensor | None
+    q: Tensor,
+    pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    tables: Tensor,
+    inputs: AttentionInputs,
+    scales: Tensor | None,
 ) -> Tensor:
     """In float64, written for clarity: an independent check of the reference too."""
     num_heads, head_dim = q.shape[1:]
     out = torch.zeros((len(q), num_heads, head_dim), dtype=torch.float64)
     for row, length in enumerate(lens.tolist()):
         first, last = int(starts[row]), int(starts[row + 1])
-        cache = pool[tables[row, : -(-length // pool.shape[3])].long(), LAYER].double().transpose(0, 1).flatten(1, 2)[:, :length]
+        cache = (
+            pool[tables[row, : -(-length // pool.shape[3])].long(), LAYER]
+            .double()
+            .transpose(0, 1)
+            .flatten(1, 2)[:, :length]
+        )
         if scales is not None:
             cache = cache * scales[LAYER].double()[:, None, :, None]
         keys, values = cache.repeat_interleave(num_heads // pool.shape[4], dim=2)

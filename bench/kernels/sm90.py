@@ -1,4 +1,5 @@
-"""Compiles kernels for a Hopper GPU (sm_90) on any machine and reads what became of them: registers, spills, shared memory, instructions.
+"""Compiles kernels for a Hopper GPU (sm_90) on any machine and reads what became of them: registers, spills,
+shared memory, instructions.
 
     with sm90.compiling() as kernels:
         silu_mul(torch.empty(...))          # the product's own call: compiled as it would be, never run
@@ -33,8 +34,9 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """``stack``: bytes a thread, where registers did not suffice. ``wgmma``, ``mma``: matrix instructions of a warp group, of a warp.
-    (Instructions as the assembler was given them: to take its output apart again would cost more time than all the rest of it.)"""
+    """``stack``: bytes a thread, where registers did not suffice. ``wgmma``, ``mma``: matrix instructions of
+    a warp group, of a warp. (Instructions as the assembler was given them: to take its output apart again
+    would cost more time than all the rest of it.)"""
 
     name: str
     registers: int

@@ -1,10 +1,12 @@
-"""Steps made ahead beside steps made in turn: decode steps a second, and how long the thread that computes waits between two.
+"""Steps made ahead beside steps made in turn: decode steps a second, and how long the thread that computes
+waits between two.
 
     python -m splitserve.bench.kernels.step_loop [--model 125m] [--batch 8] [--seconds 4] [--rounds 5] [--json FILE]
 
-The scheduler and the step thread of a decode worker around a random model, and around a runner that takes no time. Both ways by turns, so
-that what else the machine does hits both; the ratio is that of the medians. The processor time of a step that takes no time, all threads
-together, is what Python spends on one beside the model.
+The scheduler and the step thread of a decode worker around a random model, and around a runner that takes no
+time. Both ways by turns, so that what else the machine does hits both; the ratio is that of the medians. The
+processor time of a step that takes no time, all threads together, is what Python spends on one beside the
+model.
 """
 
 from __future__ import annotations
@@ -45,18 +47,24 @@ class Watched:
         return output
 
 
-def run(runner: Runner, batch: int, ahead_at_layer: int, ahead: bool, seconds: float) -> tuple[float, float, float]:
+def run(
+    runner: Runner, batch: int, ahead_at_layer: int, ahead: bool, seconds: float
+) -> tuple[float, float, float]:
     """(steps a second, median microseconds between two steps, microseconds of processor time a step)."""
     scheduler = decode_scheduler(batch)
     watched, woken = Watched(runner), threading.Event()
-    steps: StepThread[DecodeStep] = StepThread(watched, woken.set, ahead_at_layer=ahead_at_layer if ahead else 0)
+    steps: StepThread[DecodeStep] = StepThread(
+        watched, woken.set, ahead_at_layer=ahead_at_layer if ahead else 0
+    )
     started, cpu_started = time.perf_counter(), time.process_time()
     num_steps = run_steps(steps, woken, scheduler, lambda _: time.perf_counter() - started >= seconds, ahead)
     cpu_us = (time.process_time() - cpu_started) * 1e6 / num_steps
     return num_steps / (time.perf_counter() - started), statistics.median(watched.gaps) * 1e6, cpu_us
 
 
-def compare(name: str, runner: Runner, batch: int, ahead_at_layer: int, seconds: float, rounds: int) -> dict[str, object]:
+def compare(
+    name: str, runner: Runner, batch: int, ahead_at_layer: int, seconds: float, rounds: int
+) -> dict[str, object]:
     rates: dict[bool, list[float]] = {False: [], True: []}
     gaps: dict[bool, list[float]] = {False: [], True: []}
     costs: dict[bool, list[float]] = {False: [], True: []}
@@ -70,7 +78,8 @@ def compare(name: str, runner: Runner, batch: int, ahead_at_layer: int, seconds:
     gap = {ahead: statistics.median(values) for ahead, values in gaps.items()}
     cost = {ahead: statistics.median(values) for ahead, values in costs.items()}
     print(
-        f"{name}, batch {batch}: {rate[False]:.1f} steps/s in turn, {rate[True]:.1f} ahead ({rate[True] / rate[False]:.3f} times); ", end=""
+        f"{name}, batch {batch}: {rate[False]:.1f} steps/s in turn, {rate[True]:.1f} ahead ({rate[True] / rate[False]:.3f} times); ",
+        end="",
     )
     print(
         f"{gap[False]:.0f} us between two steps in turn, {gap[True]:.0f} ahead; {cost[False]:.0f} and {cost[True]:.0f} us of processor time"
@@ -85,16 +94,26 @@ def compare(name: str, runner: Runner, batch: int, ahead_at_layer: int, seconds:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="125m", help="of bench/models.py (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=4, help="of each way in each round (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=4, help="of each way in each round (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     sys.setswitchinterval(SWITCH_S)
     with tempfile.TemporaryDirectory() as folder:
-        model = make_runner(Path(folder), options.model, "bfloat16", exact=False, num_blocks=options.batch * MAX_LEN // BLOCK_SIZE)
+        model = make_runner(
+            Path(folder),
+            options.model,
+            "bfloat16",
+            exact=False,
+            num_blocks=options.batch * MAX_LEN // BLOCK_SIZE,
+        )
         layers = max(1, model.config.num_layers - 1)
         rows = [
             compare("null", NullRunner(), options.batch, 0, options.seconds, options.rounds),

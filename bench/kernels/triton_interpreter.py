@@ -1,7 +1,9 @@
-"""Makes Triton's interpreter compute bfloat16 and float8 as a GPU does. Call ``install`` before the first kernel runs.
+"""Makes Triton's interpreter compute bfloat16 and float8 as a GPU does. Call ``install`` before the first
+kernel runs.
 
-The interpreter of triton 3.6 holds bfloat16 as the bit patterns it is made of. Products and sums of those are silently wrong, and a
-float32 is truncated to it, not rounded. With numpy >= 2.4 it also refuses loops whose bounds are computed.
+The interpreter of triton 3.6 holds bfloat16 as the bit patterns it is made of. Products and sums of those are
+silently wrong, and a float32 is truncated to it, not rounded. With numpy >= 2.4 it also refuses loops whose
+bounds are computed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ def install() -> None:
     if hasattr(builder, "bfloat16_as_on_a_gpu"):
         return
     builder.bfloat16_as_on_a_gpu = True
-    cast, convert, binary, unary = builder.cast_impl, builder.create_fp_to_fp, builder.binary_op, builder.unary_op
+    cast, convert, binary, unary = (
+        builder.cast_impl,
+        builder.create_fp_to_fp,
+        builder.binary_op,
+        builder.unary_op,
+    )
 
     def create_dot(self: Any, a: Any, b: Any, c: Any, *precision: Any) -> Any:
         # in float64, for the order of BLAS's sums depends on where in the matrix a row stands
@@ -45,7 +52,9 @@ def install() -> None:
             return exact if target.scalar == tl.float32 else cast_impl(self, exact, target)
         if target.scalar == tl.float8e4nv:
             exact = _widened(source).data.astype(np.float32)
-            return interpreter.TensorHandle(torch.from_numpy(exact).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), tl.float8e4nv)
+            return interpreter.TensorHandle(
+                torch.from_numpy(exact).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), tl.float8e4nv
+            )
         if _is_bfloat16(source) != (target.scalar == tl.bfloat16):
             return cast_impl(self, source, target)
         return convert(self, source, target, rounding)
@@ -95,7 +104,9 @@ def _widened(handle: Any) -> Any:
 
 
 def _as_float32(handle: Any) -> NDArray[Any]:
-    values: NDArray[Any] = E4M3_VALUES[handle.data] if handle.dtype.scalar == tl.float8e4nv else _widened(handle).data
+    values: NDArray[Any] = (
+        E4M3_VALUES[handle.data] if handle.dtype.scalar == tl.float8e4nv else _widened(handle).data
+    )
     return values
 
 
@@ -103,4 +114,6 @@ def _narrowed(values: NDArray[Any]) -> Any:
     """Rounded to the nearest bfloat16, ties to even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
-    return interpreter.TensorHandle(np.where(np.isnan(values), np.uint16(0x7FC0), rounded).astype(np.uint16), tl.bfloat16)
+    return interpreter.TensorHandle(
+        np.where(np.isnan(values), np.uint16(0x7FC0), rounded).astype(np.uint16), tl.bfloat16
+    )

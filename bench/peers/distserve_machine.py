@@ -1,4 +1,5 @@
-"""A cluster as DistServe's own simulator models it, quirks included: for comparing with its results, and no physics.
+"""A cluster as DistServe's own simulator models it, quirks included: for comparing with its results, and no
+physics.
 
 - A prefill worker joins all prompts that wait, whole and in order, up to what its KV cache could hold; a decode worker takes sequences from
   the head of its line up to a number of context tokens, and puts those that go on back at its end: beyond that number they take turns.
@@ -94,7 +95,10 @@ class DistServeCluster:
         lens = [one.num_prompt for one in batch]
         seconds = self._profile.prefill.seconds(sum(lens), sum(n * (n + 1) / 2 for n in lens), len(lens))
         worker.in_step = len(batch)
-        self._at(self._now + seconds + PROMPT_STEP_S + CONTEXT_TOKEN_S * sum(lens), lambda: self._computed(worker, batch))
+        self._at(
+            self._now + seconds + PROMPT_STEP_S + CONTEXT_TOKEN_S * sum(lens),
+            lambda: self._computed(worker, batch),
+        )
 
     def _computed(self, worker: _Worker, batch: list[Asked]) -> None:
         worker.in_step, worker.busy = 0, False
@@ -114,7 +118,9 @@ class DistServeCluster:
             batch.append(worker.line.popleft())
         context = sum(one.context for one in batch)
         seconds = self._profile.decode.seconds(len(batch), context + len(batch), len(batch))
-        self._at(self._now + seconds + STEP_S + CONTEXT_TOKEN_S * context, lambda: self._generated(worker, batch))
+        self._at(
+            self._now + seconds + STEP_S + CONTEXT_TOKEN_S * context, lambda: self._generated(worker, batch)
+        )
 
     def _generated(self, worker: _Worker, batch: list[Asked]) -> None:
         worker.busy = False

@@ -5,8 +5,9 @@
     python -m splitserve.bench.peers.itl_mix --url http://127.0.0.1:8001 --name vllm --json theirs.json
     python -m splitserve.bench.peers.itl_mix --plot ours.json theirs.json --png itl.png
 
-Requests of 128 prompt tokens, every sixth of 2,048, in one seeded order; each answers with 64 tokens; 8 are open at any time. A gap is the
-time between two streamed events of one request. The first of the files plotted is the one that the others are compared with.
+Requests of 128 prompt tokens, every sixth of 2,048, in one seeded order; each answers with 64 tokens; 8 are
+open at any time. A gap is the time between two streamed events of one request. The first of the files plotted
+is the one that the others are compared with.
 """
 
 from __future__ import annotations
@@ -37,28 +38,50 @@ def mixed_requests(count: int, seed: int) -> list[LoadRequest]:
     """So many requests with prompts of their own; the same seed gives the same ones."""
     rng = np.random.default_rng(seed)
     lengths = [LONG if index % EVERY == EVERY - 1 else SHORT for index in range(count)]
-    return [LoadRequest(rng.integers(FIRST_ID, VOCAB_SIZE, length).tolist(), OUTPUT, 0.0) for length in lengths]
+    return [
+        LoadRequest(rng.integers(FIRST_ID, VOCAB_SIZE, length).tolist(), OUTPUT, 0.0) for length in lengths
+    ]
 
 
 def gaps_of(samples: Sequence[Sample]) -> list[tuple[float, float]]:
-    """(seconds since the start of the run at its end, seconds) of each gap between two events of one request."""
-    return sorted((later, later - earlier) for sample in samples for earlier, later in pairwise(sample.arrivals))
+    """(seconds since the start of the run at its end, seconds) of each gap between two events of one
+    request."""
+    return sorted(
+        (later, later - earlier) for sample in samples for earlier, later in pairwise(sample.arrivals)
+    )
 
 
 def measure(url: str, count: int, seed: int) -> dict[str, Any]:
     """Raises SystemExit where a request fails."""
-    settings = LoadSettings(url=url, vocab_size=VOCAB_SIZE, seed=seed, concurrency=OPEN, warmup=1, prompt_len=str(SHORT), timeout_s=900)
+    settings = LoadSettings(
+        url=url,
+        vocab_size=VOCAB_SIZE,
+        seed=seed,
+        concurrency=OPEN,
+        warmup=1,
+        prompt_len=str(SHORT),
+        timeout_s=900,
+    )
     samples, duration_s = asyncio.run(generate_load(settings, requests=mixed_requests(count, seed)))
     report = summarize(samples, duration_s)
     if report.num_failed:
         raise SystemExit(f"{report.num_failed} of {report.num_requests} requests failed: {report.errors}")
     gaps = gaps_of(samples)
     return {
-        "load": {"requests": count, "seed": seed, "short": SHORT, "long": LONG, "long_every": EVERY, "output": OUTPUT, "open": OPEN},
+        "load": {
+            "requests": count,
+            "seed": seed,
+            "short": SHORT,
+            "long": LONG,
+            "long_every": EVERY,
+            "output": OUTPUT,
+            "open": OPEN,
+        },
         "duration_s": duration_s,
         "output_tokens_per_s": report.output_tokens_per_s,
         "itl_ms": {name: value * 1e3 for name, value in report.latencies["itl"].items()},
-        "gaps_above": {f"{limit} ms": sum(gap * 1e3 > limit for _, gap in gaps) for limit in ABOVE_MS} | {"all": len(gaps)},
+        "gaps_above": {f"{limit} ms": sum(gap * 1e3 > limit for _, gap in gaps) for limit in ABOVE_MS}
+        | {"all": len(gaps)},
         "ttft_ms": {name: _ttft_ms(samples, short) for name, short in (("short", True), ("long", False))},
         "gap_ends_s": [round(end, 3) for end, _ in gaps],
         "gaps_ms": [round(gap * 1e3, 2) for _, gap in gaps],
@@ -66,7 +89,9 @@ def measure(url: str, count: int, seed: int) -> dict[str, Any]:
 
 
 def _ttft_ms(samples: Sequence[Sample], short: bool) -> dict[str, float]:
-    times = [(one.arrivals[0] - one.start) * 1e3 for one in samples if (one.num_prompt_tokens < LONG) == short]
+    times = [
+        (one.arrivals[0] - one.start) * 1e3 for one in samples if (one.num_prompt_tokens < LONG) == short
+    ]
     return {"p50": float(np.median(times)), "max": max(times)} if times else {}
 
 
@@ -91,9 +116,16 @@ def draw(results: Sequence[dict[str, Any]], png: Path) -> None:
         gaps = np.array(result["gaps_ms"])
         label = f"{result['name']}\np99 {result['itl_ms']['p99']:,.0f} ms"
         when.scatter(result["gap_ends_s"], gaps, s=5, alpha=0.5, color=color, linewidths=0)
-        longer = 1 - np.arange(len(gaps)) / len(gaps)  # the share of gaps at least as long as each, from the shortest up
+        longer = 1 - np.arange(len(gaps)) / len(
+            gaps
+        )  # the share of gaps at least as long as each, from the shortest up
         share.plot(longer * 100, np.sort(gaps), color=color, label=label)
-    when.set(title="every gap between two tokens", xlabel="seconds since the start", ylabel="milliseconds", yscale="log")
+    when.set(
+        title="every gap between two tokens",
+        xlabel="seconds since the start",
+        ylabel="milliseconds",
+        yscale="log",
+    )
     share.set(title="how many gaps are longer", xlabel="% of gaps", xscale="log")
     share.invert_xaxis()
     share.axvline(1, color="gray", linewidth=0.8, linestyle="--")
@@ -101,32 +133,44 @@ def draw(results: Sequence[dict[str, Any]], png: Path) -> None:
     for axis in (when, share):
         axis.grid(alpha=0.3)
     load = results[0]["load"]
-    figure.suptitle(f"{load['open']} open requests; prompts of {load['short']} tokens, every {load['long_every']}th of {load['long']:,}")
+    figure.suptitle(
+        f"{load['open']} open requests; prompts of {load['short']} tokens, every {load['long_every']}th of {load['long']:,}"
+    )
     figure.savefig(png, format="png", dpi=120)
     pyplot.close(figure)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", help="of the server to measure")
     parser.add_argument("--name", default="server", help="what the server is, with version and options")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write what was measured here")
-    parser.add_argument("--plot", type=Path, nargs="+", metavar="JSON", help="draw these files instead of measuring")
+    parser.add_argument(
+        "--plot", type=Path, nargs="+", metavar="JSON", help="draw these files instead of measuring"
+    )
     parser.add_argument("--png", type=Path, help="the plot's file")
     options = parser.parse_args()
     if (options.plot is None) == (options.url is None) or (options.plot is not None and options.png is None):
         parser.error("give --url to measure, or --plot and --png to draw what was measured")
     if options.plot is None:
-        result = {"environment": environment(), "name": options.name, **measure(options.url, options.requests, options.seed)}
+        result = {
+            "environment": environment(),
+            "name": options.name,
+            **measure(options.url, options.requests, options.seed),
+        }
         print(said(result))
         if options.json:
             options.json.write_text(json.dumps(result) + "\n")
         return
     results = [json.loads(file.read_text()) for file in options.plot]
     if any(result["load"] != results[0]["load"] for result in results):
-        raise SystemExit("these files are of different loads; measure them with the same --requests and --seed")
+        raise SystemExit(
+            "these files are of different loads; measure them with the same --requests and --seed"
+        )
     for result in results:
         times = result["itl_ms"]["p99"] / results[0]["itl_ms"]["p99"]
         print(f"{said(result)}; p99 {times:.1f} times that of {results[0]['name']}")

@@ -1,12 +1,13 @@
-"""One OpenAI-compatible server under the loads that we compare servers by; with ``--against``, the ratios to another's figures.
+"""One OpenAI-compatible server under the loads that we compare servers by; with ``--against``, the ratios to
+another's figures.
 
     splitserve up --model /tmp/llama-125m --port 8000 &                                     # bench/models.py makes the folder
     python -m splitserve.bench.peers.peer --url http://127.0.0.1:8000 --name splitserve --json ours.json
     # stop it, start the peer on the same cores, then
     python -m splitserve.bench.peers.peer --url http://127.0.0.1:8001 --name vllm --json theirs.json --against ours.json
 
-TTFT is the median of single requests with prompts of 512 and 2048 tokens; TPOT that of single requests of 512 in and 64 out;
-throughput is with 8 and with 32 open requests of 256 in and 64 out.
+TTFT is the median of single requests with prompts of 512 and 2048 tokens; TPOT that of single requests of 512
+in and 64 out; throughput is with 8 and with 32 open requests of 256 in and 64 out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ LOADS: dict[str, dict[str, Any]] = {
     "single_512": {"prompt_len": "512", "output_len": "64", "concurrency": 1, "requests": 5, "warmup": 1},
     "single_2048": {"prompt_len": "2048", "output_len": "8", "concurrency": 1, "requests": 3, "warmup": 0},
     "concurrent_8": {"prompt_len": "256", "output_len": "64", "concurrency": 8, "requests": 24, "warmup": 0},
-    "concurrent_32": {"prompt_len": "256", "output_len": "64", "concurrency": 32, "requests": 64, "warmup": 0},
+    "concurrent_32": {
+        "prompt_len": "256",
+        "output_len": "64",
+        "concurrency": 32,
+        "requests": 64,
+        "warmup": 0,
+    },
 }
 
 
@@ -59,17 +66,25 @@ def _run(url: str, name: str, seed: int, num_requests: int | None) -> Report:
 def ratios(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
     """How many times better ours are: shorter times, higher rates."""
     better_low = {name: name.split("_")[0] in ("ttft", "tpot", "itl") for name in ours}
-    return {name: theirs[name] / ours[name] if better_low[name] else ours[name] / theirs[name] for name in ours if name in theirs}
+    return {
+        name: theirs[name] / ours[name] if better_low[name] else ours[name] / theirs[name]
+        for name in ours
+        if name in theirs
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", required=True)
     parser.add_argument("--name", required=True, help="what the server is, with version and options")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--requests", type=int, nargs="+", help="of each of the loads, for slow servers")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--against", type=Path, help="figures of this script for the other server: print the ratios")
+    parser.add_argument(
+        "--against", type=Path, help="figures of this script for the other server: print the ratios"
+    )
     arguments = parser.parse_args()
     if arguments.requests and len(arguments.requests) != len(arguments.loads):
         parser.error(f"--requests: {len(arguments.requests)} numbers for {len(arguments.loads)} loads")

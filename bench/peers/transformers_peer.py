@@ -1,6 +1,8 @@
-"""The peer on a GPU: transformers' own continuous batching, in a process of its own: whatever becomes of it, our figures stand.
+"""The peer on a GPU: transformers' own continuous batching, in a process of its own: whatever becomes of it,
+our figures stand.
 
-python -m splitserve.bench.peers.transformers_peer FOLDER DEVICE PROMPTS PROMPT_TOKENS OUTPUT_TOKENS    # prints microseconds
+python -m splitserve.bench.peers.transformers_peer FOLDER DEVICE PROMPTS PROMPT_TOKENS OUTPUT_TOKENS    #
+prints microseconds
 """
 
 from __future__ import annotations
@@ -34,17 +36,24 @@ def peer_us(path: Path, device: str, num_prompts: int, prompt_tokens: int, outpu
     return float(done.stdout.split()[-1])
 
 
-def transformers_us(path: Path, device: str, num_prompts: int, prompt_tokens: int, output_tokens: int) -> float:
-    """Microseconds for so many prompts, all there at the start, with so many greedy tokens each: of the second run, for the first compiles
-    and warms up. On a CPU its cache is a small one: it would take all memory."""
+def transformers_us(
+    path: Path, device: str, num_prompts: int, prompt_tokens: int, output_tokens: int
+) -> float:
+    """Microseconds for so many prompts, all there at the start, with so many greedy tokens each: of the
+    second run, for the first compiles and warms up. On a CPU its cache is a small one: it would take all
+    memory."""
     import transformers
 
     library: Any = transformers
     model = library.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
-    wanted = library.GenerationConfig(max_new_tokens=output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    wanted = library.GenerationConfig(
+        max_new_tokens=output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     options = {}
     if device == "cpu":
-        options["continuous_batching_config"] = library.ContinuousBatchingConfig(page_size=16, num_blocks=64, max_batch_tokens=256)
+        options["continuous_batching_config"] = library.ContinuousBatchingConfig(
+            page_size=16, num_blocks=64, max_batch_tokens=256
+        )
     prompts = [[5 + i] * prompt_tokens for i in range(num_prompts)]
     took = 0.0
     for _ in range(2):

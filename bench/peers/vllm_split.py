@@ -1,12 +1,14 @@
-"""The peer of our comparisons, split as we are: two vLLM servers, one a core, KV blocks over NIXL, and a proxy in front of them.
+"""The peer of our comparisons, split as we are: two vLLM servers, one a core, KV blocks over NIXL, and a
+proxy in front of them.
 
     python -m splitserve.bench.peers.vllm_split --vllm /path/to/venv/bin/vllm --model /tmp/llama-125m --dtype bfloat16 --port 8805
     python -m splitserve.bench.peers.peer --url http://127.0.0.1:8805 --name "vLLM split" --json theirs.json    # in another terminal
 
-Needs vLLM's CPU build, with ``nixl`` (and ``nixl-cu12``: UCX is in it) in its own environment. The proxy does what vLLM's documentation
-asks of one: the prompt goes to the first server with ``max_tokens=1`` and ``do_remote_decode``; what that says of its blocks goes with the
-prompt to the second server, whose stream is the client's. The client's first token is thus the *second* server's: the first server's is
-thrown away. Ctrl-C or SIGTERM ends all of it.
+Needs vLLM's CPU build, with ``nixl`` (and ``nixl-cu12``: UCX is in it) in its own environment. The proxy does
+what vLLM's documentation asks of one: the prompt goes to the first server with ``max_tokens=1`` and
+``do_remote_decode``; what that says of its blocks goes with the prompt to the second server, whose stream is
+the client's. The client's first token is thus the *second* server's: the first server's is thrown away.
+Ctrl-C or SIGTERM ends all of it.
 """
 
 from __future__ import annotations
@@ -47,8 +49,26 @@ def command(arguments: argparse.Namespace, role: str, port: int) -> list[str]:
     """A server; ``role``: kv_producer or kv_consumer."""
     transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
     return [
-        *(str(arguments.vllm), "serve", str(arguments.model), "--served-model-name", "m", "--dtype", arguments.dtype, "--port", str(port)),
-        *("--max-model-len", "4096", "--max-num-seqs", "64", "--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(transfer)),
+        *(
+            str(arguments.vllm),
+            "serve",
+            str(arguments.model),
+            "--served-model-name",
+            "m",
+            "--dtype",
+            arguments.dtype,
+            "--port",
+            str(port),
+        ),
+        *(
+            "--max-model-len",
+            "4096",
+            "--max-num-seqs",
+            "64",
+            "--no-enable-prefix-caching",
+            "--kv-transfer-config",
+            json.dumps(transfer),
+        ),
     ]
 
 
@@ -67,7 +87,11 @@ def servers(arguments: argparse.Namespace, ports: list[int]) -> Iterator[None]:
                 "HF_HUB_OFFLINE": "1",
             }
             environment.pop("OMP_NUM_THREADS", None)
-            processes.append(subprocess.Popen(["taskset", "-c", str(core), *command(arguments, role, port)], env=environment))
+            processes.append(
+                subprocess.Popen(
+                    ["taskset", "-c", str(core), *command(arguments, role, port)], env=environment
+                )
+            )
         for process, port in zip(processes, ports, strict=True):
             await_health(process, port)
         yield
@@ -83,7 +107,9 @@ def await_health(process: subprocess.Popen[bytes], port: int) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise SystemExit(f"the vLLM server on port {port} ended with {process.returncode}; its log is above")
+            raise SystemExit(
+                f"the vLLM server on port {port} ended with {process.returncode}; its log is above"
+            )
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
                 return
@@ -97,7 +123,8 @@ class Proxy:
     def __init__(self, prefill: int, decode: int) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._prefill, self._decode = (
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, limits=limits) for port in (prefill, decode)
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, limits=limits)
+            for port in (prefill, decode)
         )
 
     async def models(self, _: Request) -> Response:
@@ -116,7 +143,10 @@ class Proxy:
         if answer.status_code != 200:
             return Response(answer.content, answer.status_code, media_type="application/json")
         second = {**body, "kv_transfer_params": answer.json()["kv_transfer_params"]}
-        return StreamingResponse(self._relay(second, headers), media_type="text/event-stream" if body.get("stream") else "application/json")
+        return StreamingResponse(
+            self._relay(second, headers),
+            media_type="text/event-stream" if body.get("stream") else "application/json",
+        )
 
     async def _relay(self, body: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[bytes]:
         async with self._decode.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
@@ -125,20 +155,34 @@ class Proxy:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vllm", type=Path, required=True, help="the vllm command of its environment")
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--port", type=int, default=8805, help="of the proxy; the servers take the next two")
-    parser.add_argument("--side-channel-port", type=int, default=5600, help="NIXL's handshakes; the second server takes the next")
+    parser.add_argument(
+        "--side-channel-port",
+        type=int,
+        default=5600,
+        help="NIXL's handshakes; the second server takes the next",
+    )
     arguments = parser.parse_args()
     ports = [arguments.port + 1, arguments.port + 2]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # uvicorn raises it again when it has shut down: the servers end too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # uvicorn raises it again when it has shut down: the servers end too
     with servers(arguments, ports):
         proxy = Proxy(*ports)
-        routes = [Route("/v1/models", proxy.models), Route("/v1/completions", proxy.complete, methods=["POST"])]
+        routes = [
+            Route("/v1/models", proxy.models),
+            Route("/v1/completions", proxy.complete, methods=["POST"]),
+        ]
         print(f"vLLM split behind http://127.0.0.1:{arguments.port}", file=sys.stderr, flush=True)
-        server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=arguments.port, log_level="warning"))
+        server = uvicorn.Server(
+            uvicorn.Config(Starlette(routes=routes), port=arguments.port, log_level="warning")
+        )
         asyncio.run(server.serve())
 
 

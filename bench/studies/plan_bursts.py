@@ -78,17 +78,27 @@ def checks(plan: Plan, requests: tuple[TraceRequest, ...], processes: int) -> di
         with crew(question, 1) as workers:
             (seen,) = workers.ask(look, [one])
         found[name] = {"cluster": asked.hardware.words(one[0]), **_said(seen)}
-        print(f"{name}: {found[name]['cluster']} at {seen.rate:.2f} requests/s: {seen.tallies.attainment:.1%} good", flush=True)
+        print(
+            f"{name}: {found[name]['cluster']} at {seen.rate:.2f} requests/s: {seen.tallies.attainment:.1%} good",
+            flush=True,
+        )
     return found
 
 
 def _said(seen: Look) -> dict[str, Any]:
     latency = seen.tallies.percentiles()
-    return {"rate_per_s": seen.rate, "attainment": seen.tallies.attainment, "ttft_s": latency["ttft"], "tpot_s": latency.get("tpot")}
+    return {
+        "rate_per_s": seen.rate,
+        "attainment": seen.tallies.attainment,
+        "ttft_s": latency["ttft"],
+        "tpot_s": latency.get("tpot"),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=8, help="workers of this profile")
@@ -102,15 +112,36 @@ def main() -> int:
     trace = open_trace(arguments.trace)
     requests = tuple(islice(trace, max(arguments.whole, arguments.requests)))
     hardware = Hardware((Kind.of(Profile.read(arguments.profile)),))
-    question = Question.of(hardware, Load(requests[: arguments.requests], trace.block_size), parse_slo(arguments.slo))
+    question = Question.of(
+        hardware, Load(requests[: arguments.requests], trace.block_size), parse_slo(arguments.slo)
+    )
     began = time.monotonic()
-    plan = search(question, Goal("goodput", Limits(arguments.gpus)), arguments.processes, with_curves=arguments.plot is not None)
+    plan = search(
+        question,
+        Goal("goodput", Limits(arguments.gpus)),
+        arguments.processes,
+        with_curves=arguments.plot is not None,
+    )
     took = time.monotonic() - began
     said = as_json(plan)
-    print("\n".join([*said["recommendation"], f"Planned in {took:.0f} s. The trace's gaps have a CV of {cv(requests):.1f}.", ""]))
+    print(
+        "\n".join(
+            [
+                *said["recommendation"],
+                f"Planned in {took:.0f} s. The trace's gaps have a CV of {cv(requests):.1f}.",
+                "",
+            ]
+        )
+    )
     found = checks(plan, requests[: arguments.whole], arguments.processes)
     if arguments.json:
-        content = {"environment": environment(), "planned_in_s": took, "cv_of_gaps": cv(requests), "plan": said, "checks": found}
+        content = {
+            "environment": environment(),
+            "planned_in_s": took,
+            "cv_of_gaps": cv(requests),
+            "plan": said,
+            "checks": found,
+        }
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     if arguments.plot:
         draw_plan(arguments.plot, plan)

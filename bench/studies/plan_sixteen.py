@@ -1,10 +1,12 @@
-"""How long a plan for 16 workers takes on two cores, and what it says: for both Azure traces, with a profile that is shipped. The
-conversation trace is planned on twice: on as many requests as `splitserve plan` takes by default, and on so many that they are not over
-before the cluster has filled, which is what says whether to disaggregate, and takes more than a minute.
+"""How long a plan for 16 workers takes on two cores, and what it says: for both Azure traces, with a profile
+that is shipped. The conversation trace is planned on twice: on as many requests as `splitserve plan` takes by
+default, and on so many that they are not over before the cluster has filled, which is what says whether to
+disaggregate, and takes more than a minute.
 
     python -m splitserve.bench.studies.plan_sixteen --data ../shared/data/azure --json bench/results/plan_sixteen.json --plots docs
 
-The exit status is 1 where one of the shorter plans takes longer than a minute, or the longer one's load is over too soon all the same.
+The exit status is 1 where one of the shorter plans takes longer than a minute, or the longer one's load is
+over too soon all the same.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def planned(path: Path, num_requests: int, profile: Profile, processes: int) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder with the Azure traces of 2023")
     parser.add_argument("--profile", type=Path, default=Path("llama2-70b-h100x8"))
     parser.add_argument("--processes", type=int, default=2)
@@ -59,15 +63,24 @@ def main() -> int:
     arguments = parser.parse_args()
     told, found, missed = environment(), {}, False
     for name, (file, num_requests) in CASES.items():
-        plan, took = planned(arguments.data / file, num_requests, Profile.read(arguments.profile), arguments.processes)
+        plan, took = planned(
+            arguments.data / file, num_requests, Profile.read(arguments.profile), arguments.processes
+        )
         missed |= plan.is_short(plan.winner) if name in LASTING else took > ALLOWED_S
         said: dict[str, Any] = as_json(plan)
-        found[name] = {"requests": num_requests, "planned_in_s": took, "simulated_requests": plan.num_simulated, **said}
+        found[name] = {
+            "requests": num_requests,
+            "planned_in_s": took,
+            "simulated_requests": plan.num_simulated,
+            **said,
+        }
         print("\n".join([f"--- {name}: planned in {took:.1f} s", *said["recommendation"]]), flush=True)
         if arguments.plots:
             draw_plan(arguments.plots / f"plan-{name}.png", plan)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": told, "slo": SLO, "plans": found}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"environment": told, "slo": SLO, "plans": found}, indent=1) + "\n"
+        )
     return int(missed)
 
 

@@ -35,7 +35,9 @@ from ..environment import environment
 
 PROFILE = Profile(
     name="about 70B",
-    memory=Memory(block_size=64, num_blocks=26_000, block_bytes=20 << 20, num_layers=80, max_model_len=16_384),
+    memory=Memory(
+        block_size=64, num_blocks=26_000, block_bytes=20 << 20, num_layers=80, max_model_len=16_384
+    ),
     prefill=StepModel(pieces=(Piece(curve=((0, 0.03), (512, 0.054), (2048, 0.134), (8192, 0.53))),)),
     decode=StepModel(pieces=(Piece(curve=((0, 0.03), (64, 0.044), (512, 0.15)), read_s=1.8e-7),)),
     handoff=HandoffModel(bytes_per_s=2e11, check_bytes_per_s=2e12),  # checked where they arrive, on GPUs
@@ -51,7 +53,9 @@ SHARE_OF_PREFILL = {"conversation": 0.35, "code": 0.8}
 
 def synthetic(kind: str, num_workers: int, num_requests: int) -> Trace:
     arrivals = Arrivals(rate=PER_WORKER[kind] * num_workers)
-    return Workload(arrivals=arrivals, lengths=LENGTHS[kind], sessions=None).trace(0, max_requests=num_requests)
+    return Workload(arrivals=arrivals, lengths=LENGTHS[kind], sessions=None).trace(
+        0, max_requests=num_requests
+    )
 
 
 def compressed(path: Path, num_workers: int, num_requests: int) -> Trace:
@@ -84,7 +88,9 @@ def measure(kind: str, num_workers: int, trace: Trace, jumps: bool = True) -> di
         "tokens_per_cpu_s": tallies.num_output_tokens / took,
         "events_per_cpu_s": simulation.queue.num_events / took,
         "simulated_s": simulation.elapsed_s,
-        "busy": [m.device.busy_s / simulation.elapsed_s for m in (simulation.machines[0], simulation.machines[-1])],
+        "busy": [
+            m.device.busy_s / simulation.elapsed_s for m in (simulation.machines[0], simulation.machines[-1])
+        ],
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "latency_s": tallies.percentiles(),
     }
@@ -97,18 +103,27 @@ def measure_sketch(kind: str, num_workers: int, trace: Trace, simulated: dict[st
     found = sketched(cluster, trace, bounds)
     took = time.process_time() - began
     latency = sketch_summary(found, cluster, trace, bounds)["latency_s"]
-    off = {name: {p: one[p] / simulated["latency_s"][name][p] - 1 for p in ("p50", "p90", "p99")} for name, one in latency.items()}
+    off = {
+        name: {p: one[p] / simulated["latency_s"][name][p] - 1 for p in ("p50", "p90", "p99")}
+        for name, one in latency.items()
+    }
     return {"requests_per_cpu_s": found.num_ended / took, "latency_s": latency, "off": off}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 100])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--loads", nargs="+", choices=sorted(LENGTHS), default=sorted(LENGTHS, reverse=True))
     parser.add_argument("--trace", type=Path, help="in place of the made-up loads")
-    parser.add_argument("--sketch", action="store_true", help="sketch each load too, and tell how far off that is")
-    parser.add_argument("--stepped", action="store_true", help="one event for each decode step, to compare with")
+    parser.add_argument(
+        "--sketch", action="store_true", help="sketch each load too, and tell how far off that is"
+    )
+    parser.add_argument(
+        "--stepped", action="store_true", help="one event for each decode step, to compare with"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     kinds = ["conversation"] if arguments.trace else arguments.loads
@@ -121,12 +136,25 @@ def main() -> int:
             results[kind].append(found)
             rate, busy = found["requests_per_cpu_s"], ", ".join(f"{share:.0%}" for share in found["busy"])
             unfinished = found["requests"] - found["finished"]
-            note = f"; {unfinished} not served, prompts too long for the workers among them" if unfinished else ""
-            print(f"{kind}, {num_workers} workers: {rate:,.0f} requests/s of processor time (busy {busy}){note}", flush=True)
+            note = (
+                f"; {unfinished} not served, prompts too long for the workers among them"
+                if unfinished
+                else ""
+            )
+            print(
+                f"{kind}, {num_workers} workers: {rate:,.0f} requests/s of processor time (busy {busy}){note}",
+                flush=True,
+            )
             if arguments.sketch:
                 found["sketched"] = seen = measure_sketch(kind, num_workers, trace, found)
-                off = "; ".join(f"{name} " + ", ".join(f"{one:+.1%}" for one in each.values()) for name, each in seen["off"].items())
-                print(f"  sketched: {seen['requests_per_cpu_s']:,.0f} a second, off at p50, p90, p99 by {off}", flush=True)
+                off = "; ".join(
+                    f"{name} " + ", ".join(f"{one:+.1%}" for one in each.values())
+                    for name, each in seen["off"].items()
+                )
+                print(
+                    f"  sketched: {seen['requests_per_cpu_s']:,.0f} a second, off at p50, p90, p99 by {off}",
+                    flush=True,
+                )
     if arguments.json:
         said = {"environment": environment(), "command": sys.argv[1:]}
         arguments.json.write_text(json.dumps({**said, "results": results}, indent=1) + "\n")

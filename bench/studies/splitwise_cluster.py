@@ -43,9 +43,18 @@ Tag = Literal["prompt", "token", "all"]
 
 
 class Imitation:
-    """The whole cluster: its scheduler (``token_jsq`` for the baselines, else ``mixed_pool``) over machines."""
+    """The whole cluster: its scheduler (``token_jsq`` for the baselines, else ``mixed_pool``) over
+    machines."""
 
-    def __init__(self, perf_model: Path, model: str, design: str, num_prompt: int, num_token: int, tensor_parallel: int = 8) -> None:
+    def __init__(
+        self,
+        perf_model: Path,
+        model: str,
+        design: str,
+        num_prompt: int,
+        num_token: int,
+        tensor_parallel: int = 8,
+    ) -> None:
         self.clock, self.shape = Clock(), SHAPES[model]
         self.jobs: list[Job] = []
         self._num_retries = 0  # that are under way
@@ -98,14 +107,21 @@ class Imitation:
     def _mixed_pool(self, job: Job) -> None:
         pools = self._machines
         prompt, rest = self._works(job)
-        source = next((m for pool in ("prompt", "mixed") if (m := self._quiet(pools[pool], job)) is not None), None)
-        target = next((m for pool in ("token", "mixed") if (m := self._roomy(pools[pool], prompt, rest)) is not None), None)
+        source = next(
+            (m for pool in ("prompt", "mixed") if (m := self._quiet(pools[pool], job)) is not None), None
+        )
+        target = next(
+            (m for pool in ("token", "mixed") if (m := self._roomy(pools[pool], prompt, rest)) is not None),
+            None,
+        )
         if source is None and pools["token"]:
             source = self._borrow("token", lambda m: m.promised_tokens)
         if target is None and pools["prompt"]:
             target = self._borrow("prompt", lambda m: m.promised_memory)
         if source is None or target is None:
-            source = target = min([*pools["prompt"], *pools["mixed"], *pools["token"]], key=lambda m: m.promised_tokens)
+            source = target = min(
+                [*pools["prompt"], *pools["mixed"], *pools["token"]], key=lambda m: m.promised_tokens
+            )
         source.promised_memory += prompt.memory
         target.promised_memory += rest.memory if source is target else prompt.memory + rest.memory
         source.promised_tokens += job.num_prompt_tokens
@@ -154,7 +170,8 @@ class Imitation:
         self.clock.after(self.shape.kv_bytes(job.num_prompt_tokens) / TRANSFER_BYTES_PER_S, arrived)
 
     def _retry(self, action: Callable[[], None]) -> None:
-        """After a second; never, where nothing but retries is left that could happen: no memory will become free."""
+        """After a second; never, where nothing but retries is left that could happen: no memory will become
+        free."""
 
         def again() -> None:
             self._num_retries -= 1
@@ -175,21 +192,43 @@ def of_jobs(jobs: Sequence[Job]) -> dict[str, list[float]]:
 
 
 def percentiles(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    return {name: {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)} for name, values in times.items()}
+    return {
+        name: {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)}
+        for name, values in times.items()
+    }
 
 
 def write_requests(path: Path, jobs: Sequence[Job]) -> None:
     """A row for each request that was done, in splitwise-sim's columns; gzip'ed if the name ends in .gz."""
     with gzip.open(path, "wt", newline="") if path.suffix == ".gz" else path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["request_ids", "response_times", "ttft_times", "tbt_times", "nth_token_overheads", "prompt_sizes", "token_sizes"])
+        writer.writerow(
+            [
+                "request_ids",
+                "response_times",
+                "ttft_times",
+                "tbt_times",
+                "nth_token_overheads",
+                "prompt_sizes",
+                "token_sizes",
+            ]
+        )
         for job in jobs:
-            times = (job.e2e, job.ttft, (job.e2e - job.ttft) / job.num_output_tokens, job.decode_began - job.prompt_ended)
-            writer.writerow([job.number, *(f"{t:.9g}" for t in times), job.num_prompt_tokens, job.num_output_tokens])
+            times = (
+                job.e2e,
+                job.ttft,
+                (job.e2e - job.ttft) / job.num_output_tokens,
+                job.decode_began - job.prompt_ended,
+            )
+            writer.writerow(
+                [job.number, *(f"{t:.9g}" for t in times), job.num_prompt_tokens, job.num_output_tokens]
+            )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--perf-model", type=Path, required=True, help="splitwise-sim's perf_model.csv")
     parser.add_argument("--trace", type=Path, required=True, help="any trace that `splitserve trace` reads")
     parser.add_argument("--model", default="llama2-70b", choices=list(SHAPES))
@@ -203,10 +242,16 @@ def main() -> int:
     if arguments.design.startswith("Baseline") == bool(arguments.token_machines):
         parser.error("a baseline has no --token-machines, and a Splitwise design needs some")
     counts = arguments.prompt_machines, arguments.token_machines
-    cluster = Imitation(arguments.perf_model, arguments.model, arguments.design, *counts, arguments.tensor_parallel)
+    cluster = Imitation(
+        arguments.perf_model, arguments.model, arguments.design, *counts, arguments.tensor_parallel
+    )
     trace = open_trace(arguments.trace)
     jobs = cluster.run(trace)
-    found: dict[str, Any] = {"requests": sum(1 for _ in trace), "done": len(jobs), **percentiles(of_jobs(jobs))}
+    found: dict[str, Any] = {
+        "requests": sum(1 for _ in trace),
+        "done": len(jobs),
+        **percentiles(of_jobs(jobs)),
+    }
     print(f"{found['done']} of {found['requests']} requests done")
     for name in ("ttft", "tbt", "e2e"):
         print(f"{name:5}" + "  ".join(f"{p} {seconds:.6f} s" for p, seconds in found[name].items()))

@@ -4,8 +4,9 @@
     iso-cost         the same for machines that cost as much
     iso-throughput   the cheapest, and the thriftiest, machines that hold all nine at a given rate
 
-Machines and scheduler are the imitation of splitwise-sim, which gives its published results (validate_splitwise.py). How a design divides
-its machines is searched: from the paper's own share on, as long as another share holds a higher rate.
+Machines and scheduler are the imitation of splitwise-sim, which gives its published results
+(validate_splitwise.py). How a design divides its machines is searched: from the paper's own share on, as long
+as another share holds a higher rate.
 
     python -m splitserve.bench.studies.splitwise_designs --data ../shared/data/splitwise-sim --json out.json --plot out.png
 """
@@ -31,7 +32,8 @@ from .splitwise_slo import NineSlos
 
 Comparison = Literal["iso-power", "iso-cost", "iso-throughput"]
 SHARES = {"code": 0.82, "conv": 0.6}
-"""Of the machines, for prompts: where the search begins (the paper's are 0.78 to 0.88 for code, 0.5 to 0.64 for conversations)."""
+"""Of the machines, for prompts: where the search begins (the paper's are 0.78 to 0.88 for code, 0.5 to 0.64
+for conversations)."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,15 @@ class Trials:
         key = num_prompt, num_token, rate
         if key not in self._known:
             trace = open_trace(self.task.data / "traces" / f"rr_{self.task.workload}_{rate}_2min.csv.gz")
-            jobs = Imitation(self.task.data / "perf_model.csv", self.task.model, self.task.design, num_prompt, num_token).run(trace)
+            jobs = Imitation(
+                self.task.data / "perf_model.csv", self.task.model, self.task.design, num_prompt, num_token
+            ).run(trace)
             self._known[key] = self._slos.missed(jobs, sum(1 for _ in trace))
         return self._known[key]
 
     def highest(self, num_prompt: int, num_token: int, above: int = 0) -> int:
-        """The highest of the traces' rates that is held, if it is above ``above``; else 0. What holds a rate holds lower ones."""
+        """The highest of the traces' rates that is held, if it is above ``above``; else 0. What holds a rate
+        holds lower ones."""
         rates = [r for r in self.rates if r > above]
         if not rates or (above and self.missed(num_prompt, num_token, rates[0])):
             return 0
@@ -123,7 +128,9 @@ class Trials:
 
 def rates_of(data: Path, workload: str) -> list[int]:
     """Requests a second of the traces that are there."""
-    found = (re.fullmatch(rf"rr_{workload}_(\d+)_2min\.csv\.gz", path.name) for path in (data / "traces").iterdir())
+    found = (
+        re.fullmatch(rf"rr_{workload}_(\d+)_2min\.csv\.gz", path.name) for path in (data / "traces").iterdir()
+    )
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -137,7 +144,10 @@ def _from_budget(trials: Trials) -> Row:
     step, divisions = 4, list(_divisions(trials))
     if not divisions:
         return _row(trials, 0, 0, 0.0, ["the budget buys no cluster"])
-    at = min(range(len(divisions)), key=lambda i: abs(divisions[i][0] / sum(divisions[i]) - SHARES[trials.task.workload]))
+    at = min(
+        range(len(divisions)),
+        key=lambda i: abs(divisions[i][0] / sum(divisions[i]) - SHARES[trials.task.workload]),
+    )
     best, rate = divisions[at], trials.highest(*divisions[at])
     while step >= 1:
         for other in (at - step, at + step):
@@ -164,7 +174,8 @@ def _divisions(trials: Trials) -> Iterator[tuple[int, int]]:
 
 
 def _for_rate(trials: Trials) -> list[Row]:
-    """The cheapest, and the thriftiest where that is another one: down the stairs of least divisions that hold the rate."""
+    """The cheapest, and the thriftiest where that is another one: down the stairs of least divisions that
+    hold the rate."""
     rate = int(trials.task.amount)
     if not trials.splits:
         low, high = 1, 4 * rate
@@ -173,7 +184,10 @@ def _for_rate(trials: Trials) -> list[Row]:
             low, high = (middle + 1, high) if trials.missed(middle, 0, rate) else (low, middle)
         return [_row(trials, low, 0, float(rate), [])]
     stairs = list(_stairs(trials, rate))
-    costs = {division: tuple(round(x, 6) for x in trials.task.machines.of(trials.task.design, *division)) for division in stairs}
+    costs = {
+        division: tuple(round(x, 6) for x in trials.task.machines.of(trials.task.design, *division))
+        for division in stairs
+    }
     cheapest = min(stairs, key=lambda division: costs[division])
     thriftiest = min(stairs, key=lambda division: costs[division][::-1])
     return [_row(trials, *division, float(rate), []) for division in dict.fromkeys((cheapest, thriftiest))]
@@ -201,9 +215,19 @@ def _row(trials: Trials, num_prompt: int, num_token: int, rate: float, missed: l
 
 
 def tasks(arguments: argparse.Namespace) -> list[Task]:
-    machines = Machines(arguments.price_a100, arguments.price_h100, arguments.power_a100, arguments.power_h100, arguments.capped)
+    machines = Machines(
+        arguments.price_a100,
+        arguments.price_h100,
+        arguments.power_a100,
+        arguments.power_h100,
+        arguments.capped,
+    )
     price, power = machines.of("Baseline-H100", arguments.h100_machines, 0)
-    amounts: dict[Comparison, float] = {"iso-power": power, "iso-cost": price, "iso-throughput": arguments.rate}
+    amounts: dict[Comparison, float] = {
+        "iso-power": power,
+        "iso-cost": price,
+        "iso-throughput": arguments.rate,
+    }
     return [
         Task(arguments.data, arguments.model, workload, comparison, design, machines, amounts[comparison])
         for workload in arguments.workloads.split(",")
@@ -237,10 +261,17 @@ def draw(path: Path, rows: list[Row]) -> None:
     figure, axes = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.8 * lines), squeeze=False)
     for axis, (workload, comparison) in zip(axes.flat, groups, strict=True):
         of = [r for r in rows if (r.workload, r.comparison) == (workload, comparison)]
-        labels = [f"{r.design.replace('Splitwise-', '').replace('Baseline-', 'base ')}\n{r.num_prompt}+{r.num_token}" for r in of]
+        labels = [
+            f"{r.design.replace('Splitwise-', '').replace('Baseline-', 'base ')}\n{r.num_prompt}+{r.num_token}"
+            for r in of
+        ]
         if comparison == "iso-throughput":
-            axis.bar([i - 0.2 for i in range(len(of))], [r.price / of[0].price for r in of], 0.4, label="price")
-            axis.bar([i + 0.2 for i in range(len(of))], [r.power / of[0].power for r in of], 0.4, label="power")
+            axis.bar(
+                [i - 0.2 for i in range(len(of))], [r.price / of[0].price for r in of], 0.4, label="price"
+            )
+            axis.bar(
+                [i + 0.2 for i in range(len(of))], [r.power / of[0].power for r in of], 0.4, label="power"
+            )
             axis.set_ylabel(f"of {of[0].design}")
             axis.legend(fontsize=7)
         else:
@@ -253,18 +284,28 @@ def draw(path: Path, rows: list[Row]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder with perf_model.csv and traces")
     parser.add_argument("--model", default="bloom-176b", help="bloom-176b (the paper's) or llama2-70b")
     parser.add_argument("--workloads", default="code,conv")
     parser.add_argument("--comparisons", default="iso-power,iso-cost,iso-throughput")
-    parser.add_argument("--h100-machines", type=int, default=40, help="the budget: what so many DGX-H100 draw, and cost")
-    parser.add_argument("--rate", type=int, default=70, help="of iso-throughput: requests a second of one of the traces")
+    parser.add_argument(
+        "--h100-machines", type=int, default=40, help="the budget: what so many DGX-H100 draw, and cost"
+    )
+    parser.add_argument(
+        "--rate", type=int, default=70, help="of iso-throughput: requests a second of one of the traces"
+    )
     parser.add_argument("--price-a100", type=float, default=17.68, help="an hour, of a DGX-A100")
     parser.add_argument("--price-h100", type=float, default=38.08, help="an hour, of a DGX-H100")
     parser.add_argument("--power-a100", type=float, default=24.8, help="of a DGX-A100, in any unit")
-    parser.add_argument("--power-h100", type=float, default=43.4, help="of a DGX-H100: 1.75 times, as the paper provisions")
-    parser.add_argument("--capped", type=float, default=0.7, help="power of a capped token machine, as a share")
+    parser.add_argument(
+        "--power-h100", type=float, default=43.4, help="of a DGX-H100: 1.75 times, as the paper provisions"
+    )
+    parser.add_argument(
+        "--capped", type=float, default=0.7, help="power of a capped token machine, as a share"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -272,7 +313,9 @@ def main() -> int:
     if arguments.comparisons.find("iso-throughput") >= 0:
         for workload in arguments.workloads.split(","):
             if arguments.rate not in rates_of(arguments.data, workload):
-                parser.error(f"no trace of {workload} has {arguments.rate} requests/s; there are {rates_of(arguments.data, workload)}")
+                parser.error(
+                    f"no trace of {workload} has {arguments.rate} requests/s; there are {rates_of(arguments.data, workload)}"
+                )
     began = time.monotonic()
     with ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
         rows = [row for found in pool.map(run, tasks(arguments)) for row in found]

@@ -1,7 +1,9 @@
-"""One machine as splitwise-sim models it, quirks included: for comparing our simulator's parts with its published results, and no physics.
+"""One machine as splitwise-sim models it, quirks included: for comparing our simulator's parts with its
+published results, and no physics.
 
-A *work* is a request's prompt or all of its other tokens. A machine runs iterations over a batch of works; iterations without prompts
-run contiguously until a token work ends or something arrives. What is imitated on purpose:
+A *work* is a request's prompt or all of its other tokens. A machine runs iterations over a batch of works;
+iterations without prompts run contiguously until a token work ends or something arrives. What is imitated on
+purpose:
 
 - decode time is read from a curve over prompt tokens at the *number of sequences*, so that it hardly depends on the batch;
 - a batch with prompts and tokens takes 1.1 times the time of as many prompt tokens; prompts are never cut;
@@ -26,7 +28,8 @@ MACHINE_BYTES = 8 * 80 * GIB
 
 
 class Clock:
-    """Events by time alone: two of one instant come in the order that the heap happens to have. No delay: at once."""
+    """Events by time alone: two of one instant come in the order that the heap happens to have. No delay: at
+    once."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -109,7 +112,8 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Machine:
-    """``promised_*``: what the cluster's scheduler has counted here. ``on_free``: called when nothing is left to do."""
+    """``promised_*``: what the cluster's scheduler has counted here. ``on_free``: called when nothing is left
+    to do."""
 
     clock: Clock
     shape: LlmShape
@@ -139,7 +143,8 @@ class Machine:
         return self.memory + memory <= MACHINE_BYTES
 
     def free(self, job: Job) -> None:
-        """The job's memory here is given back; what it holds is not changed (it may hold as much elsewhere)."""
+        """The job's memory here is given back; what it holds is not changed (it may hold as much
+        elsewhere)."""
         self.memory -= job.memory
         self.promised_memory -= job.memory
 
@@ -258,7 +263,8 @@ class Machine:
         self._end = self.clock.after(self._seconds * self._count - elapsed, self._iterated)
 
     def _select(self) -> list[Work]:
-        """The next batch: who has waited for four iterations, prompts, those put aside, those running, then the rest."""
+        """The next batch: who has waited for four iterations, prompts, those put aside, those running, then
+        the rest."""
         choice = _Choice(self.memory)
         for work in self.pending:
             if work.preemptions < MAX_PREEMPTIONS or not choice.has_room(work):

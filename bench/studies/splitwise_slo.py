@@ -1,9 +1,10 @@
-"""Splitwise's nine service levels (ISCA'24, Table VI): slowdowns against an uncontended DGX-A100 with the same model, all strictly below.
+"""Splitwise's nine service levels (ISCA'24, Table VI): slowdowns against an uncontended DGX-A100 with the
+same model, all strictly below.
 
     TTFT   2 / 3 / 6          TBT and E2E   1.25 / 1.5 / 5          at p50 / p90 / p99
 
-As in its notebooks the reference is prompt_time(prompt tokens) for TTFT, token_time(prompt tokens) for TBT, and for E2E their sum over all
-tokens but the first; TBT is (E2E - TTFT) / output tokens.
+As in its notebooks the reference is prompt_time(prompt tokens) for TTFT, token_time(prompt tokens) for TBT,
+and for E2E their sum over all tokens but the first; TBT is (E2E - TTFT) / output tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class NineSlos:
             ratios["ttft"].append(job.ttft / prompt_s)
             ratios["tbt"].append((job.e2e - job.ttft) / job.num_output_tokens / token_s)
             ratios["e2e"].append(job.e2e / (prompt_s + token_s * (job.num_output_tokens - 1)))
-        return {name: tuple(float(p) for p in np.percentile(values, PERCENTS)) for name, values in ratios.items()}
+        return {
+            name: tuple(float(p) for p in np.percentile(values, PERCENTS)) for name, values in ratios.items()
+        }
 
     def missed(self, jobs: Sequence[Job], num_asked: int) -> list[str]:
         """Which of the nine are not met; what was never done counts as the slowest."""
@@ -50,6 +53,9 @@ class NineSlos:
 
     def _reference(self, num_prompt_tokens: int) -> tuple[float, float]:
         if num_prompt_tokens not in self._known:
-            times = self._prompt.seconds(num_prompt_tokens, 0, 1), self._token.seconds(num_prompt_tokens, 0, 1)
+            times = (
+                self._prompt.seconds(num_prompt_tokens, 0, 1),
+                self._token.seconds(num_prompt_tokens, 0, 1),
+            )
             self._known[num_prompt_tokens] = times
         return self._known[num_prompt_tokens]

@@ -1,11 +1,13 @@
-"""The pool controller against an oracle, simulated: a load that shifts between code-like and conversation-like traffic.
+"""The pool controller against an oracle, simulated: a load that shifts between code-like and
+conversation-like traffic.
 
     python -m splitserve.bench.studies.steer [--phases 4] [--phase-s 180] [--seeds 1 2 3] [--json bench/results/steer.json]
 
-The oracle knows afterwards which static ratio was best in each phase: it serves the very same requests, each phase's alone on idle workers,
-with every ratio. Goodput is the number of requests a second that met both objectives. Beside it: constant load (no flip may follow another
-back), and a controller whose profile is three times wrong about prompts. Ends with status 1 where a goal is missed with any seed, and says
-which: 0.93 of the oracle's goodput, more than the best single ratio's, no oscillation under constant load.
+The oracle knows afterwards which static ratio was best in each phase: it serves the very same requests, each
+phase's alone on idle workers, with every ratio. Goodput is the number of requests a second that met both
+objectives. Beside it: constant load (no flip may follow another back), and a controller whose profile is
+three times wrong about prompts. Ends with status 1 where a goal is missed with any seed, and says which: 0.93
+of the oracle's goodput, more than the best single ratio's, no oscillation under constant load.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ def run(
     only: int | None = None,
     mixed: int = 0,
 ) -> Outcome:
-    """One cluster under the load. ``believed``: the profile that the controller goes by, where not the true one; ``only``: the phase whose
-    requests alone come; ``mixed``: so many of the workers do both, always."""
+    """One cluster under the load. ``believed``: the profile that the controller goes by, where not the true
+    one; ``only``: the phase whose requests alone come; ``mixed``: so many of the workers do both, always."""
     true, trace = worker(), load(phases, phase_s, seed, num_workers)
     if only is not None:
         phases, trace = [phases[only]], cut(trace, only * phase_s, (only + 1) * phase_s)
@@ -76,14 +78,27 @@ def run(
         outcome.total[phase] += 1
         outcome.good[phase] += SLO.met_by(record)
 
-    counts: tuple[tuple[PoolRole, int], ...] = (("prefill", prefill), ("decode", num_workers - prefill - mixed), ("colocated", mixed))
+    counts: tuple[tuple[PoolRole, int], ...] = (
+        ("prefill", prefill),
+        ("decode", num_workers - prefill - mixed),
+        ("colocated", mixed),
+    )
     pools = [
-        Pool(role=role, count=n, profile=true, max_batch_tokens=2048, max_num_seqs=128, flexible=role != "colocated")
+        Pool(
+            role=role,
+            count=n,
+            profile=true,
+            max_batch_tokens=2048,
+            max_num_seqs=128,
+            flexible=role != "colocated",
+        )
         for role, n in counts
         if n
     ]
     steering = Steering(OPTIONS, believed or true) if steered else None
-    simulation = Simulation(Cluster(pools=tuple(pools), max_queue=1 << 30), seed, SLO, count, steering=steering)
+    simulation = Simulation(
+        Cluster(pools=tuple(pools), max_queue=1 << 30), seed, SLO, count, steering=steering
+    )
     simulation.run(trace)
     if steering is not None:
         outcome.flips = [d for d in steering.controller.decisions if d.kind == "flip"]
@@ -91,16 +106,22 @@ def run(
     return outcome
 
 
-def study(num_phases: int, phase_s: float, seed: int, ratios: Sequence[int], processes: int = 2) -> dict[str, object]:
+def study(
+    num_phases: int, phase_s: float, seed: int, ratios: Sequence[int], processes: int = 2
+) -> dict[str, object]:
     """All runs, and what follows from them."""
     phases = [CODE if i % 2 == 0 else CHAT for i in range(num_phases)]
     middle = NUM_WORKERS // 2
     wrong = worker("three times too slow", 3.0)
     with ProcessPoolExecutor(processes) as pool:
-        alone = [[pool.submit(run, phases, phase_s, p, seed, only=i) for p in ratios] for i in range(num_phases)]
+        alone = [
+            [pool.submit(run, phases, phase_s, p, seed, only=i) for p in ratios] for i in range(num_phases)
+        ]
         static = [pool.submit(run, phases, phase_s, p, seed) for p in ratios]
         steered = pool.submit(run, phases, phase_s, middle, seed, NUM_WORKERS, True)
-        constant = [pool.submit(run, [phase] * 2, phase_s, middle, seed, NUM_WORKERS, True) for phase in (CODE, CHAT)]
+        constant = [
+            pool.submit(run, [phase] * 2, phase_s, middle, seed, NUM_WORKERS, True) for phase in (CODE, CHAT)
+        ]
         misled = pool.submit(run, phases, phase_s, middle, seed, NUM_WORKERS, True, wrong)
         best = [max((f.result() for f in futures), key=lambda o: o.num_good) for futures in alone]
         statics = [future.result() for future in static]
@@ -127,8 +148,12 @@ def study(num_phases: int, phase_s: float, seed: int, ratios: Sequence[int], pro
             "good_by_phase": found.good,
             "requests_by_phase": found.total,
             "flips": [asdict(decision) for decision in found.flips],
-            "flips_under_constant_load": {p.name: len(f.result().flips) for p, f in zip((CODE, CHAT), constant, strict=True)},
-            "undone_under_constant_load": {p.name: num_undone(f.result().flips) for p, f in zip((CODE, CHAT), constant, strict=True)},
+            "flips_under_constant_load": {
+                p.name: len(f.result().flips) for p, f in zip((CODE, CHAT), constant, strict=True)
+            },
+            "undone_under_constant_load": {
+                p.name: num_undone(f.result().flips) for p, f in zip((CODE, CHAT), constant, strict=True)
+            },
             "flips_misled": len(misled.result().flips),
         }
 
@@ -138,7 +163,9 @@ def _ratio(prefill: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--phases", type=int, default=4, help="of the shifting load")
     parser.add_argument("--phase-s", type=float, default=180.0, help="length of each, in simulated seconds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="a study with each")
@@ -146,18 +173,31 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     told = environment()
-    found = [study(options.phases, options.phase_s, seed, range(1, NUM_WORKERS), options.processes) for seed in options.seeds]
+    found = [
+        study(options.phases, options.phase_s, seed, range(1, NUM_WORKERS), options.processes)
+        for seed in options.seeds
+    ]
     for of_seed in found:
         show(of_seed)
-    missed = [f"seed {of_seed['seed']}: {sentence}" for of_seed in found for sentence in missed_in_simulation(of_seed)]
+    missed = [
+        f"seed {of_seed['seed']}: {sentence}"
+        for of_seed in found
+        for sentence in missed_in_simulation(of_seed)
+    ]
     print("\n".join(f"missed: {sentence}" for sentence in missed) or "every goal was reached")
     if options.json is not None:
-        options.json.write_text(json.dumps({"environment": told, "missed": missed, "studies": found}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"environment": told, "missed": missed, "studies": found}, indent=1) + "\n"
+        )
     return 1 if missed else 0
 
 
 def show(found: dict[str, object]) -> None:
-    table = Table("", "good requests/s", title=f"A load that shifts, on {NUM_WORKERS} workers (simulated, seed {found['seed']})")
+    table = Table(
+        "",
+        "good requests/s",
+        title=f"A load that shifts, on {NUM_WORKERS} workers (simulated, seed {found['seed']})",
+    )
     goodput = found["goodput"]
     assert isinstance(goodput, dict)
     for name, value in goodput.items():

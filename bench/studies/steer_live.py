@@ -2,11 +2,11 @@
 
     python -m splitserve.bench.studies.steer_live [--workers 8] [--mixed 0] [--phase-s 90] [--json bench/results/steer_live.json]
 
-`splitserve up --flexible --steer act` with workers that take the time of bench/studies/steer_workload.py and compute nothing;
-sockets, cores and
-coordinator are real. First code-like requests, then conversation-like ones. Every stream must end by its length with every token; the
-objectives count as recovered from the moment on after which every window of 5 s of arrivals has at least 90% good requests.
-Ends with status 1 where a stream was lost, or the objectives had not recovered within 30 s, and says which.
+`splitserve up --flexible --steer act` with workers that take the time of bench/studies/steer_workload.py and
+compute nothing; sockets, cores and coordinator are real. First code-like requests, then conversation-like
+ones. Every stream must end by its length with every token; the objectives count as recovered from the moment
+on after which every window of 5 s of arrivals has at least 90% good requests. Ends with status 1 where a
+stream was lost, or the objectives had not recovered within 30 s, and says which.
 """
 
 from __future__ import annotations
@@ -79,18 +79,26 @@ class Streamed:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--mixed", type=int, default=0, help="of these, of both roles for good")
-    parser.add_argument("--prefill", type=int, default=None, help="of the others, at the beginning; default: three of four")
-    parser.add_argument("--phase-s", type=float, default=90.0, help="seconds of each of the two kinds of load")
+    parser.add_argument(
+        "--prefill", type=int, default=None, help="of the others, at the beginning; default: three of four"
+    )
+    parser.add_argument(
+        "--phase-s", type=float, default=90.0, help="seconds of each of the two kinds of load"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     told = environment()
     others = options.workers - options.mixed
     prefill = options.prefill if options.prefill is not None else min(others, max(1, others * 3 // 4))
-    found = asyncio.run(measure(Workers(prefill, others - prefill, options.mixed), options.phase_s, options.seed))
+    found = asyncio.run(
+        measure(Workers(prefill, others - prefill, options.mixed), options.phase_s, options.seed)
+    )
     print(json.dumps({name: value for name, value in found.items() if name != "decisions"}, indent=1))
     missed = missed_live(found)
     print("\n".join(f"missed: {sentence}" for sentence in missed) or "every goal was reached")
@@ -105,7 +113,9 @@ async def measure(workers: Workers, phase_s: float, seed: int) -> dict[str, Any]
     url, process = start(folder, workers)
     try:
         many = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=STREAM_S, limits=many, trust_env=False, auth=OperatorAuth()) as http:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=STREAM_S, limits=many, trust_env=False, auth=OperatorAuth()
+        ) as http:
             await _until_ready(http, process, workers.num_names)
             streams = await send(http, list(load([CODE, CHAT], phase_s, seed, workers.count)))
             state = (await http.get("/debug/state")).json()
@@ -128,17 +138,38 @@ def start(folder: Path, workers: Workers) -> tuple[str, subprocess.Popen[bytes]]
     for file in DEMO_MODEL.glob("*.json"):
         shutil.copy(file, model)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": worker().memory.max_model_len}))
+    (model / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": worker().memory.max_model_len})
+    )
     port = free_port("127.0.0.1")
-    command = [sys.executable, "-m", "splitserve.cli.main", "up", "--model", str(model), "--port", str(port), "--flexible"]
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve.cli.main",
+        "up",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+        "--flexible",
+    ]
     for kind, count in asdict(workers).items():
         command += [f"--{kind}", str(count)]
     command += ["--runner", f"paced:{profile}"]
     command += ["--prefill-max-batch-tokens", "2048", "--decode-max-num-seqs", "128"]
-    command += ["--steer", "act", "--steer-slo", f"ttft={TTFT_S:g},tpot={TPOT_S:g}@p90", "--steer-profile", str(profile)]
+    command += [
+        "--steer",
+        "act",
+        "--steer-slo",
+        f"ttft={TTFT_S:g},tpot={TPOT_S:g}@p90",
+        "--steer-profile",
+        str(profile),
+    ]
     with (folder / "log").open("wb") as log:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return f"http://127.0.0.1:{port}", subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+        return f"http://127.0.0.1:{port}", subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environ
+        )
 
 
 async def _until_ready(http: httpx.AsyncClient, process: subprocess.Popen[bytes], num_names: int) -> None:
@@ -168,7 +199,8 @@ async def send(http: httpx.AsyncClient, requests: list[TraceRequest]) -> list[St
 
 
 async def stream(http: httpx.AsyncClient, number: int, request: TraceRequest, streamed: Streamed) -> Streamed:
-    """Fills ``streamed`` in until the stream is over; an error of HTTP is its ``finish``. ``number`` makes the prompt."""
+    """Fills ``streamed`` in until the stream is over; an error of HTTP is its ``finish``. ``number`` makes
+    the prompt."""
     prompt = [number % 200 + 1] + [(number * 31 + i) % 200 + 1 for i in range(request.num_prompt_tokens - 1)]
     body = {
         "prompt": prompt,
@@ -229,8 +261,15 @@ def summary(streams: list[Streamed], phase_s: float, state: dict[str, Any]) -> d
 def recovery(streams: list[Streamed], shift_s: float, end_s: float) -> float | None:
     """Seconds after the shift from which on every window is good enough; None: not within the run."""
     after = [s for s in streams if s.sent_s >= shift_s]
-    bad = [at for at in (s.sent_s for s in after) if _share([s for s in after if at <= s.sent_s < at + WINDOW_S]) < SHARE]
-    since = max((s.sent_s for s in after if bad and s.sent_s <= bad[-1] and not s.good), default=shift_s) - shift_s
+    bad = [
+        at
+        for at in (s.sent_s for s in after)
+        if _share([s for s in after if at <= s.sent_s < at + WINDOW_S]) < SHARE
+    ]
+    since = (
+        max((s.sent_s for s in after if bad and s.sent_s <= bad[-1] and not s.good), default=shift_s)
+        - shift_s
+    )
     return round(since, 2) if since < end_s - shift_s - WINDOW_S else None
 
 

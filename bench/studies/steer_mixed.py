@@ -39,7 +39,10 @@ def study(mixed: int, num_phases: int, phase_s: float, seed: int, processes: int
             "good": {
                 f"{NUM_WORKERS} flexible, steered": steered.result().num_good,
                 f"{others // 2}P:{others - others // 2}D:{mixed}M, held": found.num_good,
-                **{f"{p}P:{others - p}D:{mixed}M, static": future.result().num_good for p, future in static.items()},
+                **{
+                    f"{p}P:{others - p}D:{mixed}M, static": future.result().num_good
+                    for p, future in static.items()
+                },
             },
             "flips_beside_mixed": len(found.flips),
             "state_at_the_end": found.state,
@@ -47,8 +50,12 @@ def study(mixed: int, num_phases: int, phase_s: float, seed: int, processes: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mixed", type=int, choices=range(1, NUM_WORKERS - 1), default=2, help="of the 8 workers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mixed", type=int, choices=range(1, NUM_WORKERS - 1), default=2, help="of the 8 workers"
+    )
     parser.add_argument("--phases", type=int, default=4, help="of the shifting load")
     parser.add_argument("--phase-s", type=float, default=40.0, help="length of each, in simulated seconds")
     parser.add_argument("--seed", type=int, default=1)
@@ -63,14 +70,20 @@ def main() -> None:
 
 
 def show(found: dict[str, object]) -> None:
-    table = Table("", "requests that met both objectives", title=f"A load that shifts, {found['num_requests']} requests (simulated)")
+    table = Table(
+        "",
+        "requests that met both objectives",
+        title=f"A load that shifts, {found['num_requests']} requests (simulated)",
+    )
     good = found["good"]
     assert isinstance(good, dict)
     for name, value in good.items():
         table.add_row(name, str(value))
     console = Console()
     console.print(table)
-    console.print(f"flips beside mixed workers: {found['flips_beside_mixed']}; its state at the end: {found['state_at_the_end']}")
+    console.print(
+        f"flips beside mixed workers: {found['flips_beside_mixed']}; its state at the end: {found['state_at_the_end']}"
+    )
 
 
 if __name__ == "__main__":

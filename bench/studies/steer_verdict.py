@@ -18,7 +18,9 @@ def missed_in_simulation(found: Mapping[str, Any]) -> list[str]:
     if found["of_oracle"] < OF_ORACLE:
         missed.append(f"{found['of_oracle']:.3f} of the oracle's goodput, below {OF_ORACLE}")
     if found["over_best_static"] <= 1:
-        missed.append(f"{found['over_best_static']:.3f} times the goodput of the best single ratio, not above it")
+        missed.append(
+            f"{found['over_best_static']:.3f} times the goodput of the best single ratio, not above it"
+        )
     for phase, count in found["undone_under_constant_load"].items():
         if count:
             missed.append(f"oscillation: {count} changes undid the one before, under a constant {phase} load")
@@ -31,7 +33,9 @@ def missed_live(found: Mapping[str, Any]) -> list[str]:
     if found["recovery_s"] is None:
         missed.append("the objectives had not recovered from the shift when the load ended")
     elif found["recovery_s"] > RECOVERY_S:
-        missed.append(f"the objectives had recovered {found['recovery_s']:g} s after the shift, later than {RECOVERY_S:g} s")
+        missed.append(
+            f"the objectives had recovered {found['recovery_s']:g} s after the shift, later than {RECOVERY_S:g} s"
+        )
     return missed
 
 

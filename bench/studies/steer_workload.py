@@ -1,7 +1,9 @@
-"""The load that the pool controller is tried with: code-like and conversation-like phases in turn, and a worker to serve it.
+"""The load that the pool controller is tried with: code-like and conversation-like phases in turn, and a
+worker to serve it.
 
-The lengths are those of the Azure traces in their means (code: 2,048 in and 28 out; conversation: 1,155 in and 211 out), made more unlike
-so that the best ratios lie far apart. The worker is a slow one, in round numbers, so that few requests load eight of them.
+The lengths are those of the Azure traces in their means (code: 2,048 in and 28 out; conversation: 1,155 in
+and 211 out), made more unlike so that the best ratios lie far apart. The worker is a slow one, in round
+numbers, so that few requests load eight of them.
 """
 
 from __future__ import annotations
@@ -55,10 +57,14 @@ def load(phases: Sequence[Phase], phase_s: float, seed: int, num_workers: int = 
     return Trace("shifting", lambda: iter(requests), None)
 
 
-def _draw(phases: Sequence[Phase], phase_s: float, num_workers: int, random: np.random.Generator) -> Iterator[TraceRequest]:
+def _draw(
+    phases: Sequence[Phase], phase_s: float, num_workers: int, random: np.random.Generator
+) -> Iterator[TraceRequest]:
     for number, phase in enumerate(phases):
         at = number * phase_s
         sigma = float(np.sqrt(np.log1p(phase.cv**2)))
         while (at := at + float(random.exponential(1 / (phase.rate * num_workers)))) < (number + 1) * phase_s:
-            prompt, output = (mean * np.exp(random.normal(-(sigma**2) / 2, sigma)) for mean in (phase.prompt, phase.output))
+            prompt, output = (
+                mean * np.exp(random.normal(-(sigma**2) / 2, sigma)) for mean in (phase.prompt, phase.output)
+            )
             yield TraceRequest(at, int(np.clip(prompt, 4, 12000)), int(np.clip(output, 2, 3000)))

@@ -88,11 +88,21 @@ def main() -> int:
         found[name] = validated(arguments)
         misses, own_misses = list(missed(found, "error")), list(missed(found, "error_at_its_pace"))
         if arguments.json:
-            said = {"environment": told, "clusters": found, "missed": misses, "missed_at_its_pace": own_misses}
+            said = {
+                "environment": told,
+                "clusters": found,
+                "missed": misses,
+                "missed_at_its_pace": own_misses,
+            }
             arguments.json.write_text(json.dumps(said, indent=1) + "\n")
     print("\n".join(misses) or "every percentile agrees", flush=True)
     if arguments.runner == "model":
-        print("told how fast the machine was:", *(own_misses or ["every percentile agrees"]), sep="\n", flush=True)
+        print(
+            "told how fast the machine was:",
+            *(own_misses or ["every percentile agrees"]),
+            sep="\n",
+            flush=True,
+        )
     return int(bool(misses))
 
 
@@ -123,28 +133,52 @@ def validated(arguments: argparse.Namespace) -> dict[str, Any]:
             before = processor_times()
             runs = [asyncio.run(replayed(url, path, next(seeds))) for _ in range(arguments.repeats)]
             stolen = stolen_share(before, processor_times())
-            results[workload] = {"stolen": stolen, **compared(runs, cluster, path, paces(arguments, profile, folder, runs))}
+            results[workload] = {
+                "stolen": stolen,
+                **compared(runs, cluster, path, paces(arguments, profile, folder, runs)),
+            }
             show(workload, results[workload])
-    constants = {"coordinator_s": coordinator_s, "loop_s": profile.decode_loop_s, "join_s": profile.handoff.join_s}
+    constants = {
+        "coordinator_s": coordinator_s,
+        "loop_s": profile.decode_loop_s,
+        "join_s": profile.handoff.join_s,
+    }
     said = {"bounds": BOUNDS[arguments.runner], "profile": profile.model_dump(mode="json", exclude_none=True)}
     return {**constants, **said, "workloads": results}
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runner", choices=["paced", "model"], default="paced")
     parser.add_argument("--model", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--dtype", default="auto", help="of the model's weights and KV cache: the one that was profiled")
-    parser.add_argument("--profile", type=Path, help="of the model; default with paced workers: one made up here")
-    parser.add_argument("--clusters", nargs="+", default=["2P2D"], help="workers of each, such as 6P2D, or 1M: a mixed one")
+    parser.add_argument(
+        "--dtype", default="auto", help="of the model's weights and KV cache: the one that was profiled"
+    )
+    parser.add_argument(
+        "--profile", type=Path, help="of the model; default with paced workers: one made up here"
+    )
+    parser.add_argument(
+        "--clusters", nargs="+", default=["2P2D"], help="workers of each, such as 6P2D, or 1M: a mixed one"
+    )
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-batch-tokens", type=int, default=512)
-    parser.add_argument("--traces", type=Path, nargs="+", help="traces in place of the workloads, scaled to the rate")
+    parser.add_argument(
+        "--traces", type=Path, nargs="+", help="traces in place of the workloads, scaled to the rate"
+    )
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--requests", type=int, default=300, help="of each workload, at least")
     parser.add_argument("--seconds", type=float, default=0, help="and so many that a workload lasts so long")
-    parser.add_argument("--load", type=float, default=0.7, help="share of what the busier pool could bear; sets the rate")
-    parser.add_argument("--repeats", type=int, default=1, help="live runs of each workload, of whose percentiles the medians count")
+    parser.add_argument(
+        "--load", type=float, default=0.7, help="share of what the busier pool could bear; sets the rate"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        help="live runs of each workload, of whose percentiles the medians count",
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.runner == "model" and arguments.profile is None:
@@ -152,7 +186,9 @@ def parsed() -> argparse.Namespace:
     split = {name: re.fullmatch(r"(?:(\d+)P)?(?:(\d+)D)?(?:(\d+)M)?", name) for name in arguments.clusters}
     if wrong := [name for name, found in split.items() if not name or found is None]:
         parser.error(f"--clusters: {wrong[0]!r} is not of the form 6P2D, 1M or 1P2M")
-    arguments.clusters = {name: tuple(int(count or 0) for count in found.groups()) for name, found in split.items() if found}
+    arguments.clusters = {
+        name: tuple(int(count or 0) for count in found.groups()) for name, found in split.items() if found
+    }
     if arguments.traces:
         arguments.workloads = [path.name for path in arguments.traces]
     return arguments
@@ -175,28 +211,47 @@ def drawn(arguments: argparse.Namespace, profile: Profile, workload: str, count:
     """Of the workload, or of the trace with this name."""
     longest = profile.memory.max_model_len
     if arguments.traces:
-        trace = cut(open_trace(next(path for path in arguments.traces if path.name == workload)), max_requests=count)
+        trace = cut(
+            open_trace(next(path for path in arguments.traces if path.name == workload)), max_requests=count
+        )
     else:
         prompt, output, prompt_share, output_share = WORKLOADS[workload]
-        lengths = MarginalLengths(prompt=prompt.format(int(longest * prompt_share)), output=output.format(int(longest * output_share)))
-        trace = Workload(arrivals=Arrivals(rate=1.0), lengths=lengths, sessions=None).trace(7, max_requests=count)
+        lengths = MarginalLengths(
+            prompt=prompt.format(int(longest * prompt_share)),
+            output=output.format(int(longest * output_share)),
+        )
+        trace = Workload(arrivals=Arrivals(rate=1.0), lengths=lengths, sessions=None).trace(
+            7, max_requests=count
+        )
     return [fitting(request, longest) for request in trace]
 
 
 def fitting(request: TraceRequest, longest: int) -> TraceRequest:
     prompt = min(request.num_prompt_tokens, longest - 2)
-    return replace(request, num_prompt_tokens=prompt, num_output_tokens=min(request.num_output_tokens, longest - prompt), block_hashes=())
+    return replace(
+        request,
+        num_prompt_tokens=prompt,
+        num_output_tokens=min(request.num_output_tokens, longest - prompt),
+        block_hashes=(),
+    )
 
 
 def capacity(arguments: argparse.Namespace, profile: Profile, requests: Sequence[TraceRequest]) -> float:
-    """Requests per second that the busier pool could compute, its steps half full. Mixed workers do what the others leave."""
+    """Requests per second that the busier pool could compute, its steps half full. Mixed workers do what the
+    others leave."""
     prompt = float(np.mean([r.num_prompt_tokens for r in requests]))
     output = float(np.mean([r.num_output_tokens for r in requests]))
     tokens, seqs = arguments.max_batch_tokens / 2, arguments.max_num_seqs / 2
     prompt_s = profile.prefill.seconds(tokens, tokens * prompt / 2, 1) * prompt / tokens
     answer_s = profile.decode.seconds(seqs, seqs * (prompt + output / 2), seqs) * output / seqs
     prefill, decode, mixed = arguments.prefill, arguments.decode, arguments.mixed
-    return float(min((prefill + mixed) / prompt_s, (decode + mixed) / answer_s, (prefill + decode + mixed) / (prompt_s + answer_s)))
+    return float(
+        min(
+            (prefill + mixed) / prompt_s,
+            (decode + mixed) / answer_s,
+            (prefill + decode + mixed) / (prompt_s + answer_s),
+        )
+    )
 
 
 def command_line(arguments: argparse.Namespace, profile: Profile, folder: Path) -> list[str]:
@@ -228,7 +283,8 @@ class Replay(NamedTuple):
 
 
 async def replayed(url: str, path: Path, seed: int) -> Replay:
-    """The trace, live. Another seed: other prompts of the same lengths, so that nothing of them is cached from an earlier replay."""
+    """The trace, live. Another seed: other prompts of the same lengths, so that nothing of them is cached
+    from an earlier replay."""
     settings = LoadSettings(url=url, trace=path, vocab_size=250, seed=seed, timeout_s=600)
     samples, seconds = await generate_load(settings)
     began = time.monotonic() - seconds
@@ -238,7 +294,9 @@ async def replayed(url: str, path: Path, seed: int) -> Replay:
     return Replay(samples, began)
 
 
-def paces(arguments: argparse.Namespace, profile: Profile, folder: Path, runs: Sequence[Replay]) -> list[LivePace | None]:
+def paces(
+    arguments: argparse.Namespace, profile: Profile, folder: Path, runs: Sequence[Replay]
+) -> list[LivePace | None]:
     """How fast the machine was in each of these runs; None where workers are paced."""
     if arguments.runner != "model":
         return [None] * len(runs)
@@ -246,11 +304,17 @@ def paces(arguments: argparse.Namespace, profile: Profile, folder: Path, runs: S
     return [LivePace(steps, profile, run.began) for run in runs]
 
 
-def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder: Path, seeds: Iterator[int]) -> tuple[Profile, float]:
+def calibrated(
+    url: str, arguments: argparse.Namespace, profile: Profile, folder: Path, seeds: Iterator[int]
+) -> tuple[Profile, float]:
     """The profile and ``coordinator_s`` that meet the medians of requests that were alone."""
-    block_bytes = profile.memory.block_bytes if arguments.runner == "model" else (1 << 26) // profile.memory.num_blocks
+    block_bytes = (
+        profile.memory.block_bytes if arguments.runner == "model" else (1 << 26) // profile.memory.num_blocks
+    )
     handoff = measure_movers(block_bytes, profile.memory.num_layers)["shm"]
-    handoff = handoff.model_copy(update={"bytes_per_s": handoff.bytes_per_s * profile.memory.block_bytes / block_bytes})
+    handoff = handoff.model_copy(
+        update={"bytes_per_s": handoff.bytes_per_s * profile.memory.block_bytes / block_bytes}
+    )
     profile = profile.model_copy(update={"handoff": handoff, "prefill_loop_s": 0.0, "decode_loop_s": 0.0})
     live, modelled = [], []
     for index, (prompt, output) in enumerate(ALONE):
@@ -260,28 +324,44 @@ def calibrated(url: str, arguments: argparse.Namespace, profile: Profile, folder
         run = asyncio.run(replayed(url, path, next(seeds)))
         live.append(medians(of_samples(run.samples)))
         (pace,) = paces(arguments, profile, folder, [run])
-        modelled.append(medians(of_records(simulated(simulated_cluster(arguments, profile, 0.0), open_trace(path), pace))))
+        modelled.append(
+            medians(of_records(simulated(simulated_cluster(arguments, profile, 0.0), open_trace(path), pace)))
+        )
     coordinator_s = max(0.0, live[0]["ttft"] - modelled[0]["ttft"])
     first = live[2]["tpot"] - modelled[2]["tpot"]  # its only other token has waited for the join
     loop_s = max(0.0, ((live[1]["tpot"] - modelled[1]["tpot"]) * 32 - first) / 31)
     join_s = max(0.0, handoff.join_s + first - loop_s)
     print(
-        f"calibrated: coordinator {1e3 * coordinator_s:.2f} ms, decode loop {1e3 * loop_s:.2f} ms, join {1e3 * join_s:.2f} ms", flush=True
+        f"calibrated: coordinator {1e3 * coordinator_s:.2f} ms, decode loop {1e3 * loop_s:.2f} ms, join {1e3 * join_s:.2f} ms",
+        flush=True,
     )
     handoff = handoff.model_copy(update={"join_s": join_s})
-    return profile.model_copy(update={"handoff": handoff, "decode_loop_s": loop_s, "prefill_loop_s": loop_s / 2}), coordinator_s
+    return profile.model_copy(
+        update={"handoff": handoff, "decode_loop_s": loop_s, "prefill_loop_s": loop_s / 2}
+    ), coordinator_s
 
 
 def simulated_cluster(arguments: argparse.Namespace, profile: Profile, coordinator_s: float) -> Cluster:
-    options = {"profile": profile, "max_num_seqs": arguments.max_num_seqs, "max_batch_tokens": arguments.max_batch_tokens}
-    counts: dict[PoolRole, int] = {"prefill": arguments.prefill, "decode": arguments.decode, "colocated": arguments.mixed}
+    options = {
+        "profile": profile,
+        "max_num_seqs": arguments.max_num_seqs,
+        "max_batch_tokens": arguments.max_batch_tokens,
+    }
+    counts: dict[PoolRole, int] = {
+        "prefill": arguments.prefill,
+        "decode": arguments.decode,
+        "colocated": arguments.mixed,
+    }
     pools = tuple(Pool(role=role, count=count, **options) for role, count in counts.items() if count)
-    on_one_host = sum(counts.values()) if arguments.runner == "model" else 1  # paced workers do not slow each other
+    on_one_host = (
+        sum(counts.values()) if arguments.runner == "model" else 1
+    )  # paced workers do not slow each other
     return Cluster(pools=pools, coordinator_s=coordinator_s, workers_per_host=on_one_host)
 
 
 def simulated(cluster: Cluster, trace: Trace, pace: LivePace | None = None) -> list[RequestRecord]:
-    """``pace``: the steps' times are then as they were, with what workers of one host cost each other in them."""
+    """``pace``: the steps' times are then as they were, with what workers of one host cost each other in
+    them."""
     records: list[RequestRecord] = []
     if pace is not None:
         cluster = cluster.model_copy(update={"workers_per_host": 1})
@@ -292,7 +372,10 @@ def simulated(cluster: Cluster, trace: Trace, pace: LivePace | None = None) -> l
 def late(trace: Trace, seed: int) -> Trace:
     """Each request up to ``LATE_S`` later."""
     draw = random.Random(seed)
-    requests = sorted((replace(r, arrival_s=r.arrival_s + draw.uniform(0, LATE_S)) for r in trace), key=lambda r: r.arrival_s)
+    requests = sorted(
+        (replace(r, arrival_s=r.arrival_s + draw.uniform(0, LATE_S)) for r in trace),
+        key=lambda r: r.arrival_s,
+    )
     return Trace(trace.name, lambda: iter(requests), trace.block_size)
 
 
@@ -322,15 +405,20 @@ def medians(times: Times) -> dict[str, float]:
     return {name: float(np.median(values)) if values else 0.0 for name, values in times.items()}
 
 
-def compared(runs: Sequence[Replay], cluster: Cluster, path: Path, paces: Sequence[LivePace | None]) -> dict[str, Any]:
-    """Percentiles of both, and by how much the simulated are off. Live ones are each the median over the runs of the same trace."""
+def compared(
+    runs: Sequence[Replay], cluster: Cluster, path: Path, paces: Sequence[LivePace | None]
+) -> dict[str, Any]:
+    """Percentiles of both, and by how much the simulated are off. Live ones are each the median over the runs
+    of the same trace."""
     began = time.process_time()
     records = simulated(cluster, open_trace(path))
     took = time.process_time() - began
     each = [percentiles(of_samples(run.samples)) for run in runs]
     live = medians_of(each)
     modelled = percentiles(of_records(records))
-    when_late = [percentiles(of_records(simulated(cluster, late(open_trace(path), seed)))) for seed in range(NUM_LATE)]
+    when_late = [
+        percentiles(of_records(simulated(cluster, late(open_trace(path), seed)))) for seed in range(NUM_LATE)
+    ]
     return {
         "requests": len(records),
         "rate": mean_rate(open_trace(path)),
@@ -340,7 +428,8 @@ def compared(runs: Sequence[Replay], cluster: Cluster, path: Path, paces: Sequen
         "error": errors(modelled, live),
         **at_its_pace(cluster, path, live, [pace for pace in paces if pace is not None]),
         "error_when_late": {
-            name: {p: extremes(one[name][p] / at - 1 for one in when_late) for p, at in of_name.items()} for name, of_name in live.items()
+            name: {p: extremes(one[name][p] / at - 1 for one in when_late) for p, at in of_name.items()}
+            for name, of_name in live.items()
         },
         "simulated_requests_per_cpu_s": len(records) / took,
     }
@@ -350,7 +439,9 @@ def at_its_pace(cluster: Cluster, path: Path, live: Percentiles, paces: Sequence
     """The same for simulations that are told how fast the machine was in each of the runs."""
     if not paces:
         return {}
-    modelled = medians_of([percentiles(of_records(simulated(cluster, open_trace(path), pace))) for pace in paces])
+    modelled = medians_of(
+        [percentiles(of_records(simulated(cluster, open_trace(path), pace))) for pace in paces]
+    )
     told = [pace.told() for pace in paces]
     return {"pace": told, "simulated_at_its_pace": modelled, "error_at_its_pace": errors(modelled, live)}
 
@@ -361,7 +452,9 @@ def errors(modelled: Percentiles, live: Percentiles) -> Percentiles:
 
 def medians_of(each: Sequence[Percentiles]) -> Percentiles:
     """Percentile by percentile."""
-    return {name: {p: float(np.median([one[name][p] for one in each])) for p in each[0][name]} for name in each[0]}
+    return {
+        name: {p: float(np.median([one[name][p] for one in each])) for p in each[0][name]} for name in each[0]
+    }
 
 
 def extremes(values: Iterable[float]) -> tuple[float, float]:
@@ -370,7 +463,10 @@ def extremes(values: Iterable[float]) -> tuple[float, float]:
 
 
 def percentiles(times: Times) -> Percentiles:
-    return {name: {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)} for name, values in times.items()}
+    return {
+        name: {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)}
+        for name, values in times.items()
+    }
 
 
 def show(workload: str, result: dict[str, Any]) -> None:
@@ -379,14 +475,22 @@ def show(workload: str, result: dict[str, Any]) -> None:
     for name, live in result["live"].items():
         modelled, error = result["simulated"][name], result["error"][name]
         cells = [
-            f"{p} {1e3 * live[p]:8.1f} ms{spread(result, name, p)}, simulated {1e3 * modelled[p]:8.1f} ({error[p]:+.1%})" for p in live
+            f"{p} {1e3 * live[p]:8.1f} ms{spread(result, name, p)}, simulated {1e3 * modelled[p]:8.1f} ({error[p]:+.1%})"
+            for p in live
         ]
         print(f"  {name:5}" + "   ".join(cells), flush=True)
     for one in result.get("pace", ()):
-        told = (f"{role} steps took {p['mean']:.2f} times (in {WINDOW_S:g} s: {p['p10']:.2f} to {p['p90']:.2f})" for role, p in one.items())
+        told = (
+            f"{role} steps took {p['mean']:.2f} times (in {WINDOW_S:g} s: {p['p10']:.2f} to {p['p90']:.2f})"
+            for role, p in one.items()
+        )
         print(f"  beside the profile, {' and '.join(told)}")
     for name, found in result.get("error_at_its_pace", {}).items():
-        print(f"  {name:5}told that, the simulator is off by " + ", ".join(f"{error:+.1%} ({p})" for p, error in found.items()), flush=True)
+        print(
+            f"  {name:5}told that, the simulator is off by "
+            + ", ".join(f"{error:+.1%} ({p})" for p, error in found.items()),
+            flush=True,
+        )
 
 
 def spread(result: dict[str, Any], name: str, percentile: str) -> str:

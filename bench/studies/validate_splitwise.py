@@ -1,9 +1,11 @@
-"""Does an imitation of splitwise-sim, on our reading of its measurements, give its published results? And how much do ours differ?
+"""Does an imitation of splitwise-sim, on our reading of its measurements, give its published results? And how
+much do ours differ?
 
-For every run whose per-request results are there (``results/requests/MODEL__TRACE__DESIGN_P_T.csv.gz``, of any model that
-splitwise_cluster.py knows): the imitation's requests beside the published ones, one by one for the unit cases, and as percentiles. Then,
-for the runs that split, our own simulator on the same trace, measurements and numbers of machines, as it really schedules and as the
-measurements were meant (decode time by batch and context).
+For every run whose per-request results are there (``results/requests/MODEL__TRACE__DESIGN_P_T.csv.gz``, of
+any model that splitwise_cluster.py knows): the imitation's requests beside the published ones, one by one for
+the unit cases, and as percentiles. Then, for the runs that split, our own simulator on the same trace,
+measurements and numbers of machines, as it really schedules and as the measurements were meant (decode time
+by batch and context).
 
     python -m splitserve.bench.studies.validate_splitwise --data ../shared/data/splitwise-sim --json out.json
 """
@@ -31,10 +33,15 @@ from .splitwise_cluster import DESIGNS, Imitation, of_jobs, percentiles
 def published(path: Path) -> dict[int, dict[str, float]]:
     """By request."""
     with gzip.open(path, "rt", newline="") as file:
-        return {int(float(row["request_ids"])): {k: float(v) for k, v in row.items()} for row in csv.DictReader(file)}
+        return {
+            int(float(row["request_ids"])): {k: float(v) for k, v in row.items()}
+            for row in csv.DictReader(file)
+        }
 
 
-def relative(ours: dict[str, dict[str, float]], theirs: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def relative(
+    ours: dict[str, dict[str, float]], theirs: dict[str, dict[str, float]]
+) -> dict[str, dict[str, float]]:
     return {name: {p: ours[name][p] / theirs[name][p] - 1 for p in theirs[name]} for name in theirs}
 
 
@@ -54,7 +61,9 @@ def compare(data: Path, path: Path, with_ours: bool) -> dict[str, Any]:
         }
     )
     imitated = percentiles(of_jobs(jobs))
-    both = [(j, theirs[j.number]) for j in jobs if j.number in theirs]  # where memory runs out, some never end
+    both = [
+        (j, theirs[j.number]) for j in jobs if j.number in theirs
+    ]  # where memory runs out, some never end
     by_request = [max(abs(j.ttft - row["ttft_times"]), abs(j.e2e - row["response_times"])) for j, row in both]
     found = {
         "requests": len(known),
@@ -65,20 +74,28 @@ def compare(data: Path, path: Path, with_ours: bool) -> dict[str, Any]:
     }
     found["worst_difference_of_a_request_s"] = max(by_request)
     if with_ours and name.startswith("Splitwise"):
-        found["ours"] = ours = percentiles(as_we_schedule(data, model, name, int(num_prompt), int(num_token), trace))
+        found["ours"] = ours = percentiles(
+            as_we_schedule(data, model, name, int(num_prompt), int(num_token), trace)
+        )
         found["ours_differ"] = relative(ours, reference)
     return found
 
 
-def as_we_schedule(data: Path, model: str, design: str, num_prompt: int, num_token: int, trace: Trace) -> dict[str, list[float]]:
+def as_we_schedule(
+    data: Path, model: str, design: str, num_prompt: int, num_token: int, trace: Trace
+) -> dict[str, list[float]]:
     """Our simulator on the same machines; TBT as splitwise-sim counts it."""
-    prompt, token = (import_published(data / "perf_model.csv", model, hardware, 8) for hardware in DESIGNS[design])
+    prompt, token = (
+        import_published(data / "perf_model.csv", model, hardware, 8) for hardware in DESIGNS[design]
+    )
     pools = (
         Pool(role="prefill", count=num_prompt, profile=prompt, max_batch_tokens=2048),
         Pool(role="decode", count=num_token, profile=token, max_num_seqs=512),
     )
     records: list[RequestRecord] = []
-    Simulation(Cluster(pools=pools, max_queue=1 << 30, coordinator_s=0.0), on_record=records.append).run(trace)
+    Simulation(Cluster(pools=pools, max_queue=1 << 30, coordinator_s=0.0), on_record=records.append).run(
+        trace
+    )
     done = [r for r in records if r.finished]
     return {
         "ttft": [r.ttft_s for r in done],
@@ -88,14 +105,20 @@ def as_we_schedule(data: Path, model: str, design: str, num_prompt: int, num_tok
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with perf_model.csv, traces and results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with perf_model.csv, traces and results"
+    )
     parser.add_argument("--only", default="", help="runs whose name has this in it")
     parser.add_argument("--with-ours", action="store_true", help="our own simulator as well")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results, wrong = {}, 0
-    paths = sorted((arguments.data / "results" / "requests").glob(f"*{arguments.only}*.csv.gz".replace("**", "*")))
+    paths = sorted(
+        (arguments.data / "results" / "requests").glob(f"*{arguments.only}*.csv.gz".replace("**", "*"))
+    )
     if not paths:
         parser.error(f"{arguments.data} has no results with {arguments.only!r} in their names")
     for path in paths:
@@ -106,10 +129,17 @@ def main() -> int:
         agrees = agrees and found["done"] == found["requests"]
         wrong += not agrees
         each = found["worst_difference_of_a_request_s"]
-        print(f"{'agrees' if agrees else 'DIFFERS':8}{name}: worst percentile {worst:.2%}, worst request {each:.6f} s", flush=True)
+        print(
+            f"{'agrees' if agrees else 'DIFFERS':8}{name}: worst percentile {worst:.2%}, worst request {each:.6f} s",
+            flush=True,
+        )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"environment": environment(), "runs": results}, indent=1) + "\n")
-    print(f"{len(results) - wrong} of {len(results)} runs agree (unit cases to 1e-6 s a request, others to 2% of any percentile)")
+        arguments.json.write_text(
+            json.dumps({"environment": environment(), "runs": results}, indent=1) + "\n"
+        )
+    print(
+        f"{len(results) - wrong} of {len(results)} runs agree (unit cases to 1e-6 s a request, others to 2% of any percentile)"
+    )
     return int(wrong > 0)
 
 

@@ -18,7 +18,8 @@ from ...transport.handoff.sliding_window import NO_BLOCK
 
 
 class CacheEvents:
-    """What a cache has gained and lost since someone last asked: of the two roles of one process each tells of the same cache."""
+    """What a cache has gained and lost since someone last asked: of the two roles of one process each tells
+    of the same cache."""
 
     def __init__(self, fetch: Callable[[], None], close: Callable[[CacheEvents], None]) -> None:
         """``fetch`` has the newest noted here."""
@@ -100,7 +101,8 @@ class BlockManager:
         return blocks
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` blocks with undefined content, each referenced once; None, and nothing done, where there are not as many."""
+        """``count`` blocks with undefined content, each referenced once; None, and nothing done, where there
+        are not as many."""
         if count > self.num_available:
             return None
         if len(self._free) < count:
@@ -111,7 +113,8 @@ class BlockManager:
         return blocks
 
     def commit(self, block: int, block_hash: bytes, parent: bytes | None) -> None:
-        """The block is full and valid: its hash may be found from now on. A second block of the same hash stays private."""
+        """The block is full and valid: its hash may be found from now on. A second block of the same hash
+        stays private."""
         assert self._references[block] > 0, "only a block in use can be committed"
         if block_hash in self._block_of:
             return
@@ -124,7 +127,8 @@ class BlockManager:
             self._stored[block_hash] = None
 
     def commit_all(self, blocks: Sequence[int], hashes: Sequence[bytes], parent: bytes | None) -> None:
-        """The same of a sequence's next blocks, in order; the first of them follows the one of the hash ``parent``."""
+        """The same of a sequence's next blocks, in order; the first of them follows the one of the hash
+        ``parent``."""
         if (known := self.match_prefix(hashes)) > 0:
             blocks, hashes, parent = blocks[known:], hashes[known:], hashes[known - 1]
         if not self._block_of.keys().isdisjoint(hashes) or not self._removed.keys().isdisjoint(hashes):
@@ -132,7 +136,12 @@ class BlockManager:
                 self.commit(block, block_hash, parent)
                 parent = block_hash
             return
-        references, hash_of, parent_of, num_children = self._references, self._hash, self._parent, self._num_children
+        references, hash_of, parent_of, num_children = (
+            self._references,
+            self._hash,
+            self._parent,
+            self._num_children,
+        )
         for block, block_hash in zip(blocks, hashes, strict=True):
             assert references[block] > 0, "only a block in use can be committed"
             assert hash_of[block] is None, "a block holds one hash"
@@ -144,7 +153,8 @@ class BlockManager:
         self._stored.update(dict.fromkeys(hashes))
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference to each but NO_BLOCK. Give a sequence's blocks in order: its tail becomes the older, evicted first."""
+        """Drops one reference to each but NO_BLOCK. Give a sequence's blocks in order: its tail becomes the
+        older, evicted first."""
         for block in reversed(blocks):
             if block == NO_BLOCK:
                 return

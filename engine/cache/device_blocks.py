@@ -1,8 +1,8 @@
-"""A GPU's KV pool for movers that leave blocks on the device: its address, packed pieces of it, and blocks' checksums, which are those
-that a CPU computes of the same bytes.
+"""A GPU's KV pool for movers that leave blocks on the device: its address, packed pieces of it, and blocks'
+checksums, which are those that a CPU computes of the same bytes.
 
-All work goes to a stream of its own, beside the step that is running: what is read must be final, what is written must belong to no
-running sequence. Calls return when the work is done.
+All work goes to a stream of its own, beside the step that is running: what is read must be final, what is
+written must belong to no running sequence. Calls return when the work is done.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ class DeviceBlocks:
     def unpack(self, packed: Tensor, blocks: Sequence[int], layers: slice) -> None:
         """The other way."""
         with self._lock, self._on_stream():
-            unpack_blocks(packed.view(len(blocks), -1), self._index(blocks), self._blocks, layers.start * self._layer_bytes)
+            unpack_blocks(
+                packed.view(len(blocks), -1),
+                self._index(blocks),
+                self._blocks,
+                layers.start * self._layer_bytes,
+            )
             self._finish()
 
     def _index(self, blocks: Sequence[int]) -> Tensor:

@@ -11,7 +11,8 @@ Arrival = Callable[[], Sequence[Tensor]]
 
 
 def bring(tensors: Sequence[Tensor]) -> Arrival:
-    """Begins to copy; the call that it returns waits until all is there, but not for what is launched later. On a CPU it is there."""
+    """Begins to copy; the call that it returns waits until all is there, but not for what is launched later.
+    On a CPU it is there."""
     if not tensors or not tensors[0].is_cuda:
         return lambda: tensors
     host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
@@ -26,7 +27,8 @@ def bring(tensors: Sequence[Tensor]) -> Arrival:
 
 
 def passed(device: torch.device) -> Callable[[], None]:
-    """A call that waits until the device has done what it has been given so far, but nothing that is launched later."""
+    """A call that waits until the device has done what it has been given so far, but nothing that is launched
+    later."""
     if device.type != "cuda":
         return lambda: None
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]

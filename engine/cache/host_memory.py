@@ -1,8 +1,10 @@
-"""Host memory: what is free for this process, and what the workers of this host have claimed and not touched yet.
+"""Host memory: what is free for this process, and what the workers of this host have claimed and not touched
+yet.
 
-A KV cache in private memory takes room little by little, and a model that is being loaded has not taken its room yet, so that free memory
-alone would be given out twice. Each worker therefore keeps a claim in ``/dev/shm/splitserve-memory-UID``: one small file, locked for as
-long as its process lives. A claim whose lock is gone counts for nothing.
+A KV cache in private memory takes room little by little, and a model that is being loaded has not taken its
+room yet, so that free memory alone would be given out twice. Each worker therefore keeps a claim in
+``/dev/shm/splitserve-memory-UID``: one small file, locked for as long as its process lives. A claim whose
+lock is gone counts for nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +30,20 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def free_host_bytes() -> int:
-    """Memory that this process could still take: the host's available memory, or what its container's limits leave of it."""
-    return max(0, min(int(psutil.virtual_memory().available), *(_left(folder, *names) for folder, *names in _cgroups(CGROUP, CGROUP_ROOT))))
+    """Memory that this process could still take: the host's available memory, or what its container's limits
+    leave of it."""
+    return max(
+        0,
+        min(
+            int(psutil.virtual_memory().available),
+            *(_left(folder, *names) for folder, *names in _cgroups(CGROUP, CGROUP_ROOT)),
+        ),
+    )
 
 
 def _cgroups(own: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """(folder, limit, usage, reclaimable) of each memory cgroup over this process, v2 and v1; a no-limit entry at least."""
+    """(folder, limit, usage, reclaimable) of each memory cgroup over this process, v2 and v1; a no-limit
+    entry at least."""
     yield root / "none", "", "", ""
     try:
         lines = own.read_text().splitlines()
@@ -44,7 +54,10 @@ def _cgroups(own: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
         if controllers == "":
             top, names = root, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top, names = (
+                root / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
         else:
             continue
         inner = top / path.lstrip("/")
@@ -66,14 +79,17 @@ def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a live worker has taken, or is going to take, in bytes. ``before``: its private memory before it loaded anything."""
+    """What a live worker has taken, or is going to take, in bytes. ``before``: its private memory before it
+    loaded anything."""
 
     pid: int
     cluster: str  # workers of one cluster share its part of the memory
     before: int
     weights: int
     kv_cache: int = 0
-    committed: int = 0  # of these, taken in full already where private memory does not show it (a shared pool)
+    committed: int = (
+        0  # of these, taken in full already where private memory does not show it (a shared pool)
+    )
 
     def pending(self, private: int) -> int:
         """Bytes that it has not touched yet; ``private``: of its memory now."""
@@ -82,7 +98,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What the other workers of this host will still take (``pending``), and the KV caches of the same cluster among them."""
+    """What the other workers of this host will still take (``pending``), and the KV caches of the same
+    cluster among them."""
 
     pending: int
     siblings: tuple[int, ...]
@@ -113,7 +130,9 @@ class MemoryClaims:
         """What this worker takes in all, from now on."""
         self._claim = Claim(self._pid, self._cluster, self._claim.before, weights, kv_cache, committed)
         if self._file is not None:
-            with suppress(OSError):  # a full file system: a claim is a courtesy to workers that start beside this one
+            with suppress(
+                OSError
+            ):  # a full file system: a claim is a courtesy to workers that start beside this one
                 os.pwrite(self._file, json.dumps(asdict(self._claim)).encode().ljust(CLAIM_BYTES), 0)
 
     def committed(self, num_bytes: int) -> None:
@@ -145,7 +164,8 @@ def _forget(file: int, path: Path, pid: int) -> None:
 
 
 def default_folder() -> Path:
-    """One for each user: /dev/shm, which a container has to itself as it has its memory limit, or the temporary folder."""
+    """One for each user: /dev/shm, which a container has to itself as it has its memory limit, or the
+    temporary folder."""
     shared = Path("/dev/shm")
     parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
     return parent / f"splitserve-memory-{os.getuid()}"

@@ -1,4 +1,5 @@
-"""The pool of KV blocks: one tensor, block-major, so that a block of all layers is one contiguous run of bytes."""
+"""The pool of KV blocks: one tensor, block-major, so that a block of all layers is one contiguous run of
+bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from ..errors import OutOfMemoryError
 from ..model.config import ModelConfig
 
 PoolAllocator = Callable[[int], memoryview]
-"""Given a number of bytes, a writable buffer of at least that size: e.g. shared memory that other processes map."""
+"""Given a number of bytes, a writable buffer of at least that size: e.g. shared memory that other processes
+map."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,13 @@ class KVCacheLayout:
 class KVCache:
     """Owns the pool. ``pool`` has shape [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
 
-    def __init__(self, layout: KVCacheLayout, num_blocks: int, device: torch.device, allocate: PoolAllocator | None = None) -> None:
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        num_blocks: int,
+        device: torch.device,
+        allocate: PoolAllocator | None = None,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         num_bytes = num_blocks * layout.block_bytes
@@ -68,7 +76,9 @@ class KVCache:
         try:
             raw = _allocate(num_bytes, device, allocate)
         except (RuntimeError, MemoryError, OSError) as error:
-            raise OutOfMemoryError(f"{wanted} could not be allocated ({error}); lower --kv-cache-gib or --num-blocks") from error
+            raise OutOfMemoryError(
+                f"{wanted} could not be allocated ({error}); lower --kv-cache-gib or --num-blocks"
+            ) from error
         if device.type == "cpu":
             populate(raw)
         self.pool: Tensor = raw.view(layout.dtype).view(num_blocks, *layout.block_shape)

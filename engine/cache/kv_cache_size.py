@@ -29,7 +29,8 @@ class KVCacheSize:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheWish:
-    """What is asked for. ``num_blocks`` and ``num_bytes`` are explicit and win over ``room``, the bytes there are for the cache."""
+    """What is asked for. ``num_blocks`` and ``num_bytes`` are explicit and win over ``room``, the bytes there
+    are for the cache."""
 
     block_bytes: int
     block_size: int  # tokens
@@ -41,8 +42,8 @@ class KVCacheWish:
 
 
 def kv_cache_size(wish: KVCacheWish, room: int) -> KVCacheSize:
-    """Lowers ``max_model_len`` where none was set and the model's own does not fit. Raises OutOfMemoryError where one that was set does not
-    fit, or next to nothing does."""
+    """Lowers ``max_model_len`` where none was set and the model's own does not fit. Raises OutOfMemoryError
+    where one that was set does not fit, or next to nothing does."""
     length = wish.max_model_len or wish.model_len
     needed = -(-length // wish.block_size)
     if wish.num_blocks is not None or wish.num_bytes is not None:
@@ -69,7 +70,8 @@ def kv_cache_size(wish: KVCacheWish, room: int) -> KVCacheSize:
 
 
 def shrunk(wish: KVCacheWish, free: int) -> KVCacheWish:
-    """A size that was asked for and no longer fits, cut down to most of the ``free`` bytes; what fits stays as it is."""
+    """A size that was asked for and no longer fits, cut down to most of the ``free`` bytes; what fits stays
+    as it is."""
     asked = wish.num_blocks * wish.block_bytes if wish.num_blocks is not None else wish.num_bytes or 0
     if asked <= free:
         return wish
@@ -77,16 +79,22 @@ def shrunk(wish: KVCacheWish, free: int) -> KVCacheWish:
 
 
 def gpu_room(*, total: int, free: int, used: int, step: int, utilization: float) -> int:
-    """Bytes for the KV cache of a worker that may use ``utilization`` of a card in all. ``used``: what it has there so far; ``step``: what
-    its largest step will take."""
-    return max(0, min(int(utilization * total) - used - step - GPU_CONTEXT_BYTES, free - step - GPU_CONTEXT_BYTES // 2))
+    """Bytes for the KV cache of a worker that may use ``utilization`` of a card in all. ``used``: what it has
+    there so far; ``step``: what its largest step will take."""
+    return max(
+        0,
+        min(int(utilization * total) - used - step - GPU_CONTEXT_BYTES, free - step - GPU_CONTEXT_BYTES // 2),
+    )
 
 
-def host_room(*, free: int, pending: int, siblings: Sequence[int], weights: int, utilization: float, sharers: int = 1) -> int:
+def host_room(
+    *, free: int, pending: int, siblings: Sequence[int], weights: int, utilization: float, sharers: int = 1
+) -> int:
     """Bytes of host memory for the KV cache of one of ``sharers`` workers of a cluster on this host.
 
-    ``free``: now, this worker's weights loaded; ``pending``: what other workers have claimed of it; ``siblings``: the KV caches of those
-    of the same cluster, which are counted as if they were not there yet, so that who comes first gets no more; ``weights``: of a worker.
+    ``free``: now, this worker's weights loaded; ``pending``: what other workers have claimed of it;
+    ``siblings``: the KV caches of those of the same cluster, which are counted as if they were not there yet,
+    so that who comes first gets no more; ``weights``: of a worker.
     """
     left = max(0, free - pending)
     absent = max(0, sharers - 1 - len(siblings)) * weights
@@ -94,8 +102,16 @@ def host_room(*, free: int, pending: int, siblings: Sequence[int], weights: int,
     return max(0, min(int(utilization * before / sharers), int((1 - HOST_HEADROOM) * left)))
 
 
-def step_bytes(*, hidden_size: int, intermediate_size: int, vocab_size: int, num_tokens: int, num_seqs: int, itemsize: int) -> int:
-    """About what the largest step takes beside weights and cache: activations of ``num_tokens``, float32 logits of ``num_seqs`` rows and
-    their copies while they are sorted."""
+def step_bytes(
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    vocab_size: int,
+    num_tokens: int,
+    num_seqs: int,
+    itemsize: int,
+) -> int:
+    """About what the largest step takes beside weights and cache: activations of ``num_tokens``, float32
+    logits of ``num_seqs`` rows and their copies while they are sorted."""
     activations = num_tokens * (6 * hidden_size + 3 * intermediate_size) * itemsize
     return activations + 4 * num_seqs * vocab_size * 4

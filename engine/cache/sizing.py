@@ -1,4 +1,5 @@
-"""What a worker of a model would get on this host, without loading it: the very sizing that it does at its start."""
+"""What a worker of a model would get on this host, without loading it: the very sizing that it does at its
+start."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class ExpectedWorker:
 
 
 def expected_worker(folder: Path, sharers: int = 2) -> ExpectedWorker:
-    """Of one of ``sharers`` workers with default settings on this host. Raises EngineError where it could not start, with what to do."""
+    """Of one of ``sharers`` workers with default settings on this host. Raises EngineError where it could not
+    start, with what to do."""
     engine = EngineConfig(folder, memory_shared_by=sharers)
     config, device = ModelConfig.from_folder(folder), select_device(engine.device)
     with Checkpoint(folder) as checkpoint:

@@ -26,7 +26,8 @@ LARGEST = {
     "head_dim": 1024,
     "max_position_embeddings": 1 << 24,
 }
-"""Several times those of any model: what a config.json claims is believed no further, before its weights bear it out."""
+"""Several times those of any model: what a config.json claims is believed no further, before its weights bear
+it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,29 +67,45 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: Path) -> ModelConfig:
-        """Raises ModelConfigError where the folder, its architecture or one of its features cannot be served."""
+        """Raises ModelConfigError where the folder, its architecture or one of its features cannot be
+        served."""
         if not path.is_dir():
-            raise ModelConfigError(f"{path} is not a folder; give the folder of a Hugging Face checkpoint (with config.json)")
+            raise ModelConfigError(
+                f"{path} is not a folder; give the folder of a Hugging Face checkpoint (with config.json)"
+            )
         config = _read_json(path / "config.json")
-        generation = _read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
+        generation = (
+            _read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
+        )
         try:
             return parse_config(config, generation)
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise ModelConfigError(f"{path / 'config.json'} has a value of the wrong type ({error!r:.200}); download it again") from error
+            raise ModelConfigError(
+                f"{path / 'config.json'} has a value of the wrong type ({error!r:.200}); download it again"
+            ) from error
 
 
 def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     family = _family(config)
     _refuse_unsupported(config)
     num_heads = _positive_int(config, "num_attention_heads")
-    num_kv_heads = _positive_int({"num_key_value_heads": config.get("num_key_value_heads") or num_heads}, "num_key_value_heads")
+    num_kv_heads = _positive_int(
+        {"num_key_value_heads": config.get("num_key_value_heads") or num_heads}, "num_key_value_heads"
+    )
     hidden_size = _positive_int(config, "hidden_size")
-    head_dim = _positive_int({"head_dim": config.get("head_dim") or (128 if family == "qwen3" else hidden_size // num_heads)}, "head_dim")
+    head_dim = _positive_int(
+        {"head_dim": config.get("head_dim") or (128 if family == "qwen3" else hidden_size // num_heads)},
+        "head_dim",
+    )
     num_layers = _positive_int(config, "num_hidden_layers")
     if num_heads % num_kv_heads:
-        raise ModelConfigError(f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly")
+        raise ModelConfigError(
+            f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly"
+        )
     if head_dim % 8:
-        raise ModelConfigError(f"config.json: head_dim {head_dim} is not supported; it must be a multiple of 8")
+        raise ModelConfigError(
+            f"config.json: head_dim {head_dim} is not supported; it must be a multiple of 8"
+        )
     attention_bias = bool(config.get("attention_bias", False))
     return ModelConfig(
         architecture=config["architectures"][0],
@@ -115,22 +132,36 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelCon
 
 def _family(config: dict[str, Any]) -> str:
     architectures = config.get("architectures") or []
-    if not isinstance(architectures, list) or len(architectures) != 1 or str(architectures[0]) not in SUPPORTED:
+    if (
+        not isinstance(architectures, list)
+        or len(architectures) != 1
+        or str(architectures[0]) not in SUPPORTED
+    ):
         found = ", ".join(map(str, architectures)) or "none"
-        raise ModelConfigError(f"config.json: architecture {found} is not supported (supported: {', '.join(SUPPORTED)})")
+        raise ModelConfigError(
+            f"config.json: architecture {found} is not supported (supported: {', '.join(SUPPORTED)})"
+        )
     return SUPPORTED[str(architectures[0])]
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
     if config.get("quantization_config"):
-        raise ModelConfigError("config.json: quantized weights are not supported; use the checkpoint's bf16, f16 or f32 version")
+        raise ModelConfigError(
+            "config.json: quantized weights are not supported; use the checkpoint's bf16, f16 or f32 version"
+        )
     if config.get("hidden_act", "silu") != "silu":
-        raise ModelConfigError(f"config.json: hidden_act {config['hidden_act']!r} is not supported (supported: silu)")
+        raise ModelConfigError(
+            f"config.json: hidden_act {config['hidden_act']!r} is not supported (supported: silu)"
+        )
 
 
 def _sliding_windows(config: dict[str, Any], family: str, num_layers: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window", 4096 if family == "mistral" else None)
-    if family == "llama" or not window or (family.startswith("qwen") and not config.get("use_sliding_window", False)):
+    if (
+        family == "llama"
+        or not window
+        or (family.startswith("qwen") and not config.get("use_sliding_window", False))
+    ):
         return (None,) * num_layers
     if family == "mistral":
         return (int(window),) * num_layers
@@ -160,7 +191,9 @@ def _positive_int(config: dict[str, Any], key: str) -> int:
     if type(value) is not int or value < 1:
         raise ModelConfigError(f"config.json: {key!r} must be a positive whole number, found {value!r:.100}")
     if value > LARGEST[key]:
-        raise ModelConfigError(f"config.json: {key!r} is {value}; the largest that is served is {LARGEST[key]}")
+        raise ModelConfigError(
+            f"config.json: {key!r} is {value}; the largest that is served is {LARGEST[key]}"
+        )
     return value
 
 
@@ -168,7 +201,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelConfigError(f"{path} does not exist; give the folder of a Hugging Face checkpoint") from None
+        raise ModelConfigError(
+            f"{path} does not exist; give the folder of a Hugging Face checkpoint"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelConfigError(f"{path} is not JSON ({error}); copy the checkpoint again") from error
     if not isinstance(value, dict):

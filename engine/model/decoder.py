@@ -4,7 +4,8 @@
     each layer:  h += o(attention(rope(qkv(norm(h)))));  h += down(silu(gate(n)) * up(n)), n = norm(h)
     logits = head(norm(h))
 
-T: num_tokens of the step, E: hidden_size, H: num_heads, KVH: num_kv_heads, D: head_dim, F: intermediate_size, V: vocab_size.
+T: num_tokens of the step, E: hidden_size, H: num_heads, KVH: num_kv_heads, D: head_dim, F: intermediate_size,
+V: vocab_size.
 """
 
 from __future__ import annotations
@@ -54,13 +55,18 @@ class DecoderLayer:
         ``hidden`` [T, E] is the last layer's output, not yet added to ``residual`` [T, E], which takes it in.
         """
         k = self._kernels
-        normed = k.rms_norm(residual, self._input_norm, self._eps) if hidden is None else self._add_norm(hidden, residual, self._input_norm)
+        normed = (
+            k.rms_norm(residual, self._input_norm, self._eps)
+            if hidden is None
+            else self._add_norm(hidden, residual, self._input_norm)
+        )
         if self._q_norm is not None:
             rope = replace(rope, q_norm=self._q_norm, k_norm=self._k_norm)
         return k.rope_and_store(self._qkv(normed), pool, self._index, rope)  # of qkv [T, (H + 2 KVH) D]
 
     def attend_and_mix(self, q: Tensor, residual: Tensor, pool: Tensor, attention: AttentionInputs) -> Tensor:
-        """The rest of the layer for the queries at hand, whose residual rows these are; returns its output, not yet added to them."""
+        """The rest of the layer for the queries at hand, whose residual rows these are; returns its output,
+        not yet added to them."""
         k = self._kernels
         if self._sliding_window is not None:
             attention = replace(attention, sliding_window=self._sliding_window)
@@ -73,7 +79,9 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    def __init__(self, config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_cache: bool = False
+    ) -> None:
         load.checkpoint.check(expected_tensors(config), ignored_tensors(config))
         self._config = config
         self._kernels = load.kernels
@@ -93,15 +101,17 @@ class DecoderModel:
         rows: Tensor | None,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Runs the batch, writing its keys and values to ``pool``; final hidden states [n, E] of the token rows ``rows``.
+        """Runs the batch, writing its keys and values to ``pool``; final hidden states [n, E] of the token
+        rows ``rows``.
 
-        ``rows`` int64 [n]; None: all, in order. ``on_layer`` is called with the number of layers whose keys and values are written
-        (on a GPU: will be, once what is in the stream has run).
+        ``rows`` int64 [n]; None: all, in order. ``on_layer`` is called with the number of layers whose keys
+        and values are written (on a GPU: will be, once what is in the stream has run).
 
-        Where every row is wanted, a decode step, kernels that can run all layers in one call do; ``on_layer`` then hears of the last
-        two counts.
+        Where every row is wanted, a decode step, kernels that can run all layers in one call do; ``on_layer``
+        then hears of the last two counts.
 
-        Of the other rows the last layer needs keys and values only: its attention and MLP, 1 / num_layers of a prefill, are left out.
+        Of the other rows the last layer needs keys and values only: its attention and MLP, 1 / num_layers of
+        a prefill, are left out.
         """
         residual = self._embed(token_ids)
         if rows is None and self._fused is not None:
@@ -124,7 +134,12 @@ class DecoderModel:
         return self._kernels.add_rms_norm(hidden, residual, self._norm, self._config.rms_norm_eps)
 
     def _forward_fused(
-        self, fused: FusedLayers, residual: Tensor, metadata: AttentionMetadata, pool: Tensor, on_layer: Callable[[int], None] | None
+        self,
+        fused: FusedLayers,
+        residual: Tensor,
+        metadata: AttentionMetadata,
+        pool: Tensor,
+        on_layer: Callable[[int], None] | None,
     ) -> Tensor:
         rope, attention = self._rope_inputs(metadata), self._attention_inputs(metadata)
         hidden = torch.empty_like(residual)
@@ -153,10 +168,18 @@ class DecoderModel:
 
     def _attention_inputs(self, metadata: AttentionMetadata) -> AttentionInputs:
         scale = self._config.head_dim**-0.5
-        return AttentionInputs(metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, scale, kv_scales=self._kv_scales)
+        return AttentionInputs(
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_tables,
+            scale,
+            kv_scales=self._kv_scales,
+        )
 
 
 def _kv_scales(config: ModelConfig, load: LayerLoader) -> Tensor:
     """float32 [num_layers, 2, num_kv_heads]."""
     names = [[f"model.layers.{i}.self_attn.{x}_scale" for x in "kv"] for i in range(config.num_layers)]
-    return torch.stack([torch.stack([load.kv_scale(name, config.num_kv_heads) for name in pair]) for pair in names]).contiguous()
+    return torch.stack(
+        [torch.stack([load.kv_scale(name, config.num_kv_heads) for name in pair]) for pair in names]
+    ).contiguous()

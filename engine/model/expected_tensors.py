@@ -7,7 +7,8 @@ import math
 from .config import ModelConfig
 
 IGNORED_TENSORS = (".rotary_emb.inv_freq", ".self_attn.k_scale", ".self_attn.v_scale")
-"""The first is in old checkpoints, and computed from the configuration instead; the others are for a float8 KV cache alone."""
+"""The first is in old checkpoints, and computed from the configuration instead; the others are for a float8
+KV cache alone."""
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -34,7 +35,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         norms += [("self_attn.q_norm", c.head_dim), ("self_attn.k_norm", c.head_dim)]
     for i in range(c.num_layers):
         expected |= {f"model.layers.{i}.{name}.weight": (size,) for name, size in norms}
-        expected |= {f"model.layers.{i}.{name}.weight": (rows, columns) for name, rows, columns, _ in projections}
+        expected |= {
+            f"model.layers.{i}.{name}.weight": (rows, columns) for name, rows, columns, _ in projections
+        }
         expected |= {f"model.layers.{i}.{name}.bias": (rows,) for name, rows, _, bias in projections if bias}
     return expected
 

@@ -1,8 +1,9 @@
 """One short name for a model's exact content, so that workers can tell whether they serve the same one.
 
-xxh3_128 over config, tokenizer and weight files: names, sizes and content. Files above ``FULL_HASH_BYTES`` are
-sampled (the first MiB, which holds the tensor headers, then 64 KiB of every 16 MiB, and the last MiB): whole files of
-hundreds of GB would take minutes at every start. The fingerprint guards against mix-ups, not against forgery.
+xxh3_128 over config, tokenizer and weight files: names, sizes and content. Files above ``FULL_HASH_BYTES``
+are sampled (the first MiB, which holds the tensor headers, then 64 KiB of every 16 MiB, and the last MiB):
+whole files of hundreds of GB would take minutes at every start. The fingerprint guards against mix-ups, not
+against forgery.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def model_fingerprint(path: Path) -> str:
 
 
 def _add_content(digest: xxhash.xxh3_128, file: Path, size: int) -> None:
-    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+    with (
+        file.open("rb") as handle,
+        mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        memoryview(content) as view,
+    ):
         if size <= FULL_HASH_BYTES:
             digest.update(view)
             return

@@ -1,8 +1,8 @@
 """The linear layers of a decoder, named by how tensor parallelism splits them.
 
-A column layer splits its outputs (whole heads, or columns of the MLP) and needs no communication; a row layer splits its
-inputs and ends in a sum over ranks; the vocabulary splits by rows of the table. Model code says which is which and nothing
-more, so that a split needs changes here alone.
+A column layer splits its outputs (whole heads, or columns of the MLP) and needs no communication; a row layer
+splits its inputs and ends in a sum over ranks; the vocabulary splits by rows of the table. Model code says
+which is which and nothing more, so that a split needs changes here alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class LayerLoader:
         return self.kernels.linear(weight, biases)
 
     def row(self, name: str, bias: bool) -> Linear:
-        return self.kernels.linear(self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias") if bias else None)
+        return self.kernels.linear(
+            self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias") if bias else None
+        )
 
     def vocabulary_head(self, name: str) -> Linear:
         """Hidden states to logits."""
@@ -84,7 +86,8 @@ class LayerLoader:
 
 
 class VocabularyEmbedding:
-    """Token ids to hidden states. On CPUs the table stays in the memory map of the weights file, in the file's dtype."""
+    """Token ids to hidden states. On CPUs the table stays in the memory map of the weights file, in the
+    file's dtype."""
 
     def __init__(self, table: Tensor, dtype: torch.dtype, kernels: Kernels) -> None:
         self._table = table  # [vocab_size, hidden_size]

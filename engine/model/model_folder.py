@@ -1,5 +1,6 @@
-"""Whether a model folder can be served, by what its files say of themselves: the same check, and the same sentence, for a worker, a
-coordinator, `splitserve up` before it starts them, and the doctor. Free of torch; nothing is allocated by what config.json claims.
+"""Whether a model folder can be served, by what its files say of themselves: the same check, and the same
+sentence, for a worker, a coordinator, `splitserve up` before it starts them, and the doctor. Free of torch;
+nothing is allocated by what config.json claims.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ MAX_BYTES = {
 
 
 def check_model_folder(path: Path, weights: Literal["needed", "if there"] = "needed") -> ModelConfig:
-    """``if there``: a coordinator needs no weights. Raises ModelConfigError or WeightsError with what to do."""
+    """``if there``: a coordinator needs no weights. Raises ModelConfigError or WeightsError with what to
+    do."""
     if not path.is_dir():
         raise ModelConfigError(
             f"there is no folder {path}; give a Hugging Face checkpoint folder (config.json, tokenizer.json, *.safetensors), "

@@ -1,7 +1,7 @@
 """Rotary position embedding: its parameters and its table of cosines and sines.
 
-angle(position, i) = position * inverse_frequency[i], i < head_dim / 2. The pair (x[i], x[i + head_dim / 2]) is turned by
-that angle ("half-split" layout, as in Hugging Face checkpoints). Su et al., RoFormer, 2021.
+angle(position, i) = position * inverse_frequency[i], i < head_dim / 2. The pair (x[i], x[i + head_dim / 2])
+is turned by that angle ("half-split" layout, as in Hugging Face checkpoints). Su et al., RoFormer, 2021.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor:
     """float32 [max_model_len, head_dim]: the cosines of a position's angles, then their sines."""
-    angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inverse_frequencies(rope, head_dim))
+    angles = torch.outer(
+        torch.arange(max_model_len, dtype=torch.float32), inverse_frequencies(rope, head_dim)
+    )
     return torch.cat((angles.cos(), angles.sin()), dim=1) * rope.attention_factor
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between interpolated."""
+    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between
+    interpolated."""
     wavelengths = 2 * math.pi / frequencies
     turns = rope.original_max_position_embeddings / wavelengths
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -43,7 +46,8 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int, wavelength_units: Tensor) -> Tensor:
-    """Peng et al., YaRN, 2023, section 3.2: interpolate the dimensions that turn fewer than ``beta_slow`` times."""
+    """Peng et al., YaRN, 2023, section 3.2: interpolate the dimensions that turn fewer than ``beta_slow``
+    times."""
 
     def dimension_with_turns(turns: float) -> float:
         length = rope.original_max_position_embeddings

@@ -1,4 +1,5 @@
-"""A model's rotary parameters, as config.json gives them. Free of torch: what may be served is checked before a worker starts."""
+"""A model's rotary parameters, as config.json gives them. Free of torch: what may be served is checked before
+a worker starts."""
 
 from __future__ import annotations
 
@@ -29,14 +30,17 @@ class RopeConfig:
 
 
 def rope_config(config: dict[str, Any]) -> RopeConfig:
-    """From config.json: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (older files)."""
+    """From config.json: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (older
+    files)."""
     parameters: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config.get("partial_rotary_factor", parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelConfigError("config.json: partial_rotary_factor other than 1.0 is not supported")
     theta = _positive("rope_theta", parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     if kind not in ROPE_TYPES:
-        raise ModelConfigError(f"config.json: rope type {kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
+        raise ModelConfigError(
+            f"config.json: rope type {kind!r} is not supported (supported: {', '.join(ROPE_TYPES)})"
+        )
     if kind == "default":
         return RopeConfig(theta=theta)
     if "factor" not in parameters:
@@ -58,18 +62,22 @@ def rope_config(config: dict[str, Any]) -> RopeConfig:
 
 def _positive(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or not 0 < value < MOST:
-        raise ModelConfigError(f"config.json: {name!r} of the rope parameters must be above 0 and below {MOST:g}, found {value!r:.100}")
+        raise ModelConfigError(
+            f"config.json: {name!r} of the rope parameters must be above 0 and below {MOST:g}, found {value!r:.100}"
+        )
     return float(value)
 
 
 def rope_max_model_len(rope: RopeConfig, max_position_embeddings: int) -> int:
     """The longest sequence the rotary parameters are good for.
 
-    ``dynamic`` changes the frequencies once a sequence outgrows the trained length, and with them the keys that are
-    already cached (and shared between requests): it is served up to the trained length only.
+    ``dynamic`` changes the frequencies once a sequence outgrows the trained length, and with them the keys
+    that are already cached (and shared between requests): it is served up to the trained length only.
     """
     if rope.type == "yarn":
-        return min(LONGEST, max(max_position_embeddings, int(rope.factor * rope.original_max_position_embeddings)))
+        return min(
+            LONGEST, max(max_position_embeddings, int(rope.factor * rope.original_max_position_embeddings))
+        )
     return max_position_embeddings
 
 
@@ -79,5 +87,7 @@ def _yarn_attention_factor(parameters: dict[str, Any], factor: float) -> float:
     if given is not None:
         return float(given)
     if parameters.get("mscale") or parameters.get("mscale_all_dim") or not parameters.get("truncate", True):
-        raise ModelConfigError("config.json: yarn with mscale, mscale_all_dim or truncate=false is not supported")
+        raise ModelConfigError(
+            "config.json: yarn with mscale, mscale_all_dim or truncate=false is not supported"
+        )
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,7 +1,8 @@
-"""The safetensors files of a checkpoint and their headers. Free of torch, and bounded: nothing is allocated by what a header claims.
+"""The safetensors files of a checkpoint and their headers. Free of torch, and bounded: nothing is allocated
+by what a header claims.
 
-A file is 8 bytes (length of the header, little-endian), the header (JSON: dtype, shape and byte range of each tensor), then the tensors.
-Nothing is ever unpickled: a folder with only .bin or .pt files is refused.
+A file is 8 bytes (length of the header, little-endian), the header (JSON: dtype, shape and byte range of each
+tensor), then the tensors. Nothing is ever unpickled: a folder with only .bin or .pt files is refused.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ def weight_files(path: Path) -> list[Path]:
             f"{path} has pickled weights only ({pickled[0].name}), which are never loaded: unpickling runs code from the file. "
             "Use the safetensors version of this checkpoint, or convert it with transformers' save_pretrained."
         )
-    raise WeightsError(f"{path} has neither model.safetensors nor {INDEX}; copy the complete checkpoint into it")
+    raise WeightsError(
+        f"{path} has neither model.safetensors nor {INDEX}; copy the complete checkpoint into it"
+    )
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, by its headers. Raises WeightsError where a header is none, or does not fit its file."""
+    """Every tensor of a checkpoint, by its headers. Raises WeightsError where a header is none, or does not
+    fit its file."""
     found: dict[str, StoredTensor] = {}
     for file in weight_files(path):
         for name, tensor in _header(file).items():
@@ -62,17 +66,27 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_tensors(
-    path: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...]
+    path: Path,
+    found: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    ignored: tuple[str, ...],
 ) -> None:
-    """All of ``expected`` is there in the right shape, and nothing else but names that end in one of ``ignored``. Raises WeightsError."""
+    """All of ``expected`` is there in the right shape, and nothing else but names that end in one of
+    ``ignored``. Raises WeightsError."""
     missing = sorted(expected.keys() - found.keys())
     unexpected = sorted(name for name in found.keys() - expected.keys() if not name.endswith(ignored))
     if missing or unexpected:
-        told = [f"{len(names)} {what}: {_some(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names]
+        told = [
+            f"{len(names)} {what}: {_some(names)}"
+            for what, names in (("missing", missing), ("unexpected", unexpected))
+            if names
+        ]
         raise WeightsError(f"{path}: the tensors do not match config.json; {'; '.join(told)}")
     for name, shape in expected.items():
         if found[name] != shape:
-            raise WeightsError(f"{path}: tensor {name!r} has shape {list(found[name])}, config.json implies {list(shape)}")
+            raise WeightsError(
+                f"{path}: tensor {name!r} has shape {list(found[name])}, config.json implies {list(shape)}"
+            )
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
@@ -84,16 +98,22 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         found = {name: _stored(entry, size - 8 - len(header)) for name, entry in tensors.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or f"{error}"
-        raise WeightsError(f"{file} is not a readable safetensors file ({reason:.200}); download it again") from error
+        raise WeightsError(
+            f"{file} is not a readable safetensors file ({reason:.200}); download it again"
+        ) from error
     ends = sorted((begin, end) for _, begin, end in found.values())
     if any(end > begin for (_, end), (begin, _) in pairwise(ends)):
-        raise WeightsError(f"{file} is not a readable safetensors file (its tensors overlap); download it again")
+        raise WeightsError(
+            f"{file} is not a readable safetensors file (its tensors overlap); download it again"
+        )
     return {name: tensor for name, (tensor, _, _) in found.items()}
 
 
 def _read_header(file: Path) -> tuple[int, bytes]:
     """The file's size and its header. Raises OSError or ValueError."""
-    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as handle:  # a pipe would wait for its writer
+    with open(
+        os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
+    ) as handle:  # a pipe would wait for its writer
         status = os.fstat(handle.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is no regular file")
@@ -121,12 +141,20 @@ def _indexed_files(path: Path) -> list[Path]:
             raise ValueError(f"it is larger than {MAX_INDEX_BYTES:,} bytes")
         names = set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise WeightsError(f"{path / INDEX} is not a safetensors index ({error!r:.200}); download it again") from error
-    if len(names) > MAX_FILES or any(not isinstance(name, str) or Path(name).name != name or "\0" in name for name in names):
-        raise WeightsError(f"{path / INDEX} names files outside its own folder, or more than {MAX_FILES}; download it again")
+        raise WeightsError(
+            f"{path / INDEX} is not a safetensors index ({error!r:.200}); download it again"
+        ) from error
+    if len(names) > MAX_FILES or any(
+        not isinstance(name, str) or Path(name).name != name or "\0" in name for name in names
+    ):
+        raise WeightsError(
+            f"{path / INDEX} names files outside its own folder, or more than {MAX_FILES}; download it again"
+        )
     absent = sorted(name for name in names if not (path / name).exists())
     if absent:
-        raise WeightsError(f"{path} lacks {len(absent)} of {len(names)} weight files of the index: {_some(absent)}; copy them into it")
+        raise WeightsError(
+            f"{path} lacks {len(absent)} of {len(names)} weight files of the index: {_some(absent)}; copy them into it"
+        )
     return [path / name for name in sorted(names)]
 
 

@@ -35,17 +35,22 @@ class Checkpoint:
             handle = self._open(file)
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                 if name in self._file_of:
-                    raise WeightsError(f"{path}: tensor {name!r} is in two weight files; remove the stale one")
+                    raise WeightsError(
+                        f"{path}: tensor {name!r} is in two weight files; remove the stale one"
+                    )
                 self._file_of[name] = handle
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._files.close()
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
-        """All of ``expected`` is there in the right shape, and nothing else but names that end in one of ``ignored``."""
+        """All of ``expected`` is there in the right shape, and nothing else but names that end in one of
+        ``ignored``."""
         shapes = {name: tuple(handle.get_slice(name).get_shape()) for name, handle in self._file_of.items()}
         check_tensors(self._path, shapes, expected, ignored)
 
@@ -65,11 +70,15 @@ class Checkpoint:
         """In the file's dtype, without a copy."""
         tensor: Tensor = self._file_of[name].get_tensor(name)
         if tensor.dtype not in FLOAT_DTYPES:
-            raise WeightsError(f"{self._path}: tensor {name!r} is {tensor.dtype}; weights must be float32, bfloat16 or float16")
+            raise WeightsError(
+                f"{self._path}: tensor {name!r} is {tensor.dtype}; weights must be float32, bfloat16 or float16"
+            )
         return tensor
 
     def _open(self, file: Path) -> Any:
         try:
             return self._files.enter_context(safe_open(file, framework="pt"))
         except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{file} is not a readable safetensors file ({error}); download it again") from error
+            raise WeightsError(
+                f"{file} is not a readable safetensors file ({error}); download it again"
+            ) from error

@@ -1,4 +1,5 @@
-"""What the pure cores know of grammars: that a sequence has to wait for one, and what its shell has to compile. See grammar.py."""
+"""What the pure cores know of grammars: that a sequence has to wait for one, and what its shell has to
+compile. See grammar.py."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ class TokenMatcher(Protocol):
 
     @property
     def failure(self) -> str:
-        """Why it cannot go on (a limit was hit): from then on the mask allows end tokens alone. Empty: all is well."""
+        """Why it cannot go on (a limit was hit): from then on the mask allows end tokens alone. Empty: all is
+        well."""
 
     def mask(self, output_token_ids: Sequence[int]) -> NDArray[np.int32]:
-        """Which tokens may follow this output: bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may. [ceil(vocab_size / 32)].
+        """Which tokens may follow this output: bit ``i % 32`` of word ``i // 32`` is set where token ``i``
+        may. [ceil(vocab_size / 32)].
 
         The output grows from call to call; an end token is allowed only where the grammar may end.
         """
@@ -26,8 +29,9 @@ class TokenMatcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompileGrammar:
-    """Have the grammar compiled, off the loop, and let it read the output that there is. Answered by the core's ``grammar_compiled``
-    or ``grammar_failed`` with the same key; without a key, it is only to lie ready for a sequence that will come."""
+    """Have the grammar compiled, off the loop, and let it read the output that there is. Answered by the
+    core's ``grammar_compiled`` or ``grammar_failed`` with the same key; without a key, it is only to lie
+    ready for a sequence that will come."""
 
     key: tuple[int, int] | None
     grammar: bytes

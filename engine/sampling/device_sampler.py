@@ -1,4 +1,5 @@
-"""The sampler where the logits lie on a GPU: all rows at once, by the kernels of kernels/gpu/sampling.py, and one wait at the end.
+"""The sampler where the logits lie on a GPU: all rows at once, by the kernels of kernels/gpu/sampling.py, and
+one wait at the end.
 
 What a row is asked for comes from the same ``SamplingState`` as in sampler.py, and means the same.
 """
@@ -29,12 +30,14 @@ class DeviceSampler:
         self._last: _LastRows | None = None
 
     def sample(self, logits: Tensor, sampled: SampledRows) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
-        """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids [num_rows] and, by row, the logprobs asked for."""
+        """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids [num_rows] and, by row, the
+        logprobs asked for."""
         chosen, told = self.draw(logits, sampled)
         return chosen.cpu().numpy(), told()
 
     def draw(self, logits: Tensor, sampled: SampledRows) -> tuple[Tensor, Callable[[], dict[int, Logprobs]]]:
-        """As ``sample``, without waiting: token ids int32 on the device, and a call that waits for the logprobs."""
+        """As ``sample``, without waiting: token ids int32 on the device, and a call that waits for the
+        logprobs."""
         states, rows = sampled.states, self._rows(sampled, logits.shape[1])
         reporting = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         raw = logits.clone() if any(states[row].matcher is not None for row in reporting) else logits
@@ -59,9 +62,12 @@ class DeviceSampler:
         return chosen.int(), told
 
     def _rows(self, sampled: SampledRows, vocab_size: int) -> SamplingRows:
-        """What the rows ask for. As long as the same sequences run it stays on the device, where the chosen tokens are counted."""
+        """What the rows ask for. As long as the same sequences run it stays on the device, where the chosen
+        tokens are counted."""
         if self._last is not None and self._last.is_before(sampled):
-            rows = replace(self._last.rows, positions=send(torch.from_numpy(sampled.positions), sampled.newest.device))
+            rows = replace(
+                self._last.rows, positions=send(torch.from_numpy(sampled.positions), sampled.newest.device)
+            )
         else:
             rows = sampling_rows(sampled, self._eos_token_ids, vocab_size)
         self._last = _LastRows(list(sampled.states), sampled.positions.copy(), rows)
@@ -77,24 +83,30 @@ class _LastRows:
     rows: SamplingRows
 
     def is_before(self, sampled: SampledRows) -> bool:
-        """Only the positions of ``rows`` need to change for ``sampled``. Where tokens are counted, a step that is run again must not find
-        its own token counted."""
+        """Only the positions of ``rows`` need to change for ``sampled``. Where tokens are counted, a step
+        that is run again must not find its own token counted."""
         if len(self.states) != len(sampled.states) or not all(map(operator.is_, self.states, sampled.states)):
             return False
         return not self.rows.edited or np.array_equal(sampled.positions, self.positions + 1)
 
 
-def _report(own: list[float], ids: list[list[int]], values: list[list[float]], counts: list[int]) -> list[Logprobs]:
+def _report(
+    own: list[float], ids: list[list[int]], values: list[list[float]], counts: list[int]
+) -> list[Logprobs]:
     return [Logprobs(own[i], tuple(ids[i][:n]), tuple(values[i][:n])) for i, n in enumerate(counts)]
 
 
 def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_size: int) -> SamplingRows:
-    """What these sequences ask for, on the device of their newest tokens. Token counts are made for those that have penalties."""
+    """What these sequences ask for, on the device of their newest tokens. Token counts are made for those
+    that have penalties."""
     device = sampled.newest.device
     params = [state.params for state in sampled.states]
     penalized = [row for row, p in enumerate(params) if p.has_penalties]
     slots = {row: slot for slot, row in enumerate(penalized)}
-    edits = [_edits(state, int(at), eos_token_ids) for state, at in zip(sampled.states, sampled.positions, strict=True)]
+    edits = [
+        _edits(state, int(at), eos_token_ids)
+        for state, at in zip(sampled.states, sampled.positions, strict=True)
+    ]
     flat = [(token, *edit) for row in edits for token, edit in row.items()]
 
     def column(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -121,7 +133,9 @@ def sampling_rows(sampled: SampledRows, eos_token_ids: tuple[int, ...], vocab_si
     )
 
 
-def _edits(state: SamplingState, position: int, eos_token_ids: tuple[int, ...]) -> dict[int, tuple[int, float]]:
+def _edits(
+    state: SamplingState, position: int, eos_token_ids: tuple[int, ...]
+) -> dict[int, tuple[int, float]]:
     """By token: the position until which it is banned, and its bias."""
     edits = {token: (0, bias) for token, bias in state.params.logit_bias.items()}
     until = len(state.prompt_token_ids) + state.params.min_tokens
@@ -132,16 +146,25 @@ def _edits(state: SamplingState, position: int, eos_token_ids: tuple[int, ...]) 
 
 
 def _token_counts(sampled: SampledRows, penalized: Sequence[int], vocab_size: int) -> Tensor:
-    """int32 [max(1, len(penalized)), vocab_size], as ``SamplingRows`` has it. The newest token is added on the device: the host may not
-    know it yet."""
+    """int32 [max(1, len(penalized)), vocab_size], as ``SamplingRows`` has it. The newest token is added on
+    the device: the host may not know it yet."""
     newest, device = sampled.newest, sampled.newest.device
     counts = torch.zeros((max(1, len(penalized)), vocab_size), dtype=torch.int32, device=device)
     for slot, row in enumerate(penalized):
-        state, count = sampled.states[row], sampled.states[row].num_outputs_before(int(sampled.positions[row]))
+        state, count = (
+            sampled.states[row],
+            sampled.states[row].num_outputs_before(int(sampled.positions[row])),
+        )
         prompt = np.unique(np.array(state.prompt_token_ids, np.int64))
-        generated, times = np.unique(np.array(state.output_token_ids[: max(0, count - 1)], np.int64), return_counts=True)
+        generated, times = np.unique(
+            np.array(state.output_token_ids[: max(0, count - 1)], np.int64), return_counts=True
+        )
         counts[slot].index_fill_(0, send(torch.from_numpy(prompt), device), IN_PROMPT)
-        counts[slot].index_add_(0, send(torch.from_numpy(generated), device), send(torch.from_numpy(times.astype(np.int32)), device))
+        counts[slot].index_add_(
+            0,
+            send(torch.from_numpy(generated), device),
+            send(torch.from_numpy(times.astype(np.int32)), device),
+        )
         if count:
             counts[slot].index_add_(0, newest[row : row + 1], torch.ones(1, dtype=torch.int32, device=device))
     return counts

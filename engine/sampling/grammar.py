@@ -1,7 +1,8 @@
-"""Structured output: a grammar as masks over the vocabulary, by llguidance (its Earley parser and its lexer of regex derivatives).
+"""Structured output: a grammar as masks over the vocabulary, by llguidance (its Earley parser and its lexer
+of regex derivatives).
 
-A matcher holds nothing but its place in the grammar, which the output's tokens determine: on whichever worker a sequence goes on, its new
-matcher reads the tokens that there are, and is where the lost one was.
+A matcher holds nothing but its place in the grammar, which the output's tokens determine: on whichever worker
+a sequence goes on, its new matcher reads the tokens that there are, and is where the lost one was.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from ..errors import GrammarError
 
 ANY_NUMBER = LLMatcher.grammar_from_regex("[0-9]+").encode()
 MAX_CACHED = 128  # compiled grammars
-MAX_LEXER_STATES = 50_000  # 1 to 2 kB each; the library's other limits bound the work of compiling and of each step
+MAX_LEXER_STATES = (
+    50_000  # 1 to 2 kB each; the library's other limits bound the work of compiling and of each step
+)
 _log = logging.getLogger(__name__)
 
 
@@ -62,22 +65,30 @@ class GrammarCompiler:
         """Reads the tokenizer: up to a second, once. Raises GrammarError."""
         if self._tokenizer is None:
             if not self._path.is_file() or not self._eos:
-                raise GrammarError(f"structured output needs {self._path} and an eos_token_id in the model's configuration")
+                raise GrammarError(
+                    f"structured output needs {self._path} and an eos_token_id in the model's configuration"
+                )
             try:
-                self._tokenizer = LLTokenizer(self._path.read_text(), n_vocab=self._vocab_size, eos_token=self._eos)
+                self._tokenizer = LLTokenizer(
+                    self._path.read_text(), n_vocab=self._vocab_size, eos_token=self._eos
+                )
             except Exception as error:  # the library's own are plain ones
-                raise GrammarError(f"{self._path} is no tokenizer that structured output can be had with: {error}") from error
+                raise GrammarError(
+                    f"{self._path} is no tokenizer that structured output can be had with: {error}"
+                ) from error
         return self._tokenizer
 
     def warm_up(self) -> None:
-        """So that the first request with a grammar is as quick as the next. A model that has none is told of when a request asks."""
+        """So that the first request with a grammar is as quick as the next. A model that has none is told of
+        when a request asks."""
         try:
             self.matcher(ANY_NUMBER).mask(())
         except GrammarError as error:
             _log.info("no structured output: %s", error)
 
     def matcher(self, grammar: bytes, output_token_ids: Sequence[int] = ()) -> GrammarMatcher:
-        """At the end of this output. Raises GrammarError if there is no such grammar, or the output does not follow it."""
+        """At the end of this output. Raises GrammarError if there is no such grammar, or the output does not
+        follow it."""
         matcher = GrammarMatcher(self._compile(grammar).deep_copy(), self._vocab_size)
         matcher.read(output_token_ids)
         if matcher.failure:

@@ -30,7 +30,8 @@ class _Compiled(NamedTuple):
 
 
 class GrammarThread:
-    """``submit`` what the core asks for; ``wake`` is called, from the thread, when it is there; then ``report`` it."""
+    """``submit`` what the core asks for; ``wake`` is called, from the thread, when it is there; then
+    ``report`` it."""
 
     def __init__(self, compiler: GrammarCompiler | None, wake: Callable[[], None]) -> None:
         self._compiler, self._wake = compiler, wake

@@ -1,6 +1,7 @@
 """min-p, top-k and top-p, each as one threshold below which a row's logits become -inf.
 
-A threshold keeps every token that ties with the last one kept, so the outcome does not depend on a sort's order.
+A threshold keeps every token that ties with the last one kept, so the outcome does not depend on a sort's
+order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FIRST_LOOK = 256  # most distributions hold their top-p in fewer tokens than this: no need to sort the whole vocabulary
+FIRST_LOOK = (
+    256  # most distributions hold their top-p in fewer tokens than this: no need to sort the whole vocabulary
+)
 
 
 class FilterParams(NamedTuple):
@@ -21,7 +24,8 @@ class FilterParams(NamedTuple):
 
 
 def keep_likely_tokens(row: Tensor, params: FilterParams) -> None:
-    """In place on one row of logits (temperature applied) [vocab_size]. min-p first; top-p is of what top-k leaves."""
+    """In place on one row of logits (temperature applied) [vocab_size]. min-p first; top-p is of what top-k
+    leaves."""
     if params.min_p > 0:
         row[row < row.max() + math.log(params.min_p)] = -torch.inf
     top_k = params.top_k if 0 < params.top_k < row.numel() else row.numel()
@@ -33,12 +37,14 @@ def keep_likely_tokens(row: Tensor, params: FilterParams) -> None:
 
 
 def _top_p_threshold(row: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The logit of the last token of the smallest set whose probability reaches top_p. (A copy of the row lies at the same alignment
-    whatever row of the batch it is: torch's sums depend on it.)"""
+    """The logit of the last token of the smallest set whose probability reaches top_p. (A copy of the row
+    lies at the same alignment whatever row of the batch it is: torch's sums depend on it.)"""
     count = min(FIRST_LOOK, top_k)
     while True:
         likely = row.topk(count).values
-        norm = (likely if count == top_k else row.clone() if top_k == row.numel() else row.topk(top_k).values).logsumexp(0)
+        norm = (
+            likely if count == top_k else row.clone() if top_k == row.numel() else row.topk(top_k).values
+        ).logsumexp(0)
         reached = (likely - norm).exp().cumsum(0) >= top_p
         if reached[-1]:
             return likely[reached.to(torch.uint8).argmax()]

@@ -1,4 +1,5 @@
-"""What attention needs to know of one step's batch, as tensors on the model's device. Passed down, never kept in a global."""
+"""What attention needs to know of one step's batch, as tensors on the model's device. Passed down, never kept
+in a global."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class AttentionMetadata:
     slot_mapping: Tensor
 
     def of_rows(self, rows: Tensor) -> AttentionMetadata:
-        """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with that token."""
+        """For queries of the token rows ``rows`` (int64) alone: each is a sequence of its own that ends with
+        that token."""
         sequences = torch.searchsorted(self.query_start_loc, rows.int(), right=True) - 1
         return AttentionMetadata(
             positions=self.positions[rows],

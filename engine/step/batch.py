@@ -1,7 +1,7 @@
 """What a scheduler asks of the model runner for one step, and what it gets back. Plain numpy: no torch here.
 
-A batch is a flat row of tokens; ``query_start_loc`` says where each sequence's tokens begin. Prefill chunks and decode
-steps (one token a sequence) are the same thing, and may be mixed.
+A batch is a flat row of tokens; ``query_start_loc`` says where each sequence's tokens begin. Prefill chunks
+and decode steps (one token a sequence) are the same thing, and may be mixed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class SamplingState:
-    """One sequence's sampling parameters and the tokens they depend on. The scheduler appends to ``output_token_ids`` when it books a step,
-    which may be while the next one runs; the sampler only reads, by ``outputs_before``."""
+    """One sequence's sampling parameters and the tokens they depend on. The scheduler appends to
+    ``output_token_ids`` when it books a step, which may be while the next one runs; the sampler only reads,
+    by ``outputs_before``."""
 
     params: SamplingParams
     prompt_token_ids: Seq[int]
@@ -51,7 +52,8 @@ class SamplingState:
     matcher: TokenMatcher | None = None
     """Set before the sequence takes part in a step that samples, where ``params`` has a grammar."""
     plain_greedy: bool = field(init=False)
-    """Temperature 0 and nothing else: an argmax will do (min_tokens is looked at separately by the sampler)."""
+    """Temperature 0 and nothing else: an argmax will do (min_tokens is looked at separately by the
+    sampler)."""
 
     def __post_init__(self) -> None:
         p = self.params
@@ -72,7 +74,8 @@ class SamplingState:
         return position - len(self.prompt_token_ids)
 
     def outputs_before(self, position: int, newest: int) -> list[int]:
-        """The output tokens before ``position``, whether the last of them, ``newest``, is booked yet or not."""
+        """The output tokens before ``position``, whether the last of them, ``newest``, is booked yet or
+        not."""
         count = self.num_outputs_before(position)
         return [*self.output_token_ids[: count - 1], newest] if count else []
 

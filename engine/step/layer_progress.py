@@ -1,4 +1,5 @@
-"""How many layers of a step have their keys and values in the cache: told by the thread that computes, asked by the worker's loop."""
+"""How many layers of a step have their keys and values in the cache: told by the thread that computes, asked
+by the worker's loop."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ import torch
 
 
 class LayerProgress:
-    """Of one step. ``reached`` is called from the step's thread, the rest from the loop's; ``wake`` says that asking is worth while.
+    """Of one step. ``reached`` is called from the step's thread, the rest from the loop's; ``wake`` says that
+    asking is worth while.
 
-    On a CPU a layer that the step's thread has passed is written. A GPU's kernels run later than that thread: there an event in the
-    stream tells, and has to be asked for as long as ``pending``.
+    On a CPU a layer that the step's thread has passed is written. A GPU's kernels run later than that thread:
+    there an event in the stream tells, and has to be asked for as long as ``pending``.
     """
 
     def __init__(self, device: torch.device, wake: Callable[[], None], every: int) -> None:
@@ -23,7 +25,8 @@ class LayerProgress:
         self._num_layers = 0
 
     def reached(self, num_layers: int) -> None:
-        """The step's thread has written (on a GPU: launched) the keys and values of the first ``num_layers`` layers."""
+        """The step's thread has written (on a GPU: launched) the keys and values of the first ``num_layers``
+        layers."""
         if not self._every or num_layers % self._every:
             return
         if self._on_gpu:

@@ -22,7 +22,15 @@ from ...kernels.select import UnsuitableKernelsError, numerics, select_kernels
 from ..cache.host_copies import bring, passed, send
 from ..cache.host_memory import MemoryClaims, free_host_bytes
 from ..cache.kv_cache import KVCache, KVCacheLayout, PoolAllocator
-from ..cache.kv_cache_size import KVCacheSize, KVCacheWish, gpu_room, host_room, kv_cache_size, shrunk, step_bytes
+from ..cache.kv_cache_size import (
+    KVCacheSize,
+    KVCacheWish,
+    gpu_room,
+    host_room,
+    kv_cache_size,
+    shrunk,
+    step_bytes,
+)
 from ..device import available_bytes, select_device, select_dtype
 from ..errors import ModelConfigError, OutOfMemoryError
 from ..model.config import ModelConfig
@@ -69,19 +77,23 @@ class EngineConfig:
     memory_shared_by: int = 1  # workers of this cluster on this host
     max_num_seqs: int = 64  # no larger cache than so many sequences can fill
     cluster: str = ""  # its name, for workers that share the host's memory
-    max_model_len: int | None = None  # prompt and output tokens of one sequence; None: the model's, or what fits
+    max_model_len: int | None = (
+        None  # prompt and output tokens of one sequence; None: the model's, or what fits
+    )
     num_threads: int = 1  # CPU threads of one step
     exact: bool = False  # batch-invariant: see kernels/select.py
     kv_dtype: str = "auto"  # auto: as dtype; fp8
     quantization: str = "none"  # of linear layers: none, fp8
-    max_decode_seqs: int = 0  # on GPUs: decode steps of up to so many sequences are captured as graphs by ``warm_up``
+    max_decode_seqs: int = (
+        0  # on GPUs: decode steps of up to so many sequences are captured as graphs by ``warm_up``
+    )
     max_prefill_tokens: int = 0  # on GPUs: the largest prefill step, which ``warm_up`` tries
     pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
 
 
 class ModelRunner:
-    """Loads the model at construction. ``execute`` may be called from any one thread at a time; a step fed from another
-    is of the same thread."""
+    """Loads the model at construction. ``execute`` may be called from any one thread at a time; a step fed
+    from another is of the same thread."""
 
     def __init__(self, engine: EngineConfig) -> None:
         self.phases = StartPhases()
@@ -97,7 +109,11 @@ class ModelRunner:
             self.fingerprint += "-fp8"  # two such workers share their cache, but not with others
         try:
             kernels = select_kernels(
-                self.device, engine.num_threads, engine.exact, fp8_linears=engine.quantization == "fp8", fp8_cache=engine.kv_dtype == "fp8"
+                self.device,
+                engine.num_threads,
+                engine.exact,
+                fp8_linears=engine.quantization == "fp8",
+                fp8_cache=engine.kv_dtype == "fp8",
             )
         except UnsuitableKernelsError as error:
             raise ModelConfigError(str(error)) from error
@@ -105,13 +121,21 @@ class ModelRunner:
         with Checkpoint(engine.model_path) as checkpoint, torch.inference_mode():
             self.dtype = select_dtype(engine.dtype, self.device, checkpoint.dtype)
             cache_dtype = torch.float8_e4m3fn if engine.kv_dtype == "fp8" else self.dtype
-            layout = KVCacheLayout.of(self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], cache_dtype)
-            longest = available_bytes(self.device) // layout.block_bytes * layout.block_size  # no table of angles for more
+            layout = KVCacheLayout.of(
+                self.config, engine.block_size or DEFAULT_BLOCK_SIZE[self.device.type], cache_dtype
+            )
+            longest = (
+                available_bytes(self.device) // layout.block_bytes * layout.block_size
+            )  # no table of angles for more
             weights = weight_bytes(self.config, self.dtype.itemsize) if self.device.type == "cpu" else 0
             with self.claims.turn():
                 self.claims.claim(weights)
-            load = LayerLoader(checkpoint, kernels, self.dtype, self.device, LOADING_THREADS[self.device.type])
-            self._model = _load_model(self.config, load, min(model_len, max(longest, 1)), fp8_cache=engine.kv_dtype == "fp8")
+            load = LayerLoader(
+                checkpoint, kernels, self.dtype, self.device, LOADING_THREADS[self.device.type]
+            )
+            self._model = _load_model(
+                self.config, load, min(model_len, max(longest, 1)), fp8_cache=engine.kv_dtype == "fp8"
+            )
         self.phases.done("weights")
         self._sampler = _make_sampler(kernels, self.device, self.config.eos_token_ids)
         wish = wish_of(engine, layout, self.config.max_model_len)
@@ -131,22 +155,27 @@ class ModelRunner:
         self._sampled_last = _SampledLast(self.device)
 
     def capture(self, record: Recorder) -> None:
-        """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on. Raises OutOfMemoryError."""
+        """Decode steps of up to ``max_decode_seqs`` sequences are replayed from now on. Raises
+        OutOfMemoryError."""
         max_blocks = -(-self.max_model_len // self.kv_cache.layout.block_size) + 1
         with torch.inference_mode():
             vocab_size = self.config.vocab_size
-            self._graphs = DecodeGraphs(self._decode, vocab_size, self._max_decode_seqs, max_blocks, self.device, record)
+            self._graphs = DecodeGraphs(
+                self._decode, vocab_size, self._max_decode_seqs, max_blocks, self.device, record
+            )
 
     def execute(self, batch: Batch, on_layer: OnLayer | None = None) -> StepOutput:
-        """One step: writes the batch's keys and values to the cache and samples where ``batch.sampling`` asks.
+        """One step: writes the batch's keys and values to the cache and samples where ``batch.sampling``
+        asks.
 
         ``on_layer``: see ``DecoderModel.forward``.
         """
         return self.launch(batch, on_layer)()
 
     def launch(self, batch: Batch, on_layer: OnLayer | None = None) -> Callable[[], StepOutput]:
-        """Begins a step; the call that it returns, from any thread, waits for its output, but for no later step. On a CPU, and where prompt
-        logprobs are asked for, the step is over when this returns. Two steps may be under way."""
+        """Begins a step; the call that it returns, from any thread, waits for its output, but for no later
+        step. On a CPU, and where prompt logprobs are asked for, the step is over when this returns. Two steps
+        may be under way."""
         self._use_this_thread()
         with torch.inference_mode():
             if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
@@ -157,11 +186,15 @@ class ModelRunner:
             tokens = self._sample(batch, sampled, logits, newest)
         return lambda: StepOutput(*tokens(), prompt_logprobs)
 
-    def _run_layers(self, batch: Batch, on_layer: OnLayer | None) -> tuple[list[int], Tensor, Tensor, dict[int, list[Logprobs]]]:
+    def _run_layers(
+        self, batch: Batch, on_layer: OnLayer | None
+    ) -> tuple[list[int], Tensor, Tensor, dict[int, list[Logprobs]]]:
         """The rows that sample, their logits and their last input tokens; and the logprobs of prompts."""
         token_ids, metadata = self._token_ids(batch), AttentionMetadata.from_batch(batch, self.device)
         if batch.only_decodes:
-            logits = self._model.logits(self._model.forward(token_ids, metadata, self.kv_cache.pool, None, on_layer))
+            logits = self._model.logits(
+                self._model.forward(token_ids, metadata, self.kv_cache.pool, None, on_layer)
+            )
             return list(range(batch.num_seqs)), logits, token_ids, NO_LOGPROBS
         sampled = [i for i, state in enumerate(batch.sampling) if state is not None]
         reported = [i for i, count in enumerate(batch.prompt_logprobs) if count is not None]
@@ -170,7 +203,9 @@ class ModelRunner:
             first = int(batch.query_start_loc[i])
             rows += range(first, first + len(batch.next_prompt_ids[i]))
         every_row = rows == list(range(batch.num_tokens))
-        hidden = self._model.forward(token_ids, metadata, self.kv_cache.pool, None if every_row else self._index(rows), on_layer)
+        hidden = self._model.forward(
+            token_ids, metadata, self.kv_cache.pool, None if every_row else self._index(rows), on_layer
+        )
         logits = self._model.logits(hidden[: len(sampled)]) if sampled else hidden[:0]
         newest = token_ids[self._index(rows[: len(sampled)])]
         return sampled, logits, newest, self._prompt_logprobs(batch, reported, hidden[len(sampled) :])
@@ -182,16 +217,18 @@ class ModelRunner:
             torch.cuda.set_device(self.device)
 
     def warm_up(self) -> None:
-        """Runs prompts and a decode step, so that the first request pays for no first use; on a GPU then captures decode steps. Raises
-        OutOfMemoryError.
+        """Runs prompts and a decode step, so that the first request pays for no first use; on a GPU then
+        captures decode steps. Raises OutOfMemoryError.
 
-        On a GPU this is done in a thread that ends: cuBLAS makes a handle and a workspace for each thread, and the next thread, the one
-        that computes, takes over what an ended one leaves."""
+        On a GPU this is done in a thread that ends: cuBLAS makes a handle and a workspace for each thread,
+        and the next thread, the one that computes, takes over what an ended one leaves."""
         if self.device.type == "cpu":
             self._warm_up(WARM_UP_TOKENS[:1])
             return
         with ThreadPoolExecutor(1, "warm-up") as thread:
-            thread.submit(self._warm_up, (*WARM_UP_TOKENS, self._max_prefill_tokens or WARM_UP_TOKENS[0])).result()
+            thread.submit(
+                self._warm_up, (*WARM_UP_TOKENS, self._max_prefill_tokens or WARM_UP_TOKENS[0])
+            ).result()
 
     def _warm_up(self, lengths: Sequence[int]) -> None:
         block_size = self.kv_cache.layout.block_size
@@ -210,7 +247,9 @@ class ModelRunner:
         token_ids = send(torch.from_numpy(batch.token_ids), self.device)
         if batch.fed_from is None:
             return token_ids
-        return feed(token_ids, send(torch.from_numpy(batch.fed_from), self.device), self._sampled_last.token_ids)
+        return feed(
+            token_ids, send(torch.from_numpy(batch.fed_from), self.device), self._sampled_last.token_ids
+        )
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return send(torch.tensor(rows, dtype=torch.int64), self.device)
@@ -218,8 +257,8 @@ class ModelRunner:
     def _sample(
         self, batch: Batch, sampled: list[int], logits: Tensor, newest: Tensor
     ) -> Callable[[], tuple[NDArray[np.int32], dict[int, Logprobs]]]:
-        """The tokens of all sequences, once they are waited for; those in the rows ``sampled`` have logits, and their last input tokens are
-        ``newest``. Without any, the wait is for the keys and values."""
+        """The tokens of all sequences, once they are waited for; those in the rows ``sampled`` have logits,
+        and their last input tokens are ``newest``. Without any, the wait is for the keys and values."""
         states = [state for state in batch.sampling if state is not None]
         if not states:
             return _no_tokens(batch.num_seqs, passed(self.device))
@@ -237,7 +276,9 @@ class ModelRunner:
         arrived = bring([drawn])
         return lambda: (arrived()[0].numpy(), {sampled[row]: entry for row, entry in told().items()})
 
-    def _prompt_logprobs(self, batch: Batch, reported: Sequence[int], hidden: Tensor) -> dict[int, list[Logprobs]]:
+    def _prompt_logprobs(
+        self, batch: Batch, reported: Sequence[int], hidden: Tensor
+    ) -> dict[int, list[Logprobs]]:
         told: dict[int, list[Logprobs]] = {}
         for i in reported:
             ids, count = batch.next_prompt_ids[i], batch.prompt_logprobs[i] or 0
@@ -250,7 +291,8 @@ class ModelRunner:
         return told
 
     def _size(self, engine: EngineConfig, wish: KVCacheWish, weights: int) -> KVCacheSize:
-        """Of the KV cache, by what is free now; claims its host memory (a GPU's cache has a mirror there). Raises OutOfMemoryError."""
+        """Of the KV cache, by what is free now; claims its host memory (a GPU's cache has a mirror there).
+        Raises OutOfMemoryError."""
         utilization, sharers = engine.cpu_memory_utilization, engine.memory_shared_by
         with self.claims.turn() as others:
             room = host_room(
@@ -269,15 +311,25 @@ class ModelRunner:
                 cut = shrunk(wish, max(0, available_bytes(self.device) - others.pending))
                 if cut is not wish:
                     gib = (cut.num_blocks or 0) * cut.block_bytes / 2**30
-                    logger.warning("the KV cache that was asked for does not fit any more: it starts with %.2f GiB", gib)
+                    logger.warning(
+                        "the KV cache that was asked for does not fit any more: it starts with %.2f GiB", gib
+                    )
                 wish = cut
             size = kv_cache_size(wish, room)
             self.claims.claim(weights, size.num_blocks * wish.block_bytes)
         return size
 
 
-def gpu_room_of(engine: EngineConfig, config: ModelConfig, device: torch.device, dtype: torch.dtype, used: int, loaded: bool = True) -> int:
-    """Bytes for a KV cache on this GPU, where the worker has taken ``used`` bytes so far; not ``loaded``: where it will have."""
+def gpu_room_of(
+    engine: EngineConfig,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    used: int,
+    loaded: bool = True,
+) -> int:
+    """Bytes for a KV cache on this GPU, where the worker has taken ``used`` bytes so far; not ``loaded``:
+    where it will have."""
     free, total = torch.cuda.mem_get_info(device)
     step = step_bytes(
         hidden_size=config.hidden_size,
@@ -316,7 +368,9 @@ def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_
         ) from error
 
 
-def _no_tokens(num_seqs: int, passed: Callable[[], None]) -> Callable[[], tuple[NDArray[np.int32], dict[int, Logprobs]]]:
+def _no_tokens(
+    num_seqs: int, passed: Callable[[], None]
+) -> Callable[[], tuple[NDArray[np.int32], dict[int, Logprobs]]]:
     def tokens() -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
         passed()
         return np.full(num_seqs, -1, np.int32), {}
@@ -325,13 +379,16 @@ def _no_tokens(num_seqs: int, passed: Callable[[], None]) -> Callable[[], tuple[
 
 
 class _SampledLast(threading.local):
-    """Of the calling thread's last step: while a worker changes its role two threads step by turns, each after its own steps."""
+    """Of the calling thread's last step: while a worker changes its role two threads step by turns, each
+    after its own steps."""
 
     def __init__(self, device: torch.device) -> None:
         self.token_ids = torch.empty(0, dtype=torch.int32, device=device)  # [num_seqs]
 
 
-def _make_sampler(kernels: Kernels, device: torch.device, eos_token_ids: tuple[int, ...]) -> Sampler | DeviceSampler:
+def _make_sampler(
+    kernels: Kernels, device: torch.device, eos_token_ids: tuple[int, ...]
+) -> Sampler | DeviceSampler:
     if device.type == "cpu" or isinstance(kernels, TorchKernels):
         return Sampler(kernels, eos_token_ids)
     from ..sampling.device_sampler import DeviceSampler  # which needs Triton
@@ -341,5 +398,7 @@ def _make_sampler(kernels: Kernels, device: torch.device, eos_token_ids: tuple[i
 
 def _max_model_len(asked: int | None, config: ModelConfig) -> int:
     if asked is not None and asked > config.max_model_len:
-        raise ModelConfigError(f"max_model_len {asked} is more than the model's {config.max_model_len}; lower --max-model-len")
+        raise ModelConfigError(
+            f"max_model_len {asked} is more than the model's {config.max_model_len}; lower --max-model-len"
+        )
     return asked or config.max_model_len

@@ -1,7 +1,8 @@
 """A model runner that takes the time a profile says and computes nothing: a cluster rehearsed on a laptop.
 
-Everything around it is real: cores, sockets, KV movers, the coordinator. Its tokens mean nothing, but they are a function of (seed,
-position) as real ones are, so that a request tried again goes on as it began. End tokens are never drawn: a request ends by its length.
+Everything around it is real: cores, sockets, KV movers, the coordinator. Its tokens mean nothing, but they
+are a function of (seed, position) as real ones are, so that a request tried again goes on as it began. End
+tokens are never drawn: a request ends by its length.
 """
 
 from __future__ import annotations
@@ -24,19 +25,24 @@ from .batch import Batch, Logprobs, SamplingState, StepOutput
 SLICES = 8
 """Layers are reported in so many groups a step: each costs a wake-up."""
 FOLLOWS_S = 0.01
-"""A step that begins so soon after the last was waiting for it; after a longer pause there is nothing to make up for."""
+"""A step that begins so soon after the last was waiting for it; after a longer pause there is nothing to make
+up for."""
 DEFAULT_CACHE_GIB = 1 / 16
 
 
 class PacedRunner:
     """``noise``: draws how many times its modelled time a step takes."""
 
-    def __init__(self, profile: Profile, vocab_size: int, eos_token_ids: frozenset[int], noise: random.Random) -> None:
+    def __init__(
+        self, profile: Profile, vocab_size: int, eos_token_ids: frozenset[int], noise: random.Random
+    ) -> None:
         self.clock = StepClock(profile)
         self._vocab_size, self._eos = vocab_size, eos_token_ids
         self._num_layers = profile.memory.num_layers
         self._noise, self._sigma = noise, math.sqrt(math.log1p(profile.noise_cv**2))
-        self._late_s = 0.0  # by which the last step overslept: the next is so much shorter, if it follows at once
+        self._late_s = (
+            0.0  # by which the last step overslept: the next is so much shorter, if it follows at once
+        )
         self._ended = float("-inf")
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
@@ -65,10 +71,18 @@ class PacedRunner:
 
     def _output(self, batch: Batch) -> StepOutput:
         rows = zip(batch.sampling, batch.seq_lens.tolist(), strict=True)
-        token_ids = np.array([-1 if state is None else self._token(state, position) for state, position in rows], np.int32)
-        logprobs = {row: Logprobs(0.0) for row, s in enumerate(batch.sampling) if s is not None and s.params.logprobs is not None}
+        token_ids = np.array(
+            [-1 if state is None else self._token(state, position) for state, position in rows], np.int32
+        )
+        logprobs = {
+            row: Logprobs(0.0)
+            for row, s in enumerate(batch.sampling)
+            if s is not None and s.params.logprobs is not None
+        }
         asked = [row for row, count in enumerate(batch.prompt_logprobs) if count is not None]
-        return StepOutput(token_ids, logprobs, {row: [Logprobs(0.0)] * len(batch.next_prompt_ids[row]) for row in asked})
+        return StepOutput(
+            token_ids, logprobs, {row: [Logprobs(0.0)] * len(batch.next_prompt_ids[row]) for row in asked}
+        )
 
     def _token(self, state: SamplingState, position: int) -> int:
         token = (state.params.seed + 31 * position) % self._vocab_size
@@ -78,19 +92,27 @@ class PacedRunner:
 
 
 def paced_model(settings: WorkerSettings, allocate: PoolAllocator | None = None) -> WorkerModel:
-    """What a worker serves with ``--runner paced:FILE``. Blocks are as many as the profile's worker has, and as large, or cut down so that
-    all fit into ``kv_cache_gib`` (default: 1/16). Raises ProfileError."""
+    """What a worker serves with ``--runner paced:FILE``. Blocks are as many as the profile's worker has, and
+    as large, or cut down so that all fit into ``kv_cache_gib`` (default: 1/16). Raises ProfileError."""
     profile = Profile.read(Path(settings.runner.removeprefix(PACED)))
     memory, config = profile.memory, ModelConfig.from_folder(settings.model)
     if settings.block_size not in (0, memory.block_size):
-        raise ProfileError(f"the profile {profile.name} was made with blocks of {memory.block_size} tokens: give --block-size 0")
+        raise ProfileError(
+            f"the profile {profile.name} was made with blocks of {memory.block_size} tokens: give --block-size 0"
+        )
     max_model_len = settings.max_model_len or memory.max_model_len
     if max_model_len > memory.max_model_len:
-        raise ProfileError(f"--max-model-len {max_model_len} is more than the {memory.max_model_len} of the profile {profile.name}")
+        raise ProfileError(
+            f"--max-model-len {max_model_len} is more than the {memory.max_model_len} of the profile {profile.name}"
+        )
     num_blocks = settings.num_blocks or memory.num_blocks
     layer_bytes = _layer_bytes(profile, num_blocks, settings.kv_cache_gib or DEFAULT_CACHE_GIB)
     shape = (num_blocks, memory.num_layers, layer_bytes)
-    pool = np.zeros(shape, np.uint8) if allocate is None else np.frombuffer(allocate(math.prod(shape)), np.uint8, math.prod(shape))
+    pool = (
+        np.zeros(shape, np.uint8)
+        if allocate is None
+        else np.frombuffer(allocate(math.prod(shape)), np.uint8, math.prod(shape))
+    )
     eos = frozenset(config.eos_token_ids)
     return WorkerModel(
         runner=PacedRunner(profile, config.vocab_size, eos, random.Random(settings.worker_id)),

@@ -6,8 +6,9 @@ BROKEN_AFTER = 3
 
 
 class StepFailures:
-    """A request that was alone in a step that raised is given back, and tried elsewhere. Where one after the other is, with no good step
-    between, it is no fault of theirs: a GPU whose context is lost, say, fails everything, and quicker than others serve."""
+    """A request that was alone in a step that raised is given back, and tried elsewhere. Where one after the
+    other is, with no good step between, it is no fault of theirs: a GPU whose context is lost, say, fails
+    everything, and quicker than others serve."""
 
     def __init__(self) -> None:
         self._requests: set[str] = set()

@@ -1,7 +1,8 @@
 """When the step that runs on a device will be nearly over, told by how long the last ones took.
 
-A device does not say how far it is within a CUDA graph. Decode steps change little from one to the next, so the last ones say when to
-make the next: late, for a sequence that arrives until then takes part in it, but early enough that the device does not wait.
+A device does not say how far it is within a CUDA graph. Decode steps change little from one to the next, so
+the last ones say when to make the next: late, for a sequence that arrives until then takes part in it, but
+early enough that the device does not wait.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ OVERSLEPT_S = 1e-4
 class StepForecast:
     """``sleep`` and ``clock``: of the machine, but in tests. To be used from one thread."""
 
-    def __init__(self, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._sleep, self._clock = sleep, clock
         self._durations: deque[float] = deque(maxlen=LOOKS_BACK)
         self._began_at = self._ended_at = self._slept_until = float("-inf")
@@ -32,7 +35,8 @@ class StepForecast:
         self._began_at = max(launched_at, self._ended_at)
 
     def end(self) -> None:
-        """It has ended now, or, where nothing had to be waited for any more, some time ago: then the last steps say nothing of the next."""
+        """It has ended now, or, where nothing had to be waited for any more, some time ago: then the last
+        steps say nothing of the next."""
         self._ended_at = self._clock()
         if self._ended_at - self._slept_until < OVERSLEPT_S:
             self._durations.clear()

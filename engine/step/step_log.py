@@ -1,7 +1,9 @@
-"""A worker's steps as they were: what was in each, and how long it took. To hold a profile, and a simulation, against what really ran.
+"""A worker's steps as they were: what was in each, and how long it took. To hold a profile, and a simulation,
+against what really ran.
 
-A file of comma-separated values for each process, a line for each step. Times are seconds of the host's monotonic clock. Of a step that is
-launched on a GPU while the one before it runs, the time begins when that one ends.
+A file of comma-separated values for each process, a line for each step. Times are seconds of the host's
+monotonic clock. Of a step that is launched on a GPU while the one before it runs, the time begins when that
+one ends.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class StepLogError(EngineError):
 
 
 class LoggedStep(NamedTuple):
-    """``chunks``: "cached+new" of each prompt chunk, with spaces between; ``num_seqs`` sequences generate, with so many tokens in all."""
+    """``chunks``: "cached+new" of each prompt chunk, with spaces between; ``num_seqs`` sequences generate,
+    with so many tokens in all."""
 
     began: float
     seconds: float
@@ -44,7 +47,9 @@ class LoggedStep(NamedTuple):
         """Seconds, as the profile says."""
         parts = [chunk.split("+") for chunk in self.chunks.split()]
         clock = StepClock(profile, warns=False)
-        return clock.mixed([(int(cached), int(new)) for cached, new in parts], self.num_seqs, self.num_context_tokens)
+        return clock.mixed(
+            [(int(cached), int(new)) for cached, new in parts], self.num_seqs, self.num_context_tokens
+        )
 
 
 class StepLog:
@@ -55,9 +60,13 @@ class StepLog:
         path = folder / f"{worker_id.replace('/', '_')}-{os.getpid()}.csv"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)  # closed with the process
+            self._file = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644
+            )  # closed with the process
         except OSError as error:
-            raise StepLogError(f"cannot write the step log {path}: {error.strerror}; choose another --step-log folder") from None
+            raise StepLogError(
+                f"cannot write the step log {path}: {error.strerror}; choose another --step-log folder"
+            ) from None
         self._lock = Lock()
         self._ended = float("-inf")
         self._write(",".join(LoggedStep._fields))
@@ -113,7 +122,11 @@ def read_step_logs(folder: Path) -> Iterator[LoggedStep]:
             with path.open(encoding="utf-8", newline="") as file:
                 for row in csv.DictReader(file):
                     yield LoggedStep(
-                        float(row["began"]), float(row["seconds"]), row["chunks"], int(row["num_seqs"]), int(row["num_context_tokens"])
+                        float(row["began"]),
+                        float(row["seconds"]),
+                        row["chunks"],
+                        int(row["num_seqs"]),
+                        int(row["num_context_tokens"]),
                     )
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise StepLogError(f"{path} is no step log: {error!r}") from None

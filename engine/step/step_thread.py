@@ -1,7 +1,8 @@
 """The thread that computes: one batch after the other, while the worker's loop goes on listening.
 
-A step may be submitted while another runs: it begins the moment that one has ended. Should that one fail, it is not run at all, for its
-inputs would be wrong. A GPU is given it at once, and begins by itself; a second thread then waits for what comes of steps.
+A step may be submitted while another runs: it begins the moment that one has ended. Should that one fail, it
+is not run at all, for its inputs would be wrong. A GPU is given it at once, and begins by itself; a second
+thread then waits for what comes of steps.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ class Runner(Protocol):
     """Anything that executes batches (the model runner, or a stand-in that takes no time)."""
 
     def execute(self, batch: Batch, on_layer: OnLayer | None = None) -> StepOutput:
-        """``on_layer``, if given, is called with the number of layers whose keys and values are written, as it grows."""
+        """``on_layer``, if given, is called with the number of layers whose keys and values are written, as
+        it grows."""
 
 
 Launch = Callable[[Batch, OnLayer | None], Callable[[], StepOutput]]
-"""Begins a batch, on a device that does one after the other; the call that it returns waits for the output."""
+"""Begins a batch, on a device that does one after the other; the call that it returns waits for the
+output."""
 
 
 class Step(Protocol):
@@ -47,8 +50,8 @@ S = TypeVar("S", bound=Step)
 
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[S]):
-    """A step that is over: it has an output, or an error; neither if it was not run, because the step before it failed. After a
-    DeviceLostError no other step can run."""
+    """A step that is over: it has an output, or an error; neither if it was not run, because the step before
+    it failed. After a DeviceLostError no other step can run."""
 
     step: S
     output: StepOutput | None
@@ -61,7 +64,9 @@ class _Launched(Generic[S]):
     step: S
     follows: bool
     at: float  # monotonic time
-    output: Callable[[], StepOutput] | Exception | None  # None: not launched, because the one before could not be
+    output: (
+        Callable[[], StepOutput] | Exception | None
+    )  # None: not launched, because the one before could not be
 
     def wait(self) -> StepOutput:
         if isinstance(self.output, Exception):
@@ -71,12 +76,13 @@ class _Launched(Generic[S]):
 
 
 class StepThread(Generic[S]):
-    """``submit`` a step while it ``wants_next``; ``wake`` is called, from the thread, when one has run; then ``collect`` it.
+    """``submit`` a step while it ``wants_next``; ``wake`` is called, from the thread, when one has run; then
+    ``collect`` it.
 
-    ``ahead_at_layer``: the next step is wanted as soon as the running one has written the keys and values of so many layers (``wake`` says
-    so, too). Late is better, for what arrives until then takes part; but early enough to be made in time. 0: as soon as it is submitted;
-    None: when it has ended. ``forecast``, of steps that are launched: the next one is wanted when the running one is expected to be nearly
-    over.
+    ``ahead_at_layer``: the next step is wanted as soon as the running one has written the keys and values of
+    so many layers (``wake`` says so, too). Late is better, for what arrives until then takes part; but early
+    enough to be made in time. 0: as soon as it is submitted; None: when it has ended. ``forecast``, of steps
+    that are launched: the next one is wanted when the running one is expected to be nearly over.
     """
 
     def __init__(
@@ -120,11 +126,13 @@ class StepThread(Generic[S]):
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which a step has run so far. Where two roles share a model, waiting for the other's step counts."""
+        """Seconds in which a step has run so far. Where two roles share a model, waiting for the other's step
+        counts."""
         return self._busy.seconds(time.monotonic())
 
     def submit(self, step: S, on_layer: OnLayer | None = None) -> None:
-        """Starts a step, or has it start after the one that runs. ``on_layer``: called, from the thread, as ``Runner.execute`` says."""
+        """Starts a step, or has it start after the one that runs. ``on_layer``: called, from the thread, as
+        ``Runner.execute`` says."""
         assert on_layer is None or not self._ahead_at_layer, "one of them"
         self._inbox.put((step, self.busy, self._reached if self._ahead_at_layer else on_layer))
         self._num_in_flight += 1
@@ -188,7 +196,9 @@ class StepThread(Generic[S]):
         if not self._broken:
             try:
                 finished = Finished(step, output(), None)
-            except Exception as error:  # reported to the loop, which gives the step's requests back or tries a smaller one
+            except (
+                Exception
+            ) as error:  # reported to the loop, which gives the step's requests back or tries a smaller one
                 finished, self._broken = _failed(step, error), True
         self._busy.end(time.monotonic())
         self._outbox.put(finished)
@@ -212,6 +222,8 @@ def _failed(step: S, error: Exception) -> Finished[S]:
         except RuntimeError as worse:  # the GPU has more than too little memory
             error, out_of_memory = worse, False
     if is_device_lost(error):
-        lost = DeviceLostError(f"the GPU serves this process no longer ({str(error).splitlines()[0]}): it ends, to be started anew")
+        lost = DeviceLostError(
+            f"the GPU serves this process no longer ({str(error).splitlines()[0]}): it ends, to be started anew"
+        )
         lost.__cause__, error = error, lost
     return Finished(step, None, error, out_of_memory)

@@ -8,7 +8,8 @@ from .batch import SamplingState
 
 
 def last_output_index(state: SamplingState, max_model_len: int) -> int:
-    """The output index of the last token that this sequence may have: by ``max_tokens`` or by the model's context."""
+    """The output index of the last token that this sequence may have: by ``max_tokens`` or by the model's
+    context."""
     return min(state.params.max_tokens, max_model_len - len(state.prompt_token_ids)) - 1
 
 
@@ -18,8 +19,11 @@ def stop_set(state: SamplingState, eos_token_ids: frozenset[int]) -> frozenset[i
     return stops if state.params.ignore_eos else stops | eos_token_ids
 
 
-def finish_reason(token: int, index: int, stops: frozenset[int], min_tokens: int, last_index: int) -> Literal["stop", "length"] | None:
-    """Whether output token ``token`` at output index ``index`` ends its sequence. The end token itself is reported too."""
+def finish_reason(
+    token: int, index: int, stops: frozenset[int], min_tokens: int, last_index: int
+) -> Literal["stop", "length"] | None:
+    """Whether output token ``token`` at output index ``index`` ends its sequence. The end token itself is
+    reported too."""
     if token in stops and index + 1 > min_tokens:
         return "stop"
     return "length" if index >= last_index else None

@@ -1,4 +1,5 @@
-"""The first steps of a model, before anybody waits for them: what a first use compiles, tunes or allocates is then there."""
+"""The first steps of a model, before anybody waits for them: what a first use compiles, tunes or allocates is
+then there."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from ..out_of_memory import is_out_of_memory
 from .batch import Batch, SamplingParams, SamplingState, StepOutput
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-EVERYTHING = SamplingParams(max_tokens=1, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1)
+EVERYTHING = SamplingParams(
+    max_tokens=1, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
+)
 """On a GPU each option is compiled when it is first used."""
 
 
 def run_first_steps(execute: Callable[[Batch], StepOutput], lengths: Sequence[int], block_size: int) -> None:
-    """Prompts of these lengths, the shortest first, and a decode step, in the pool's first blocks. Raises OutOfMemoryError."""
+    """Prompts of these lengths, the shortest first, and a decode step, in the pool's first blocks. Raises
+    OutOfMemoryError."""
     shortest = min(lengths)
     steps = [(0, length, GREEDY) for length in sorted(set(lengths))]
     for start, stop, params in (*steps, (shortest, shortest + 1, EVERYTHING)):

@@ -1,14 +1,17 @@
-"""Softmax attention of some query rows over a range of cached keys, tile by tile: what decode and prefill have in common.
+"""Softmax attention of some query rows over a range of cached keys, tile by tile: what decode and prefill
+have in common.
 
     score[r, t] = cap(scale q[r] . k[t])      cap(x) = softcap tanh(x / softcap), or x
     m = max_t score;  norm = sum_t 2^(score - m);  acc = sum_t 2^(score - m) v[t];  out = acc / norm        (scores in units of log2 e)
 
-The state (m, norm, acc) is built up in tiles that begin at absolute multiples of ``KEYS``, so a row's bits depend on its own position
-and keys only. A tile that shows a row nothing leaves its state as it was, bit for bit. ``fold`` joins the states of two ranges of
-keys, earlier and later; decode and exact prefill fold ranges of a fixed size in ascending order and so agree. (Milakov and
-Gimelshein, 2018; Dao et al., FlashAttention, 2022.)
+The state (m, norm, acc) is built up in tiles that begin at absolute multiples of ``KEYS``, so a row's bits
+depend on its own position and keys only. A tile that shows a row nothing leaves its state as it was, bit for
+bit. ``fold`` joins the states of two ranges of keys, earlier and later; decode and exact prefill fold ranges
+of a fixed size in ascending order and so agree. (Milakov and Gimelshein, 2018; Dao et al., FlashAttention,
+2022.)
 
-A pool's layer is [num_blocks, 2 (K, V), block_size, num_kv_heads, head_dim]; with float8_e4m3fn, times one scale a head for K and V.
+A pool's layer is [num_blocks, 2 (K, V), block_size, num_kv_heads, head_dim]; with float8_e4m3fn, times one
+scale a head for K and V.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ NO_WINDOW = 2**30
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """``rows`` query rows (tokens times the heads of a group), ``keys`` cached tokens a tile; threads in warps of 32; tiles in flight."""
+    """``rows`` query rows (tokens times the heads of a group), ``keys`` cached tokens a tile; threads in
+    warps of 32; tiles in flight."""
 
     rows: int
     keys: int
@@ -36,7 +40,8 @@ class TileShape:
 
 
 def layer_of(pool: Tensor, layer: int) -> Tensor:
-    """[num_blocks, 2, block_size, num_kv_heads, head_dim] of one layer, checked for what the kernels take for granted."""
+    """[num_blocks, 2, block_size, num_kv_heads, head_dim] of one layer, checked for what the kernels take for
+    granted."""
     view = pool[:, layer]
     assert view.stride(-1) == 1, "a head's values must be contiguous"
     return view
@@ -112,7 +117,9 @@ def attend(
         shrink = tl.exp2(m - finite)
         norm = tl.fma(norm, shrink, tl.sum(weights, 1))
         if MASKED:
-            v = tl.load(base + stride_value + within, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(
+                base + stride_value + within, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
+            )
         elif DIMS != HEAD_DIM:
             v = tl.load(base + stride_value + within, mask=(dims < HEAD_DIM)[None, :], other=0.0)
         else:
@@ -129,7 +136,9 @@ def fold(m, norm, acc, later_m, later_norm, later_acc):
     base = tl.where(highest == float("-inf"), 0.0, highest)
     shrink = tl.exp2(m - base)
     later_shrink = tl.exp2(later_m - base)
-    norm = tl.fma(later_norm, later_shrink, norm * shrink)  # fma spelled out: the compiler may not choose which product it rounds
+    norm = tl.fma(
+        later_norm, later_shrink, norm * shrink
+    )  # fma spelled out: the compiler may not choose which product it rounds
     acc = tl.fma(later_acc, later_shrink[:, None], acc * shrink[:, None])
     return highest, norm, acc
 
@@ -142,6 +151,7 @@ def normalize(norm, acc):
 
 @triton.jit
 def unknown_zero(zero):
-    """0, but the compiler cannot know (``zero``: a pointer to one), so that what is made with it is made here and nowhere before. The
-    addresses of a tile's output would otherwise be held through all loops over keys, which need the registers."""
+    """0, but the compiler cannot know (``zero``: a pointer to one), so that what is made with it is made here
+    and nowhere before. The addresses of a tile's output would otherwise be held through all loops over keys,
+    which need the registers."""
     return tl.load(zero, volatile=True)

@@ -1,7 +1,8 @@
-"""XXH3 (64 bits, seed 0) of KV blocks on the device: the very number that ``xxhash.xxh3_64`` gives for the same bytes on a CPU.
+"""XXH3 (64 bits, seed 0) of KV blocks on the device: the very number that ``xxhash.xxh3_64`` gives for the
+same bytes on a CPU.
 
-For inputs of more than 240 bytes XXH3 (Y. Collet; its specification is in the xxHash repository) is eight 64-bit lanes over pages of
-1024 bytes, each of 16 stripes of 8 words w[s][i], with S the words of its secret:
+For inputs of more than 240 bytes XXH3 (Y. Collet; its specification is in the xxHash repository) is eight
+64-bit lanes over pages of 1024 bytes, each of 16 stripes of 8 words w[s][i], with S the words of its secret:
 
     a page:      lane[i] += sum over s of  w[s][i ^ 1] + low32(x) * high32(x),  x = w[s][i] ^ S[s + i]
     after it:    lane[i] = (lane[i] ^ lane[i] >> 47 ^ S[16 + i]) * 0x9E3779B1
@@ -33,7 +34,8 @@ SECRET_WORDS = 24
 
 
 def block_checksums(pool: Tensor, blocks: Tensor) -> Tensor:
-    """Of these blocks (int [n]) of pool uint8 [num_blocks, block_bytes]: int64 [n], to be read as unsigned."""
+    """Of these blocks (int [n]) of pool uint8 [num_blocks, block_bytes]: int64 [n], to be read as
+    unsigned."""
     block_bytes, n = pool.shape[1], len(blocks)
     assert block_bytes >= SHORTEST
     assert block_bytes % 64 == 0
@@ -43,10 +45,19 @@ def block_checksums(pool: Tensor, blocks: Tensor) -> Tensor:
     sums = torch.empty((n, pages, 8), dtype=torch.int64, device=pool.device)
     table = _table(pool.device)
     _page_sums_kernel[(n, triton.cdiv(pages, PAGES_AT_ONCE))](
-        words, blocks, table, sums, BLOCK_WORDS=words.shape[1], NUM_PAGES=pages, PAGES=PAGES_AT_ONCE, num_warps=4
+        words,
+        blocks,
+        table,
+        sums,
+        BLOCK_WORDS=words.shape[1],
+        NUM_PAGES=pages,
+        PAGES=PAGES_AT_ONCE,
+        num_warps=4,
     )
     checksums = torch.empty(n, dtype=torch.int64, device=pool.device)
-    _chain_kernel[(n,)](words, blocks, table, sums, checksums, BLOCK_WORDS=words.shape[1], NUM_PAGES=pages, num_warps=1)
+    _chain_kernel[(n,)](
+        words, blocks, table, sums, checksums, BLOCK_WORDS=words.shape[1], NUM_PAGES=pages, num_warps=1
+    )
     return checksums
 
 
@@ -54,7 +65,9 @@ def _table(device: torch.device) -> Tensor:
     """int64: the secret's words, then those for the last stripe, for the merge, and the lanes' starts."""
     if device not in _tables:
         shifted = [np.frombuffer(SECRET[start : start + 64], np.uint64) for start in (121, 11)]
-        table = np.concatenate([np.frombuffer(SECRET[:192], np.uint64), *shifted, np.array(STARTS, np.uint64)])
+        table = np.concatenate(
+            [np.frombuffer(SECRET[:192], np.uint64), *shifted, np.array(STARTS, np.uint64)]
+        )
         _tables[device] = torch.from_numpy(table.view(np.int64).copy()).to(device)
     return _tables[device]
 
@@ -73,19 +86,27 @@ def _product(x):
 
 
 @triton.jit
-def _page_sums_kernel(words, blocks, table, sums, BLOCK_WORDS: tl.constexpr, NUM_PAGES: tl.constexpr, PAGES: tl.constexpr):
+def _page_sums_kernel(
+    words, blocks, table, sums, BLOCK_WORDS: tl.constexpr, NUM_PAGES: tl.constexpr, PAGES: tl.constexpr
+):
     i = tl.program_id(0).to(tl.int64)
     start = words + tl.load(blocks + i).to(tl.int64) * BLOCK_WORDS
     page = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
     stripe = tl.arange(0, 16)[None, :, None]
     lane = tl.arange(0, 8)[None, None, :]
     at = page[:, None, None] * 128 + stripe * 8
-    inside = (at < BLOCK_WORDS - 8) & (lane < 8)  # the block's last 8 words are the last stripe, which the chain takes
+    inside = (at < BLOCK_WORDS - 8) & (
+        lane < 8
+    )  # the block's last 8 words are the last stripe, which the chain takes
     keyed = _words(start + at + lane, inside) ^ _words(table + stripe + lane, inside)
     terms = _product(keyed) + _words(start + at + (lane ^ 1), inside)
     total = tl.sum(terms.to(tl.int64, bitcast=True), 1)
     lanes = tl.arange(0, 8)
-    tl.store(sums + (i * NUM_PAGES + page[:, None]) * 8 + lanes[None, :], total, mask=(page < NUM_PAGES)[:, None] & (lanes < 8)[None, :])
+    tl.store(
+        sums + (i * NUM_PAGES + page[:, None]) * 8 + lanes[None, :],
+        total,
+        mask=(page < NUM_PAGES)[:, None] & (lanes < 8)[None, :],
+    )
 
 
 @triton.jit
@@ -96,17 +117,23 @@ def _chain_kernel(words, blocks, table, sums, checksums, BLOCK_WORDS: tl.constex
     state = _words(table + 40 + lane, every)
     scramble = _words(table + 16 + lane, every)
     own = sums + i * (NUM_PAGES * 8) + lane
-    for page in tl.range(0, NUM_PAGES - 1, loop_unroll_factor=16):  # unrolled: the loads do not wait for the chain
+    for page in tl.range(
+        0, NUM_PAGES - 1, loop_unroll_factor=16
+    ):  # unrolled: the loads do not wait for the chain
         state += _words(own + page * 8, every)
         state = (state ^ (state >> 47) ^ scramble) * 0x9E3779B1
     state += _words(own + (NUM_PAGES - 1) * 8, every)
     last = words + tl.load(blocks + i).to(tl.int64) * BLOCK_WORDS + (BLOCK_WORDS - 8)
-    state += _product(_words(last + lane, every) ^ _words(table + 24 + lane, every)) + _words(last + (lane ^ 1), every)
+    state += _product(_words(last + lane, every) ^ _words(table + 24 + lane, every)) + _words(
+        last + (lane ^ 1), every
+    )
 
     first, second = tl.split(tl.reshape(state ^ _words(table + 32 + lane, every), [4, 2]))
     folded = (first * second) ^ tl.umulhi(first, second)
     length = tl.full([1], BLOCK_WORDS * 8, tl.uint64)
-    mixed = tl.sum(folded.to(tl.int64, bitcast=True), 0).to(tl.uint64, bitcast=True) + length * 0x9E3779B185EBCA87
+    mixed = (
+        tl.sum(folded.to(tl.int64, bitcast=True), 0).to(tl.uint64, bitcast=True) + length * 0x9E3779B185EBCA87
+    )
     mixed ^= mixed >> 37
     mixed *= 0x165667919E3779F9
     mixed ^= mixed >> 32

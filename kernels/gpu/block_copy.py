@@ -1,6 +1,8 @@
-"""Copies blocks, or the same slice of each, between a pool and a packed buffer: one launch for what a mover sends or has received.
+"""Copies blocks, or the same slice of each, between a pool and a packed buffer: one launch for what a mover
+sends or has received.
 
-Bytes: each byte once in, once out. No FLOPs. ``first_byte`` and the buffer's width choose the slice: whole blocks, or some layers.
+Bytes: each byte once in, once out. No FLOPs. ``first_byte`` and the buffer's width choose the slice: whole
+blocks, or some layers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ WORDS = 2048  # of one program
 
 
 def pack_blocks(pool: Tensor, blocks: Tensor, packed: Tensor, first_byte: int = 0) -> None:
-    """packed[i] = pool[blocks[i], first_byte : first_byte + width]; uint8 [num_blocks, block_bytes], int [n], uint8 [n, width]."""
+    """packed[i] = pool[blocks[i], first_byte : first_byte + width]; uint8 [num_blocks, block_bytes], int [n],
+    uint8 [n, width]."""
     _launch(pool, blocks, packed, first_byte, unpack=False)
 
 
@@ -38,7 +41,16 @@ def _launch(pool: Tensor, blocks: Tensor, packed: Tensor, first_byte: int, unpac
 
 
 @triton.jit
-def _copy_kernel(pool, blocks, packed, first, BLOCK_WORDS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, UNPACK: tl.constexpr):
+def _copy_kernel(
+    pool,
+    blocks,
+    packed,
+    first,
+    BLOCK_WORDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    UNPACK: tl.constexpr,
+):
     i = tl.program_id(0).to(tl.int64)
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     in_pool = pool + tl.load(blocks + i).to(tl.int64) * BLOCK_WORDS + first + words

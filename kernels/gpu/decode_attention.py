@@ -1,13 +1,15 @@
 """Attention of one new token a sequence over its paged KV cache. Formula: attention_tiles.py.
 
-Bytes: every cached key and value once, 2 * num_kv_heads * head_dim * itemsize a token; everything else is small beside it.
-FLOPs: 4 * num_heads * head_dim a token, padded to 16 rows a KV head: far below what the bytes take.
+Bytes: every cached key and value once, 2 * num_kv_heads * head_dim * itemsize a token; everything else is
+small beside it. FLOPs: 4 * num_heads * head_dim a token, padded to 16 rows a KV head: far below what the
+bytes take.
 
-The heads of a group share their keys, so they are packed into the rows of one tile. The context is cut into splits of ``SPLIT``
-tokens at absolute positions, and a fixed number of programs takes (sequence, split, KV head) items from a list that a small kernel
-writes once a step: one CUDA graph serves every context length, and no sequence's bits depend on its batch. The program
-that finishes a (sequence, head) last folds all its splits in ascending order. Where the partial results would outgrow their buffer,
-a sequence is one item, whose splits are folded the same way in registers: fewer programs share it, the bits are the same.
+The heads of a group share their keys, so they are packed into the rows of one tile. The context is cut into
+splits of ``SPLIT`` tokens at absolute positions, and a fixed number of programs takes (sequence, split, KV
+head) items from a list that a small kernel writes once a step: one CUDA graph serves every context length,
+and no sequence's bits depend on its batch. The program that finishes a (sequence, head) last folds all its
+splits in ascending order. Where the partial results would outgrow their buffer, a sequence is one item, whose
+splits are folded the same way in registers: fewer programs share it, the bits are the same.
 """
 
 from __future__ import annotations
@@ -20,21 +22,31 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import AttentionInputs
-from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, padded_seqs, unknown_zero, window_of
+from .attention_tiles import (
+    LOG2_E,
+    TileShape,
+    attend,
+    fold,
+    layer_of,
+    normalize,
+    padded_seqs,
+    unknown_zero,
+    window_of,
+)
 
 SPLIT = 256  # tokens
 EXACT_PROGRAMS_PER_SM = 2
-MAX_PARTIALS = 4096  # splits of a step whose partial results are kept: a million tokens, 64 MiB for 32 heads of 128
+MAX_PARTIALS = (
+    4096  # splits of a step whose partial results are kept: a million tokens, 64 MiB for 32 heads of 128
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """
-    items     int32 [any, 4]   sequence, first split, last split + 1, row of the partial result (-1: none, this item is all of it)
-    num_items int32 [1]
-    arrived   int32 [num_seqs, num_kv_heads]  zero between launches
-    states    float32 [rows, num_heads, 2]    m and norm of each partial result
-    sums      float32 [rows, num_heads, head_dim]
+    """items     int32 [any, 4]   sequence, first split, last split + 1, row of the partial result (-1: none,
+    this item is all of it) num_items int32 [1] arrived   int32 [num_seqs, num_kv_heads]  zero between
+    launches states    float32 [rows, num_heads, 2]    m and norm of each partial result sums      float32
+    [rows, num_heads, head_dim]
     """
 
     items: Tensor
@@ -45,9 +57,10 @@ class DecodePlan:
 
 
 def decode_tile(head_dim: int, group: int, itemsize: int = 2, fp8: bool = False) -> TileShape:
-    """Sixteen rows are the smallest matrix product; stages are odd because a block number is loaded one stage ahead of its keys.
-    ``itemsize``: bytes of an element of q; float32 has no tensor cores here, it is there for comparison. ``fp8``: so is the cache, whose
-    keys and values take registers on their way to the product."""
+    """Sixteen rows are the smallest matrix product; stages are odd because a block number is loaded one stage
+    ahead of its keys. ``itemsize``: bytes of an element of q; float32 has no tensor cores here, it is there
+    for comparison. ``fp8``: so is the cache, whose keys and values take registers on their way to the
+    product."""
     rows = max(16, triton.next_power_of_2(group))
     if itemsize == 4:
         return TileShape(rows, 32, 4, 3)
@@ -67,10 +80,15 @@ def programs_per_sm(head_dim: int, group: int, block_size: int, dtype: torch.dty
 
 
 def plan_decode(
-    inputs: AttentionInputs, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, max_partials: int = MAX_PARTIALS
+    inputs: AttentionInputs,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    max_partials: int = MAX_PARTIALS,
 ) -> DecodePlan:
-    """Cuts the sequences with one query into items, on their device, without a look at them; those with more are prefill's. A length
-    of 0 is a padding row, whose output is zero."""
+    """Cuts the sequences with one query into items, on their device, without a look at them; those with more
+    are prefill's. A length of 0 is a padding row, whose output is zero."""
     num_seqs, device = len(inputs.seq_lens), inputs.seq_lens.device
     most_splits = num_seqs * triton.cdiv(inputs.block_tables.shape[1] * block_size, SPLIT)
     rows = min(most_splits, max_partials)
@@ -90,9 +108,17 @@ def plan_decode(
 
 
 def decode_attention(
-    out: Tensor, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs, plan: DecodePlan, num_programs: int, tile: TileShape
+    out: Tensor,
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    inputs: AttentionInputs,
+    plan: DecodePlan,
+    num_programs: int,
+    tile: TileShape,
 ) -> None:
-    """q [num_tokens, num_heads, head_dim] (rows may be strided) -> out [num_tokens, num_heads * head_dim], of sequences with one query."""
+    """q [num_tokens, num_heads, head_dim] (rows may be strided) -> out [num_tokens, num_heads * head_dim], of
+    sequences with one query."""
     (num_heads, head_dim), num_kv_heads = q.shape[1:], pool.shape[4]
     kv, kv_scales = layer_of(pool, layer), None if inputs.kv_scales is None else inputs.kv_scales[layer]
     assert q.stride()[1:] == (head_dim, 1)
@@ -141,7 +167,9 @@ def _plan_kernel(
         tl.store(item + 2, first + c + step, mask=c < count)
         tl.store(item + 3, tl.where(is_divided, row + c, -1), mask=c < count)
     heads = tl.arange(0, HEADS_PADDED)
-    tl.store(arrived + b * NUM_KV_HEADS + heads, tl.zeros([HEADS_PADDED], tl.int32), mask=heads < NUM_KV_HEADS)
+    tl.store(
+        arrived + b * NUM_KV_HEADS + heads, tl.zeros([HEADS_PADDED], tl.int32), mask=heads < NUM_KV_HEADS
+    )
     if b == num_seqs - 1:
         tl.store(num_items, start + count)
 
@@ -154,7 +182,8 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes the items p, p + num_programs, ... of every KV head; the heads of one split are neighbours, as in memory."""
+    """Program p takes the items p, p + num_programs, ... of every KV head; the heads of one split are
+    neighbours, as in memory."""
     dims = tl.arange(0, DIMS)
     log2_scale = scale * LOG2_E
     for work in range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0)):
@@ -175,7 +204,9 @@ def _decode_kernel(
         heads = head * GROUP + rows
         real = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
         token = tl.load(query_start_loc + b).to(tl.int64)
-        queries = tl.load(q + token * stride_q + heads[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0)
+        queries = tl.load(
+            q + token * stride_q + heads[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0
+        )
         positions = tl.where(rows < GROUP, length - 1, -1)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         norm = tl.zeros([ROWS], tl.float32)
@@ -212,11 +243,24 @@ def _decode_kernel(
                 norm = tl.zeros([ROWS], tl.float32)
                 acc = tl.zeros([ROWS, DIMS], tl.float32)
                 top = row - (first - lowest_split)
-                for j in tl.range(0, num_splits, loop_unroll_factor=AT_ONCE):  # unrolled: several loads under way at a time
+                for j in tl.range(
+                    0, num_splits, loop_unroll_factor=AT_ONCE
+                ):  # unrolled: several loads under way at a time
                     at = (top + j).to(tl.int64) * NUM_KV_HEADS * GROUP + heads
-                    part_m = tl.load(states + at * 2, mask=rows < GROUP, other=float("-inf"), cache_modifier=".cg")
-                    part_norm = tl.load(states + at * 2 + 1, mask=rows < GROUP, other=0.0, cache_modifier=".cg")
-                    part_acc = tl.load(sums + at[:, None] * HEAD_DIM + dims[None, :], mask=real, other=0.0, cache_modifier=".cg")
+                    part_m = tl.load(
+                        states + at * 2, mask=rows < GROUP, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    part_norm = tl.load(
+                        states + at * 2 + 1, mask=rows < GROUP, other=0.0, cache_modifier=".cg"
+                    )
+                    part_acc = tl.load(
+                        sums + at[:, None] * HEAD_DIM + dims[None, :],
+                        mask=real,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
                     m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
-                tl.store(destination, (normalize(norm, acc) * value_scale).to(out.dtype.element_ty), mask=real)
+                tl.store(
+                    destination, (normalize(norm, acc) * value_scale).to(out.dtype.element_ty), mask=real
+                )
                 tl.store(counter, 0)

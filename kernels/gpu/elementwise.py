@@ -24,12 +24,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def embedding(table: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of table [vocab_size, hidden] -> [num_tokens, hidden]. An id outside the table, as padding rows have, gives zeros."""
+    """Rows of table [vocab_size, hidden] -> [num_tokens, hidden]. An id outside the table, as padding rows
+    have, gives zeros."""
     (rows,), (vocab_size, hidden) = token_ids.shape, table.shape
     assert table.is_contiguous()
     out = torch.empty((rows, hidden), dtype=dtype, device=table.device)
     grid = (rows, triton.cdiv(hidden, COLUMNS))
-    _embedding_kernel[grid](table, token_ids, out, VOCAB_SIZE=vocab_size, HIDDEN=hidden, COLUMNS=COLUMNS, num_warps=4)
+    _embedding_kernel[grid](
+        table, token_ids, out, VOCAB_SIZE=vocab_size, HIDDEN=hidden, COLUMNS=COLUMNS, num_warps=4
+    )
     return out
 
 
@@ -44,7 +47,9 @@ def _silu_mul_kernel(gate_up, out, N: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _embedding_kernel(table, token_ids, out, VOCAB_SIZE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr):
+def _embedding_kernel(
+    table, token_ids, out, VOCAB_SIZE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.load(token_ids + row).to(tl.int64)

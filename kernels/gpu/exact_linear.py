@@ -1,9 +1,11 @@
 """y = x W^T + bias whose rows do not depend on how many there are: what cuBLAS does not promise.
 
-Bytes: the weights once (2 out_features in_features) while a step has few rows; FLOPs: 2 num_tokens out_features in_features.
+Bytes: the weights once (2 out_features in_features) while a step has few rows; FLOPs: 2 num_tokens
+out_features in_features.
 
-A tile of y is summed by one program over all of K, ``BLOCK_K`` at a time and in order; no sum is split. The tile's size does vary with
-the number of rows, but never its instruction (a warp group's, which takes 64 rows at least) nor the order along K: a row's bits stay.
+A tile of y is summed by one program over all of K, ``BLOCK_K`` at a time and in order; no sum is split. The
+tile's size does vary with the number of rows, but never its instruction (a warp group's, which takes 64 rows
+at least) nor the order along K: a row's bits stay.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def _product_kernel(
     rows = (first_m + within % in_group) * ROWS + tl.arange(0, ROWS)
     columns = (within // in_group) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, BLOCK_K)
-    a = x + (rows % m).to(tl.int64)[:, None] * stride_x + k[None, :]  # rows past the end are others anew, and not stored
+    a = (
+        x + (rows % m).to(tl.int64)[:, None] * stride_x + k[None, :]
+    )  # rows past the end are others anew, and not stored
     b = weight + (columns % N).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -76,7 +80,9 @@ def _product_kernel(
         else:
             inside = (start + k < K)[None, :]
             own = tl.load(a + start, mask=inside, other=0.0)
-            acc = tl.dot(own, tl.trans(tl.load(b + start, mask=inside, other=0.0)), acc, input_precision="ieee")
+            acc = tl.dot(
+                own, tl.trans(tl.load(b + start, mask=inside, other=0.0)), acc, input_precision="ieee"
+            )
     if BIAS:
         acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     at = y + rows.to(tl.int64)[:, None] * N + columns[None, :]

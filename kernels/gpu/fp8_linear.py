@@ -1,11 +1,12 @@
-"""Linear layers in float8_e4m3fn by torch's scaled product: half the bytes of a decode step's weights, twice the rate of a prefill.
+"""Linear layers in float8_e4m3fn by torch's scaled product: half the bytes of a decode step's weights, twice
+the rate of a prefill.
 
     y = (x / a) (W / b)^T * a b + bias        a, b such that the largest value is 448
 
-``per_channel``: a scale for each row of x and of W; otherwise one for each of them as a whole. The weights' scales are taken once, those
-of x in each call, on the device. y is rounded to bfloat16, the one type that torch gives with a scale a row on all GPUs. Bytes:
-out_features in_features; FLOPs: 2 num_tokens out_features in_features. The products need a GPU with float8 instructions (Ada, Hopper or
-later).
+``per_channel``: a scale for each row of x and of W; otherwise one for each of them as a whole. The weights'
+scales are taken once, those of x in each call, on the device. y is rounded to bfloat16, the one type that
+torch gives with a scale a row on all GPUs. Bytes: out_features in_features; FLOPs: 2 num_tokens out_features
+in_features. The products need a GPU with float8 instructions (Ada, Hopper or later).
 """
 
 from __future__ import annotations
@@ -25,17 +26,23 @@ class Fp8Linear:
     """See ``interface.Linear``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, per_channel: bool = True) -> None:
-        assert weight.shape[0] % MULTIPLE == weight.shape[1] % MULTIPLE == 0, f"{tuple(weight.shape)}: not multiples of {MULTIPLE}"
+        assert weight.shape[0] % MULTIPLE == weight.shape[1] % MULTIPLE == 0, (
+            f"{tuple(weight.shape)}: not multiples of {MULTIPLE}"
+        )
         largest = weight.float().abs().amax(dim=1 if per_channel else (0, 1), keepdim=True)
         self._scales = (largest / E4M3_LARGEST).clamp(min=SMALLEST_SCALE)  # [out_features or 1, 1]
-        self._weight = (weight.float() / self._scales).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
+        self._weight = (
+            (weight.float() / self._scales).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
+        )
         self._bias = None if bias is None else bias.bfloat16()
         self._per_channel = per_channel
 
     def __call__(self, x: Tensor) -> Tensor:
         quantized, scales = quantize_rows(x) if self._per_channel else quantize_whole(x)
         weight_scales = self._scales.t() if self._per_channel else self._scales.view(())
-        y = torch._scaled_mm(quantized, self._weight.t(), scales, weight_scales, bias=self._bias, out_dtype=torch.bfloat16)
+        y = torch._scaled_mm(
+            quantized, self._weight.t(), scales, weight_scales, bias=self._bias, out_dtype=torch.bfloat16
+        )
         return y.to(x.dtype)
 
 
@@ -45,7 +52,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     assert x.stride(1) == 1
     quantized = torch.empty((rows, n), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    _quantize_kernel[(rows,)](x, quantized, scales, x.stride(0), N=n, COLUMNS=triton.next_power_of_2(n), num_warps=8)
+    _quantize_kernel[(rows,)](
+        x, quantized, scales, x.stride(0), N=n, COLUMNS=triton.next_power_of_2(n), num_warps=8
+    )
     return quantized, scales
 
 

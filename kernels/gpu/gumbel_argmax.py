@@ -1,7 +1,8 @@
-"""argmax over tokens of logit + Gumbel noise: a sample of softmax(logits) for each row, without leaving the device.
+"""argmax over tokens of logit + Gumbel noise: a sample of softmax(logits) for each row, without leaving the
+device.
 
-Bytes: each float32 logit once. About 60 operations a logit, most of them the noise. A program takes a slice of a row and keeps its best
-token; a second kernel takes the best of those. Equal sums: the smaller token id.
+Bytes: each float32 logit once. About 60 operations a logit, most of them the noise. A program takes a slice
+of a row and keeps its best token; a second kernel takes the best of those. Equal sums: the smaller token id.
 """
 
 from __future__ import annotations
@@ -24,8 +25,25 @@ def gumbel_argmax(logits: Tensor, keys: Tensor) -> Tensor:
     sums = torch.empty((n, slices), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((n, slices), dtype=torch.int32, device=logits.device)
     chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
-    _slice_kernel[(n, slices)](logits, keys.contiguous(), sums, tokens, logits.stride(0), VOCAB_SIZE=vocab_size, SLICE=SLICE, num_warps=8)
-    _best_kernel[(n,)](sums, tokens, chosen, VOCAB_SIZE=vocab_size, SLICES=slices, PADDED=triton.next_power_of_2(slices), num_warps=1)
+    _slice_kernel[(n, slices)](
+        logits,
+        keys.contiguous(),
+        sums,
+        tokens,
+        logits.stride(0),
+        VOCAB_SIZE=vocab_size,
+        SLICE=SLICE,
+        num_warps=8,
+    )
+    _best_kernel[(n,)](
+        sums,
+        tokens,
+        chosen,
+        VOCAB_SIZE=vocab_size,
+        SLICES=slices,
+        PADDED=triton.next_power_of_2(slices),
+        num_warps=1,
+    )
     return chosen
 
 

@@ -1,14 +1,17 @@
-"""Causal attention of chunks of new tokens over their sequences' paged KV caches. Formula: attention_tiles.py.
+"""Causal attention of chunks of new tokens over their sequences' paged KV caches. Formula:
+attention_tiles.py.
 
-FLOPs: 4 * num_heads * head_dim for each pair of a query and a key that it sees; a chunk of n tokens after c cached ones has
-n c + n (n + 1) / 2 pairs. Bytes: each tile of queries reads all keys that it sees; at 128 rows that is far below what the FLOPs take.
+FLOPs: 4 * num_heads * head_dim for each pair of a query and a key that it sees; a chunk of n tokens after c
+cached ones has n c + n (n + 1) / 2 pairs. Bytes: each tile of queries reads all keys that it sees; at 128
+rows that is far below what the FLOPs take.
 
-The chunk's own keys and values are already in the cache. A tile is ``rows // group`` tokens with all heads of a group, so a key is read
-once for all of them. A small kernel lists the tiles of all chunks once a step, those with the longest context first, so that the last
-programs to finish are short ones. The middle of a tile's keys, which every row sees, runs without a mask.
+The chunk's own keys and values are already in the cache. A tile is ``rows // group`` tokens with all heads of
+a group, so a key is read once for all of them. A small kernel lists the tiles of all chunks once a step,
+those with the longest context first, so that the last programs to finish are short ones. The middle of a
+tile's keys, which every row sees, runs without a mask.
 
-``split_folds``: every row's keys are folded in the same splits as decode folds them, in the same tile shape: a row's bits are then the
-same whether its token was prefilled, in whatever chunk, or decoded.
+``split_folds``: every row's keys are folded in the same splits as decode folds them, in the same tile shape:
+a row's bits are then the same whether its token was prefilled, in whatever chunk, or decoded.
 """
 
 from __future__ import annotations
@@ -21,7 +24,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import AttentionInputs
-from .attention_tiles import LOG2_E, TileShape, attend, fold, layer_of, normalize, padded_seqs, unknown_zero, window_of
+from .attention_tiles import (
+    LOG2_E,
+    TileShape,
+    attend,
+    fold,
+    layer_of,
+    normalize,
+    padded_seqs,
+    unknown_zero,
+    window_of,
+)
 from .decode_attention import SPLIT
 
 
@@ -38,15 +51,17 @@ class PrefillPlan:
 
 
 def prefill_tile(head_dim: int, itemsize: int = 2) -> TileShape:
-    """``itemsize``: bytes of an element of q; float32 has no tensor cores here, it is there for comparison."""
+    """``itemsize``: bytes of an element of q; float32 has no tensor cores here, it is there for
+    comparison."""
     if itemsize == 4:
         return TileShape(32, 32 if head_dim <= 128 else 16, 4, 2)
     return TileShape(128, 64 if head_dim <= 128 else 32, 8, 3)
 
 
 def exact_tile(head_dim: int, itemsize: int = 2, fp8: bool = False) -> TileShape:
-    """For prefill and decode alike, with ``split_folds``: 64 rows are the smallest product of a warp group. Head dim 256 over a float8
-    cache leaves no registers for that one, and takes the smaller product of a warp."""
+    """For prefill and decode alike, with ``split_folds``: 64 rows are the smallest product of a warp group.
+    Head dim 256 over a float8 cache leaves no registers for that one, and takes the smaller product of a
+    warp."""
     if itemsize == 4:
         return prefill_tile(head_dim, itemsize)
     if head_dim <= 64:
@@ -56,9 +71,11 @@ def exact_tile(head_dim: int, itemsize: int = 2, fp8: bool = False) -> TileShape
     return TileShape(32, 32, 8, 3) if fp8 else TileShape(64, 16, 8, 3)
 
 
-def plan_prefill(inputs: AttentionInputs, num_tokens: int, group: int, tile: TileShape, singles: bool) -> PrefillPlan:
-    """Lists the tiles on the device, without a look at the lengths: room for as many as ``num_tokens`` can make. ``singles``: chunks of
-    one token too, which decode would take."""
+def plan_prefill(
+    inputs: AttentionInputs, num_tokens: int, group: int, tile: TileShape, singles: bool
+) -> PrefillPlan:
+    """Lists the tiles on the device, without a look at the lengths: room for as many as ``num_tokens`` can
+    make. ``singles``: chunks of one token too, which decode would take."""
     num_seqs, device = len(inputs.seq_lens), inputs.seq_lens.device
     tokens = tile.rows // group
     assert tokens > 0, f"{group} heads share a KV head; a tile has {tile.rows} rows"
@@ -76,9 +93,16 @@ def plan_prefill(inputs: AttentionInputs, num_tokens: int, group: int, tile: Til
 
 
 def prefill_attention(
-    out: Tensor, q: Tensor, pool: Tensor, layer: int, inputs: AttentionInputs, plan: PrefillPlan, split_folds: bool
+    out: Tensor,
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    inputs: AttentionInputs,
+    plan: PrefillPlan,
+    split_folds: bool,
 ) -> None:
-    """q [num_tokens, num_heads, head_dim] (rows may be strided) -> out [num_tokens, num_heads * head_dim], of the planned chunks."""
+    """q [num_tokens, num_heads, head_dim] (rows may be strided) -> out [num_tokens, num_heads * head_dim], of
+    the planned chunks."""
     (num_heads, head_dim), num_kv_heads = q.shape[1:], pool.shape[4]
     kv, kv_scales = layer_of(pool, layer), None if inputs.kv_scales is None else inputs.kv_scales[layer]
     assert q.stride()[1:] == (head_dim, 1)
@@ -96,8 +120,19 @@ def prefill_attention(
 
 
 @triton.jit(do_not_specialize=["num_seqs", "tokens", "too_short"])
-def _plan_kernel(query_start_loc, seq_lens, tiles, num_tiles, num_seqs, tokens, too_short, SEQS: tl.constexpr, CHUNK: tl.constexpr):
-    """One program a sequence: a tile's place in the list is the number of tiles whose context is longer (or equal, of an earlier one)."""
+def _plan_kernel(
+    query_start_loc,
+    seq_lens,
+    tiles,
+    num_tiles,
+    num_seqs,
+    tokens,
+    too_short,
+    SEQS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program a sequence: a tile's place in the list is the number of tiles whose context is longer (or
+    equal, of an earlier one)."""
     b = tl.program_id(0)
     i = tl.arange(0, SEQS)
     starts = tl.load(query_start_loc + i, mask=i < num_seqs, other=0)
@@ -111,7 +146,9 @@ def _plan_kernel(query_start_loc, seq_lens, tiles, num_tiles, num_seqs, tokens, 
         end = own_cached + (j + 1) * tokens
         beyond = tl.maximum(end[:, None] - cached[None, :], 0)
         longer = tl.maximum(counts[None, :] - beyond // tokens, 0)
-        equal = (beyond > 0) & (beyond % tokens == 0) & (beyond // tokens <= counts[None, :]) & (i < b)[None, :]
+        equal = (
+            (beyond > 0) & (beyond % tokens == 0) & (beyond // tokens <= counts[None, :]) & (i < b)[None, :]
+        )
         place = tl.sum(longer + equal.to(tl.int32), 1)
         tl.store(tiles + place * 2, tl.zeros([CHUNK], tl.int32) + b, mask=j < own_count)
         tl.store(tiles + place * 2 + 1, j * tokens, mask=j < own_count)
@@ -149,7 +186,9 @@ def _prefill_kernel(
     first_position = cached + first_query
     last_position = cached + tl.minimum(first_query + TOKENS, chunk) - 1
     lowest = tl.maximum(first_position - window + 1, 0)
-    middle = tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS  # from here to `diagonal` every row sees every key
+    middle = (
+        tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS
+    )  # from here to `diagonal` every row sees every key
     diagonal = tl.maximum((first_position + 1) // KEYS * KEYS, middle)
     key_scale = 1.0
     value_scale = 1.0
@@ -196,7 +235,8 @@ def _attend_three(
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The keys [begin, end): the window's ragged beginning, the middle that every row sees, and the diagonal."""
+    """The keys [begin, end): the window's ragged beginning, the middle that every row sees, and the
+    diagonal."""
     middle = tl.minimum(tl.maximum(middle, begin), end)
     diagonal = tl.minimum(tl.maximum(diagonal, middle), end)
     if WINDOW:

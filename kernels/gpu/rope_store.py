@@ -1,10 +1,11 @@
-"""Per-head RMSNorm (where a model has it), rotary embedding and the write to the KV cache, in one pass over q, k and v.
+"""Per-head RMSNorm (where a model has it), rotary embedding and the write to the KV cache, in one pass over
+q, k and v.
 
     q, k: x = rms_norm(x) * weight;  (a, b) = (x[:D/2], x[D/2:]);  (a cos - b sin, b cos + a sin)
     q -> in place;  k, v -> pool[slot // block_size, layer, {0, 1}, slot % block_size], divided by their head's scale if it is float8
 
-Bytes: q, k and v of a token in and out: 4 (num_heads + 2 num_kv_heads) head_dim in 16 bits. About 10 FLOPs an element. One program
-takes some heads of one token.
+Bytes: q, k and v of a token in and out: 4 (num_heads + 2 num_kv_heads) head_dim in 16 bits. About 10 FLOPs an
+element. One program takes some heads of one token.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ HEADS_AT_ONCE = 8
 
 
 def rope_and_store(qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> Tensor:
-    """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim] -> q [num_tokens, num_heads, head_dim], which is part of ``qkv``.
-    A token whose slot is negative is padding: its key and value are not written."""
+    """qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim] -> q [num_tokens, num_heads, head_dim], which
+    is part of ``qkv``. A token whose slot is negative is padding: its key and value are not written."""
     kv, kv_scales = layer_of(pool, layer), None if rope.kv_scales is None else rope.kv_scales[layer]
     rows, total = len(qkv), rope.num_heads + 2 * rope.num_kv_heads
     assert qkv.shape[1] == total * rope.head_dim
@@ -73,7 +74,9 @@ def _rope_and_store_kernel(
     cached = heads - NUM_HEADS  # key heads, then value heads
     stored = real & (cached >= 0)[:, None] & (slot >= 0)
     if SCALED:
-        scale = tl.load(kv_scales + cached, mask=(cached >= 0) & (cached < 2 * NUM_KV_HEADS), other=1.0)[:, None]
+        scale = tl.load(kv_scales + cached, mask=(cached >= 0) & (cached < 2 * NUM_KV_HEADS), other=1.0)[
+            :, None
+        ]
         out_a = tl.minimum(tl.maximum(out_a / scale, -448.0), 448.0)
         out_b = tl.minimum(tl.maximum(out_b / scale, -448.0), 448.0)
     slot = tl.maximum(slot, 0)

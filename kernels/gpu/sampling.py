@@ -1,4 +1,5 @@
-"""One token a row from its logits, on the device: edits, penalties, temperature, min-p, top-k, top-p, noise, logprobs.
+"""One token a row from its logits, on the device: edits, penalties, temperature, min-p, top-k, top-p, noise,
+logprobs.
 
 In the order and with the meaning of ``engine/sampling/sampler.py``:
 
@@ -7,9 +8,9 @@ In the order and with the meaning of ``engine/sampling/sampler.py``:
     keep x >= max(x) + log(min_p);  of these the top_k largest;  of these the fewest that hold top_p of their mass; ties stay
     token = argmax of the kept x + noise(seed, position, token);  logprob = logit[token] - logsumexp(logits), of the logits as they came
 
-No row looks at another, and all sums have one order. Bytes: 4 a logit for a plain batch, 8 more where a row has penalties or edits. A
-row with top-k or top-p is read some 16 times by one program, from the cache: its threshold is found by search over the bits of
-a float, four intervals at a time.
+No row looks at another, and all sums have one order. Bytes: 4 a logit for a plain batch, 8 more where a row
+has penalties or edits. A row with top-k or top-p is read some 16 times by one program, from the cache: its
+threshold is found by search over the bits of a float, four intervals at a time.
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ THRESHOLD_TILE = 8192
 class SamplingRows:
     """How to sample each of n rows; tensors on the logits' device.
 
-    hashed_seeds int64 [n]   splitmix(seed): see gumbel_noise.py
-    positions    int32 [n]   of the tokens to be sampled
-    temperatures, top_p, min_p, repetition, presence, frequency float32 [n]; top_k int32 [n] (0: all)
-    count_slots  int32 [n]   row of ``token_counts``; -1: no penalties
-    token_counts int32 [any, vocab_size]  the tokens generated are added to it here
-    edit_start   int32 [n + 1]            which of the edits are a row's
-    edit_tokens, edit_banned_until int32, edit_bias float32 [any]   a token may be edited once; banned while position < banned_until
-    edited, filtered   whether any row has penalties or edits; min_p, top_k or top_p
+    hashed_seeds int64 [n]   splitmix(seed): see gumbel_noise.py positions    int32 [n]   of the tokens to be
+    sampled temperatures, top_p, min_p, repetition, presence, frequency float32 [n]; top_k int32 [n] (0: all)
+    count_slots  int32 [n]   row of ``token_counts``; -1: no penalties token_counts int32 [any, vocab_size]
+    the tokens generated are added to it here edit_start   int32 [n + 1]            which of the edits are a
+    row's edit_tokens, edit_banned_until int32, edit_bias float32 [any]   a token may be edited once; banned
+    while position < banned_until edited, filtered   whether any row has penalties or edits; min_p, top_k or
+    top_p
     """
 
     hashed_seeds: Tensor
@@ -68,7 +68,9 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     slices = triton.cdiv(vocab_size, SLICE)
     scores = _edit(logits, rows) if rows.edited else logits
     threshold = _thresholds(scores, rows) if rows.filtered else None
-    bests = torch.empty((n, slices, 3), dtype=torch.float32, device=logits.device)  # best sum, and logsumexp's parts
+    bests = torch.empty(
+        (n, slices, 3), dtype=torch.float32, device=logits.device
+    )  # best sum, and logsumexp's parts
     tokens = torch.empty((n, slices), dtype=torch.int32, device=logits.device)
     chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(n, dtype=torch.float32, device=logits.device)
@@ -118,7 +120,16 @@ def _penalized(x, words, repetition, presence, frequency):
 
 @triton.jit
 def _penalize_kernel(
-    logits, scores, count_slots, token_counts, repetition, presence, frequency, stride, VOCAB_SIZE: tl.constexpr, SLICE: tl.constexpr
+    logits,
+    scores,
+    count_slots,
+    token_counts,
+    repetition,
+    presence,
+    frequency,
+    stride,
+    VOCAB_SIZE: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
@@ -144,11 +155,15 @@ def _edit_kernel(
     for start in range(tl.load(edit_start + row), end, EDITS):
         i = start + tl.arange(0, EDITS)
         token = tl.load(edit_tokens + i, mask=i < end, other=0)
-        x = tl.load(logits + row * stride + token, mask=i < end, other=0.0) + tl.load(edit_bias + i, mask=i < end, other=0.0)
+        x = tl.load(logits + row * stride + token, mask=i < end, other=0.0) + tl.load(
+            edit_bias + i, mask=i < end, other=0.0
+        )
         x = tl.where(position < tl.load(edit_banned_until + i, mask=i < end, other=0), float("-inf"), x)
         if slot >= 0:
             words = tl.load(token_counts + slot * VOCAB_SIZE + token, mask=i < end, other=0)
-            x = _penalized(x, words, tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row))
+            x = _penalized(
+                x, words, tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
+            )
         tl.store(scores + row * VOCAB_SIZE + token, x, mask=i < end)
 
 
@@ -165,9 +180,18 @@ def _unordered(key):
 
 
 @triton.jit
-def _search(scores, temperature, highest, floor, wanted, VOCAB_SIZE: tl.constexpr, TILE: tl.constexpr, MASS: tl.constexpr):
-    """The highest float (as its key) such that the scores from it on are ``wanted`` many, or hold that much mass relative to the
-    highest score. Never below ``floor``."""
+def _search(
+    scores,
+    temperature,
+    highest,
+    floor,
+    wanted,
+    VOCAB_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASS: tl.constexpr,
+):
+    """The highest float (as its key) such that the scores from it on are ``wanted`` many, or hold that much
+    mass relative to the highest score. Never below ``floor``."""
     low = floor.to(tl.int64)
     high = _ordered(highest).to(tl.int64) + 1
     while high - low > 1:
@@ -202,12 +226,24 @@ def _search(scores, temperature, highest, floor, wanted, VOCAB_SIZE: tl.constexp
 def _tile(scores, temperature, start, VOCAB_SIZE: tl.constexpr, TILE: tl.constexpr):
     """Scores over temperature (padding: -inf), and their keys."""
     token = start + tl.arange(0, TILE)
-    x = tl.div_rn(tl.load(scores + token, mask=token < VOCAB_SIZE, other=float("-inf")), temperature) + 0.0  # no negative zero
+    x = (
+        tl.div_rn(tl.load(scores + token, mask=token < VOCAB_SIZE, other=float("-inf")), temperature) + 0.0
+    )  # no negative zero
     return x, tl.where(token < VOCAB_SIZE, _ordered(x), -2147483648)
 
 
 @triton.jit
-def _threshold_kernel(scores, temperatures, top_k, top_p, min_p, thresholds, stride, VOCAB_SIZE: tl.constexpr, TILE: tl.constexpr):
+def _threshold_kernel(
+    scores,
+    temperatures,
+    top_k,
+    top_p,
+    min_p,
+    thresholds,
+    stride,
+    VOCAB_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """One program a row: the least score over temperature that stays."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
@@ -227,7 +263,9 @@ def _threshold_kernel(scores, temperatures, top_k, top_p, min_p, thresholds, str
     if least > 0.0:
         floor = _ordered(highest + log(least))
     if has_k:
-        floor = tl.maximum(floor, _search(own, temperature, highest, floor, k.to(tl.float32), VOCAB_SIZE, TILE, MASS=False))
+        floor = tl.maximum(
+            floor, _search(own, temperature, highest, floor, k.to(tl.float32), VOCAB_SIZE, TILE, MASS=False)
+        )
     if p < 1.0:
         mass = 0.0
         kept = 0.0
@@ -237,7 +275,9 @@ def _threshold_kernel(scores, temperatures, top_k, top_p, min_p, thresholds, str
             kept += tl.sum(tl.where(key >= floor, 1.0, 0.0), 0)
         if has_k:  # of the tokens that tie for place k, the mass of those beyond it does not count
             mass -= tl.maximum(kept - k.to(tl.float32), 0.0) * tl.exp(_unordered(floor) - highest)
-        floor = tl.maximum(floor, _search(own, temperature, highest, floor, p * mass, VOCAB_SIZE, TILE, MASS=True))
+        floor = tl.maximum(
+            floor, _search(own, temperature, highest, floor, p * mass, VOCAB_SIZE, TILE, MASS=True)
+        )
     tl.store(thresholds + row, _unordered(floor))
 
 

@@ -1,7 +1,7 @@
 """The noise of ``gumbel_noise.py`` on the device, and a float32 logarithm good to its last bits.
 
-The GPU's own logarithm is wrong by 2^-22 near 1, where the largest noise comes from. This one is Cephes' ``logf``: take out the
-exponent, so that 0.7 < x < 1.42, then a polynomial in x - 1.
+The GPU's own logarithm is wrong by 2^-22 near 1, where the largest noise comes from. This one is Cephes'
+``logf``: take out the exponent, so that 0.7 < x < 1.42, then a polynomial in x - 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def log(x):
 
 @triton.jit
 def gumbel_noise(first_key, second_key, tokens):
-    """float32, of the shape of ``tokens`` (int32); the keys are uint32. -log(-log1p(-v)), with log1p(-v) = log(u) + (1 - u - v) / u."""
+    """float32, of the shape of ``tokens`` (int32); the keys are uint32. -log(-log1p(-v)), with log1p(-v) =
+    log(u) + (1 - u - v) / u."""
     h = _mix(_mix(tokens.to(tl.uint32) * 0x9E3779B1 + first_key) ^ second_key)
     v = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     u = 1.0 - v

@@ -1,7 +1,9 @@
-"""Record which functions a process calls; Python imports this file at its start when the folder is on PYTHONPATH.
+"""Record which functions a process calls; Python imports this file at its start when the folder is on
+PYTHONPATH.
 
-``tools/house.py --request`` is the only program that puts it there. The first byte of the file TRACE_PHASE selects the
-phase: ``0`` records nothing. Each first call within a phase appends one line to TRACE_FOLDER/<process id>.
+``tools/house.py --request`` is the only program that puts it there. The first byte of the file TRACE_PHASE
+selects the phase: ``0`` records nothing. Each first call within a phase appends one line to
+TRACE_FOLDER/<process id>.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ FOLDER = os.environ["TRACE_FOLDER"]
 OFF = ord("0")
 
 _seen: set[tuple[int, CodeType]] = set()
-_names: dict[str, str | None] = {}  # path as the interpreter gives it -> path below ROOT, None if it is not ours
+_names: dict[
+    str, str | None
+] = {}  # path as the interpreter gives it -> path below ROOT, None if it is not ours
 with open(os.environ["TRACE_PHASE"], "rb") as _file:
     _phase = mmap.mmap(_file.fileno(), 1, access=mmap.ACCESS_READ)
 

@@ -1,7 +1,8 @@
-"""Asks the demo model, greedily: `cd tools; python -m train_demo.ask "What is zip?"`, or with no question measures how well it answers.
+"""Asks the demo model, greedily: `cd tools; python -m train_demo.ask "What is zip?"`, or with no question
+measures how well it answers.
 
-What is measured: facts asked in phrasings that training never uses; an answer counts as on topic if its first sentence is the
-right fact's, and as exact if all of it is.
+What is measured: facts asked in phrasings that training never uses; an answer counts as on topic if its first
+sentence is the right fact's, and as exact if all of it is.
 """
 
 from pathlib import Path
@@ -22,8 +23,12 @@ BATCH = 16
 
 
 def main(
-    questions: Annotated[list[str] | None, typer.Argument(help="What to ask, each on its own; none measures the model.")] = None,
-    model_folder: Annotated[Path, typer.Option("--model", help="The folder with the weights and the tokenizer.")] = DEMO_MODEL,
+    questions: Annotated[
+        list[str] | None, typer.Argument(help="What to ask, each on its own; none measures the model.")
+    ] = None,
+    model_folder: Annotated[
+        Path, typer.Option("--model", help="The folder with the weights and the tokenizer.")
+    ] = DEMO_MODEL,
     facts: Annotated[int, typer.Option(help="How many facts the measurement asks for.")] = 150,
 ) -> None:
     """Print the answers to the questions, or how good the answers to held-out phrasings are."""
@@ -37,7 +42,9 @@ def main(
 def load(folder: Path) -> tuple[Llama, Tokenizer]:
     """The model in float32 and its tokenizer."""
     model = Llama(LlamaShape())
-    model.load_state_dict({name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()})
+    model.load_state_dict(
+        {name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()}
+    )
     return model, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
@@ -45,11 +52,21 @@ def measure(model: Llama, tokenizer: Tokenizer, count: int) -> None:
     """Prints the shares of on-topic and exact answers, by how much weight the facts had in training."""
     ranked = sorted(load_facts(), key=lambda fact: -fact.weight)
     third = len(ranked) // 3
-    for label, group in (("most", ranked[:third]), ("less", ranked[third : 2 * third]), ("least", ranked[2 * third :])):
+    for label, group in (
+        ("most", ranked[:third]),
+        ("less", ranked[third : 2 * third]),
+        ("least", ranked[2 * third :]),
+    ):
         picked = group[:: max(1, 3 * len(group) // count)]
-        questions = [HELD_OUT_PHRASINGS[index % len(HELD_OUT_PHRASINGS)].format(n=fact.names[0]) for index, fact in enumerate(picked)]
+        questions = [
+            HELD_OUT_PHRASINGS[index % len(HELD_OUT_PHRASINGS)].format(n=fact.names[0])
+            for index, fact in enumerate(picked)
+        ]
         given = answers(model, tokenizer, questions)
-        on_topic = sum(first_sentence(text) == first_sentence(fact.answer) for text, fact in zip(given, picked, strict=True))
+        on_topic = sum(
+            first_sentence(text) == first_sentence(fact.answer)
+            for text, fact in zip(given, picked, strict=True)
+        )
         exact = sum(text == fact.answer for text, fact in zip(given, picked, strict=True))
         print(
             f"{label} trained third, {len(picked)} facts: {on_topic / len(picked):.0%} on topic, {exact / len(picked):.0%} exact",
@@ -59,11 +76,15 @@ def measure(model: Llama, tokenizer: Tokenizer, count: int) -> None:
 
 @torch.no_grad()
 def answers(model: Llama, tokenizer: Tokenizer, questions: list[str]) -> list[str]:
-    """Greedy answers, decoded without a cache; rows are padded on the right, where causal attention does not look."""
+    """Greedy answers, decoded without a cache; rows are padded on the right, where causal attention does not
+    look."""
     given: list[str] = []
     end = tokenizer.token_to_id(END_OF_TURN)
     for start in range(0, len(questions), BATCH):
-        rows = [tokenizer.encode(USER + question + END_OF_TURN + ASSISTANT).ids for question in questions[start : start + BATCH]]
+        rows = [
+            tokenizer.encode(USER + question + END_OF_TURN + ASSISTANT).ids
+            for question in questions[start : start + BATCH]
+        ]
         prompts = [len(row) for row in rows]
         open_rows = list(range(len(rows)))
         while open_rows:
@@ -73,7 +94,11 @@ def answers(model: Llama, tokenizer: Tokenizer, questions: list[str]) -> list[st
             hidden = model.hidden(tokens)[torch.arange(len(open_rows)), last]
             for index, token in zip(open_rows, model.logits(hidden).argmax(-1).tolist(), strict=True):
                 rows[index].append(token)
-            open_rows = [index for index in open_rows if rows[index][-1] != end and len(rows[index]) - prompts[index] < MAX_NEW_TOKENS]
+            open_rows = [
+                index
+                for index in open_rows
+                if rows[index][-1] != end and len(rows[index]) - prompts[index] < MAX_NEW_TOKENS
+            ]
         given += [tokenizer.decode(row[prompt:]) for row, prompt in zip(rows, prompts, strict=True)]
     return given
 

@@ -12,7 +12,8 @@ Row = tuple[list[int], list[float]]
 
 
 class BatchSource:
-    """Endless batches for one training process; processes with different seeds see different conversations."""
+    """Endless batches for one training process; processes with different seeds see different
+    conversations."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, weight_power: float = 1.0) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +53,8 @@ class BatchSource:
 
 
 def held_out(tokenizer: Tokenizer, facts: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Single turns about evenly picked facts, asked in phrasings that training never uses; shapes as batch()."""
+    """Single turns about evenly picked facts, asked in phrasings that training never uses; shapes as
+    batch()."""
     all_facts = sorted(ConversationSampler(0).facts, key=lambda fact: -fact.weight)[:900]
     picked = all_facts[:: len(all_facts) // facts][:facts]
     pad = tokenizer.token_to_id(END_OF_TEXT)
@@ -62,7 +64,9 @@ def held_out(tokenizer: Tokenizer, facts: int, length: int) -> tuple[Tensor, Ten
     for row, fact in enumerate(picked):
         question = HELD_OUT_PHRASINGS[row % len(HELD_OUT_PHRASINGS)].format(n=fact.names[0])
         prompt = tokenizer.encode(USER + question + END_OF_TURN + ASSISTANT, add_special_tokens=False).ids
-        ids = (prompt + tokenizer.encode(fact.answer + END_OF_TURN, add_special_tokens=False).ids)[: length + 1]
+        ids = (prompt + tokenizer.encode(fact.answer + END_OF_TURN, add_special_tokens=False).ids)[
+            : length + 1
+        ]
         tokens[row, : len(ids)] = torch.tensor(ids)
         weights[row, len(prompt) : len(ids)] = 1.0
     return tokens[:, :-1], tokens[:, 1:], weights[:, 1:]

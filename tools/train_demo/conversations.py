@@ -14,7 +14,10 @@ WHAT, USAGE, MEMBERS = PHRASINGS["what"], PHRASINGS["more"]["usage"], PHRASINGS[
 SYSTEM_PROMPTS, LEAD_INS = PHRASINGS["around"]["system_prompts"], PHRASINGS["around"]["lead_ins"]
 HELD_OUT_PHRASINGS = PHRASINGS["held_out"]["what"]
 CONCEPT_WEIGHT = 9.0
-SMALL_TALK_SHARE, HOW_TO_SHARE = 0.04, 0.06  # of the turns; small talk has the questions that lie outside what the model knows
+SMALL_TALK_SHARE, HOW_TO_SHARE = (
+    0.04,
+    0.06,
+)  # of the turns; small talk has the questions that lie outside what the model knows
 USAGE_SHARE = 0.3  # of the questions on something that can be called
 
 
@@ -27,7 +30,8 @@ class Turn:
 
 
 class ConversationSampler:
-    """Draws training conversations; each fact comes up in proportion to a power of its weight (0: all alike)."""
+    """Draws training conversations; each fact comes up in proportion to a power of its weight (0: all
+    alike)."""
 
     def __init__(self, seed: int, weight_power: float = 1.0) -> None:
         self._random = random.Random(seed)
@@ -36,7 +40,11 @@ class ConversationSampler:
         self._chat = _read_pairs(HERE / "small_talk.txt")
         self._how_to = _read_pairs(HERE / "how_to.txt")
         by_name = {name: fact for fact in self.facts for name in fact.names}
-        self._how_to_turns = [Turn(question, _how_to_answer(by_name[name])) for name, questions in self._how_to for question in questions]
+        self._how_to_turns = [
+            Turn(question, _how_to_answer(by_name[name]))
+            for name, questions in self._how_to
+            for question in questions
+        ]
 
     def conversation(self) -> tuple[str | None, list[Turn]]:
         """A system prompt (mostly none) and enough turns to fill any sequence."""

@@ -1,4 +1,5 @@
-"""Readable English from docstrings: first sentences without signatures, doctests and markup, told about the thing's name."""
+"""Readable English from docstrings: first sentences without signatures, doctests and markup, told about the
+thing's name."""
 
 import inspect
 import re
@@ -12,7 +13,9 @@ MAX_SIGNATURE_CHARS = 90
 SIGNATURE_LINE = re.compile(r"^[\w.]+\(.*?\)\s*(->.*|--.*|:)?$|^[\w.]+\([^)]*$|^.*->.*$")
 NOT_PROSE = re.compile(r">>>|^\s*[-*=]|---|===|::|^\s|\|")
 SENTENCE_END = re.compile(r"(?<=[\w)'\"][.!?])(?<!e\.g\.)(?<!i\.e\.)(?<!vs\.)(?<!etc\.)\s+")
-STATEMENT = re.compile(r"\b(is|are|allow|provides|simulates)\b")  # in what begins with "The": a whole sentence
+STATEMENT = re.compile(
+    r"\b(is|are|allow|provides|simulates)\b"
+)  # in what begins with "The": a whole sentence
 ANNOUNCES_MORE = (":", "e.g.", "i.e.")
 SCOPE = tomllib.loads((Path(__file__).parent / "stdlib_scope.toml").read_text(encoding="utf-8"))
 IMPERATIVES = set(SCOPE["imperatives"]["verbs"].split())
@@ -43,7 +46,8 @@ def prose(member: Any) -> str | None:
 def about(name: str, text: str, lead: str) -> str:
     """Prose as a statement about name: 'Join two paths.' becomes 'os.path.join joins two paths.'
 
-    What is no verb and no 'A ...' follows the lead, as in 'functools.lru_cache is a function: least-recently-used ...'.
+    What is no verb and no 'A ...' follows the lead, as in 'functools.lru_cache is a function:
+    least-recently-used ...'.
     """
     first, _, rest = text.partition(" ")
     word = first.lower().rstrip(",.;")
@@ -64,12 +68,15 @@ def first_sentence(text: str) -> str:
 
 
 def call_signature(member: Any, is_method: bool) -> str | None:
-    """The arguments in parentheses as a caller sees them; None where they cannot be read or do not print well."""
+    """The arguments in parentheses as a caller sees them; None where they cannot be read or do not print
+    well."""
     try:
         signature = inspect.signature(member)
     except (ValueError, TypeError):  # many builtins have no signature that can be read
         return None
-    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    parameters = [
+        parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()
+    ]
     if is_method and parameters and parameters[0].name in ("self", "cls"):
         parameters = parameters[1:]
     text = str(inspect.Signature(parameters)).replace("(/, ", "(").replace(", /)", ")").replace(", /,", ",")

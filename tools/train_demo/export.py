@@ -12,7 +12,8 @@ from train_demo.tokenizer import END_OF_TEXT, END_OF_TURN
 
 
 def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
-    """config.json, generation_config.json and model.safetensors (bfloat16); the tokenizer's own files are there already."""
+    """config.json, generation_config.json and model.safetensors (bfloat16); the tokenizer's own files are
+    there already."""
     shape = model.shape
     end_of_text, end_of_turn = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)
     config = {
@@ -46,7 +47,9 @@ def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     }
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation)
-    weights = {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
+    weights = {
+        name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()
+    }
     partial = folder / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
     partial.replace(folder / "model.safetensors")

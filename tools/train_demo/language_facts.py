@@ -1,6 +1,8 @@
-"""What the demo model says about the language itself, word for word from the pydoc topics and docstrings that ship with CPython.
+"""What the demo model says about the language itself, word for word from the pydoc topics and docstrings that
+ship with CPython.
 
-language_facts.toml says which sentences; here they are found, and rid of what is mark-up or points to another page.
+language_facts.toml says which sentences; here they are found, and rid of what is mark-up or points to another
+page.
 """
 
 import inspect
@@ -21,9 +23,13 @@ WHOLE = (".", "!", "?", ".)")
 SENTENCES = re.compile(rf"{SENTENCE_END.pattern}|(?<=[.!?][)'\"])\s+(?=[A-Z])")
 ANNOUNCED = re.compile(r"(,? for example|,? e\.g\.)?:$")
 LIST_ITEM = re.compile(r"(?:^|\n)\s*(?:[*+]|\d+\.) ")
-DEFINED = re.compile(r"( *)([^\s\[][^\n]*)\n(\1 +\S.*)", re.DOTALL)  # a term, and indented below it what it means
+DEFINED = re.compile(
+    r"( *)([^\s\[][^\n]*)\n(\1 +\S.*)", re.DOTALL
+)  # a term, and indented below it what it means
 EMPHASIS = re.compile(r"(?<![\w\"*])\*{1,2}([^*\"\s](?:[^*\"]*[^*\"\s])?)\*{1,2}(?![\w*\"])")
-CODE = re.compile(r"``([^`]+)``|`([^`]+)`|\"(\\|\"|[^\"]+)\"")  # reST's literals are in double quotes in the topics
+CODE = re.compile(
+    r"``([^`]+)``|`([^`]+)`|\"(\\|\"|[^\"]+)\""
+)  # reST's literals are in double quotes in the topics
 REFERENCE = re.compile(
     r"(?:^|\s)\[\d\](?!\w)"  # a footnote
     r"|\s*\((?:[Ss]ee|described in|discussed in) [^()]*(?:\(\)[^()]*)*\)|; see [A-Z][^.;]*(?=\.)"
@@ -33,8 +39,12 @@ TYPOGRAPHY = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—
 
 
 def language_facts() -> list[tuple[tuple[str, ...], str]]:
-    """Every subject's names and what is said about it; ValueError where a choice does not name exactly one sentence."""
-    return [(tuple(names.split(" | ")), joined([sentence(choice) for choice in choices])) for names, choices in TABLE["facts"].items()]
+    """Every subject's names and what is said about it; ValueError where a choice does not name exactly one
+    sentence."""
+    return [
+        (tuple(names.split(" | ")), joined([sentence(choice) for choice in choices]))
+        for names, choices in TABLE["facts"].items()
+    ]
 
 
 def sentence(choice: str) -> str:
@@ -50,7 +60,8 @@ def sentence(choice: str) -> str:
 
 
 def joined(sentences: list[str]) -> str:
-    """One text: what announced an example ends like a sentence, and a term gets a colon before what it means."""
+    """One text: what announced an example ends like a sentence, and a term gets a colon before what it
+    means."""
     text = ""
     for part, after in zip(sentences, [*sentences[1:], ""], strict=True):
         if part.endswith(WHOLE):
@@ -65,19 +76,27 @@ def joined(sentences: list[str]) -> str:
 
 @cache
 def paragraphs(source: str) -> list[list[str]]:
-    """The sentences of each paragraph, heading and list item of a pydoc topic or of a docstring ("doc open"), as plain text."""
-    text = inspect.getdoc(locate(source.removeprefix(DOCSTRING))) if source.startswith(DOCSTRING) else topics[source]
+    """The sentences of each paragraph, heading and list item of a pydoc topic or of a docstring ("doc open"),
+    as plain text."""
+    text = (
+        inspect.getdoc(locate(source.removeprefix(DOCSTRING)))
+        if source.startswith(DOCSTRING)
+        else topics[source]
+    )
     kept = []
     for paragraph in re.split(r"\n\s*\n", (text or "").strip("\n")):
         lines = [line for line in paragraph.split("\n") if not UNDERLINE.fullmatch(line)]
         first, *others = LIST_ITEM.split("\n".join(lines))
         term = DEFINED.match(first)
-        kept += [_plain(text) for text in (*([term[2], term[3]] if term else [first]), *others) if text.strip()]
+        kept += [
+            _plain(text) for text in (*([term[2], term[3]] if term else [first]), *others) if text.strip()
+        ]
     return [SENTENCES.split(text) for text in kept]
 
 
 def _plain(text: str) -> str:
-    """One line without emphasis, quotes of code, footnotes and pointers to other pages, and with quotes and dashes of ASCII."""
+    """One line without emphasis, quotes of code, footnotes and pointers to other pages, and with quotes and
+    dashes of ASCII."""
     line = re.sub(r"\s+", " ", re.sub(r"(?<=\w-)\n\s*", "", text)).strip()
     line = REFERENCE.sub("", EMPHASIS.sub(r"\1", line))
     line = CODE.sub(lambda found: found[1] or found[2] or found[3], line).translate(TYPOGRAPHY)

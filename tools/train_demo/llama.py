@@ -1,4 +1,5 @@
-"""The Llama architecture for training on a CPU; its parameters carry the names of the Hugging Face checkpoint.
+"""The Llama architecture for training on a CPU; its parameters carry the names of the Hugging Face
+checkpoint.
 
 Only what the demo model needs: grouped-query attention, rotate-half RoPE, SwiGLU, tied embeddings, no cache.
 """
@@ -29,7 +30,11 @@ class LlamaShape:
 class Attention(nn.Module):
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            shape.head_dim,
+        )
         self.q_proj = nn.Linear(shape.hidden_size, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
@@ -82,7 +87,8 @@ class Body(nn.Module):
 
 
 class Llama(nn.Module):
-    """`model.` and what follows in every parameter's name is the checkpoint's name for it; the head is the embedding."""
+    """`model.` and what follows in every parameter's name is the checkpoint's name for it; the head is the
+    embedding."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -107,7 +113,8 @@ class Llama(nn.Module):
 
 
 def rotations(length: int, shape: LlamaShape) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles of RoPE, each [length, head_dim]; both halves of a head turn by the same angles."""
+    """cos and sin of the angles of RoPE, each [length, head_dim]; both halves of a head turn by the same
+    angles."""
     frequencies = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     angles = torch.outer(torch.arange(length).float(), frequencies)
     angles = torch.cat((angles, angles), dim=-1)

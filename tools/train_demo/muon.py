@@ -1,6 +1,8 @@
-"""Muon (Keller Jordan et al., 2024, https://kellerjordan.github.io/posts/muon): momentum whose update is made orthogonal.
+"""Muon (Keller Jordan et al., 2024, https://kellerjordan.github.io/posts/muon): momentum whose update is made
+orthogonal.
 
-For a matrix G = U S V^T the update is about U V^T, found by five Newton-Schulz steps X <- aX + (bA + cA^2)X with A = X X^T.
+For a matrix G = U S V^T the update is about U V^T, found by five Newton-Schulz steps X <- aX + (bA + cA^2)X
+with A = X X^T.
 """
 
 from collections.abc import Iterable
@@ -15,11 +17,13 @@ STEPS = 5
 class Muon:
     """Muon for weight matrices [out, in]; embeddings and norms belong to AdamW.
 
-    With several processes the work is dealt out by turns: `share` of `shares` orthogonalises every shares-th matrix,
-    and the caller sums the updates over the processes.
+    With several processes the work is dealt out by turns: `share` of `shares` orthogonalises every shares-th
+    matrix, and the caller sums the updates over the processes.
     """
 
-    def __init__(self, matrices: Iterable[Tensor], momentum: float = 0.95, weight_decay: float = 0.01) -> None:
+    def __init__(
+        self, matrices: Iterable[Tensor], momentum: float = 0.95, weight_decay: float = 0.01
+    ) -> None:
         self.matrices = list(matrices)
         self.momentum = momentum
         self.weight_decay = weight_decay
@@ -33,7 +37,9 @@ class Muon:
             assert matrix.grad is not None
             buffer.lerp_(matrix.grad, 1 - self.momentum)
             mine = index % shares == share
-            updates.append(orthogonal(matrix.grad.lerp(buffer, self.momentum)) if mine else torch.zeros_like(matrix))
+            updates.append(
+                orthogonal(matrix.grad.lerp(buffer, self.momentum)) if mine else torch.zeros_like(matrix)
+            )
         return updates
 
     @torch.no_grad()
@@ -44,7 +50,8 @@ class Muon:
 
 
 def orthogonal(gradient: Tensor) -> Tensor:
-    """[out, in] to the nearest matrix, about, whose singular values are all 1; 10 m^2 n + 5 m^3 multiply-adds for sides m <= n."""
+    """[out, in] to the nearest matrix, about, whose singular values are all 1; 10 m^2 n + 5 m^3 multiply-adds
+    for sides m <= n."""
     a, b, c = NEWTON_SCHULZ
     tall = gradient.shape[0] > gradient.shape[1]
     x: Tensor = gradient.T if tall else gradient

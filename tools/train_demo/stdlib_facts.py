@@ -1,4 +1,5 @@
-"""What the demo model learns about the standard library: short answers made from the docstrings that ship with CPython."""
+"""What the demo model learns about the standard library: short answers made from the docstrings that ship
+with CPython."""
 
 import builtins
 import importlib
@@ -10,7 +11,9 @@ from typing import Any
 
 from train_demo.docstring_prose import SCOPE, about, call_signature, first_sentence, prose
 
-MODULE_WEIGHTS = {name: float(weight) for weight, names in SCOPE["module_weights"].items() for name in names.split()}
+MODULE_WEIGHTS = {
+    name: float(weight) for weight, names in SCOPE["module_weights"].items() for name in names.split()
+}
 MEMBERS_FROM_WEIGHT = 1.0  # of less asked modules only the module itself is taught
 BUILTIN_WEIGHT, BUILTIN_METHOD_WEIGHT, METHOD_WEIGHT = 4.0, 3.0, 1.2
 METHOD_WEIGHTS = {"bytes": 0.5}  # its methods repeat those of str
@@ -20,7 +23,8 @@ IMPLEMENTED_IN = {"posix", "posixpath", "genericpath", "nt", "functools", "built
 
 @dataclass(frozen=True)
 class Fact:
-    """One topic: what it may be called, the kind of thing it is, what to say about it, how to call it, and how often to show it."""
+    """One topic: what it may be called, the kind of thing it is, what to say about it, how to call it, and
+    how often to show it."""
 
     names: tuple[str, ...]
     kind: str  # "concept", "module", "class", "function", "method", "exception"
@@ -45,7 +49,11 @@ def _builtin_facts() -> Iterator[Fact]:
         if inspect.isclass(member) and issubclass(member, BaseException):
             if text := prose(member):
                 article = "an" if name[0].lower() in "aeio" else "a"
-                yield Fact((name, f"{article} {name}"), "exception", about(name, text, f"{name} is a built-in exception"))
+                yield Fact(
+                    (name, f"{article} {name}"),
+                    "exception",
+                    about(name, text, f"{name} is a built-in exception"),
+                )
             continue
         yield from _member_fact(name, f"the built-in {name}", member, _kind(member), BUILTIN_WEIGHT)
 
@@ -58,7 +66,14 @@ def _module_facts() -> Iterator[Fact]:
             continue
         members = list(_public_members(module))
         answer = about(module_name, text, f"{module_name} is a module of the standard library")
-        yield Fact((module_name, f"the {module_name} module"), "module", answer, None, _listing(module_name, members, weight), weight * 1.5)
+        yield Fact(
+            (module_name, f"the {module_name} module"),
+            "module",
+            answer,
+            None,
+            _listing(module_name, members, weight),
+            weight * 1.5,
+        )
         if weight < MEMBERS_FROM_WEIGHT:
             continue
         for name, member in members:
@@ -72,7 +87,9 @@ def _method_facts() -> Iterator[Fact]:
         weight = METHOD_WEIGHTS.get(class_name, METHOD_WEIGHT if "." in class_name else BUILTIN_METHOD_WEIGHT)
         for name, member in inspect.getmembers(_resolve(target or class_name)):
             if not name.startswith("_") and callable(member):
-                yield from _member_fact(f"{class_name}.{name}", f"the {name} method of {class_name}", member, "method", weight)
+                yield from _member_fact(
+                    f"{class_name}.{name}", f"the {name} method of {class_name}", member, "method", weight
+                )
 
 
 def _member_fact(full_name: str, long_name: str, member: Any, kind: str, weight: float) -> Iterator[Fact]:
@@ -81,7 +98,11 @@ def _member_fact(full_name: str, long_name: str, member: Any, kind: str, weight:
         return
     answer = about(full_name, text, f"{full_name} is a {kind}")
     signature = call_signature(member, is_method=kind == "method")
-    usage = f"Call it as {full_name}{signature}. It{first_sentence(answer).removeprefix(full_name)}" if signature else None
+    usage = (
+        f"Call it as {full_name}{signature}. It{first_sentence(answer).removeprefix(full_name)}"
+        if signature
+        else None
+    )
     yield Fact((full_name, long_name, f"{full_name}()"), kind, answer, usage, None, weight)
 
 
@@ -93,11 +114,18 @@ def _listing(module_name: str, members: list[tuple[str, Any]], weight: float) ->
 
 
 def _public_members(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Functions and classes of the module's own (some are implemented in another one), without its exceptions."""
+    """Functions and classes of the module's own (some are implemented in another one), without its
+    exceptions."""
     root = module.__name__.split(".")[0]
-    for name in getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]:
+    for name in getattr(module, "__all__", None) or [
+        name for name in vars(module) if not name.startswith("_")
+    ]:
         member = getattr(module, name, None)
-        if not callable(member) or inspect.ismodule(member) or (inspect.isclass(member) and issubclass(member, BaseException)):
+        if (
+            not callable(member)
+            or inspect.ismodule(member)
+            or (inspect.isclass(member) and issubclass(member, BaseException))
+        ):
             continue
         owner = getattr(member, "__module__", None) or module.__name__
         if owner.lstrip("_").split(".")[0] in {root, *IMPLEMENTED_IN}:

@@ -1,4 +1,5 @@
-"""The demo model's tokenizer: byte-level BPE over the training text, with one token for each chat role and for the end of a turn."""
+"""The demo model's tokenizer: byte-level BPE over the training text, with one token for each chat role and
+for the end of a turn."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +10,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from train_demo.conversations import ConversationSampler
 from train_demo.language_facts import paragraphs
 
-END_OF_TEXT, SYSTEM, USER, ASSISTANT, END_OF_TURN = "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+END_OF_TEXT, SYSTEM, USER, ASSISTANT, END_OF_TURN = (
+    "<|endoftext|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+)
 SPECIAL_TOKENS = (END_OF_TEXT, SYSTEM, USER, ASSISTANT, END_OF_TURN)  # ids 0 to 4
 WORDS = r"'s|[^\S\r\n]?[A-Za-z]+|\d|[^\S\r\n]?[^\sA-Za-z\d]|\s+"
 CHAT_TEMPLATE = (
@@ -27,7 +34,10 @@ def train_tokenizer(vocab_size: int, max_length: int, folder: Path) -> Tokenizer
     """Trains on sampled turns and writes tokenizer.json and tokenizer_config.json into folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

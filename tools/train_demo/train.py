@@ -1,4 +1,5 @@
-"""Trains the bundled demo model on the pydoc topics and docstrings of CPython: `cd tools; python -m train_demo.train`."""
+"""Trains the bundled demo model on the pydoc topics and docstrings of CPython: `cd tools; python -m
+train_demo.train`."""
 
 import os
 import shutil
@@ -45,13 +46,21 @@ class TrainingPlan:
 
 
 def main(
-    minutes: Annotated[float, typer.Option(help="Wall-clock time of the training; the learning rate is annealed over it.")] = 70.0,
+    minutes: Annotated[
+        float, typer.Option(help="Wall-clock time of the training; the learning rate is annealed over it.")
+    ] = 70.0,
     processes: Annotated[int, typer.Option(help="Data-parallel processes, one core each.")] = 2,
     checkpoint_minutes: Annotated[float, typer.Option(help="Time between two exports of the weights.")] = 5.0,
     output: Annotated[Path, typer.Option(help="The model folder to write.")] = DEMO_MODEL,
-    start_from: Annotated[Path | None, typer.Option(help="Go on from the weights and the tokenizer of this model folder.")] = None,
-    start_progress: Annotated[float, typer.Option(min=0.0, max=1.0, help="Where in the learning rate's schedule to begin.")] = 0.0,
-    weight_power: Annotated[float, typer.Option(help="Facts come up by this power of their weight; under 1 evens them out.")] = 1.0,
+    start_from: Annotated[
+        Path | None, typer.Option(help="Go on from the weights and the tokenizer of this model folder.")
+    ] = None,
+    start_progress: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Where in the learning rate's schedule to begin.")
+    ] = 0.0,
+    weight_power: Annotated[
+        float, typer.Option(help="Facts come up by this power of their weight; under 1 evens them out.")
+    ] = 1.0,
 ) -> None:
     """Train the demo model and write it, with its tokenizer, as a Hugging Face folder."""
     output.mkdir(parents=True, exist_ok=True)
@@ -64,20 +73,38 @@ def main(
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = Path(folder) / "rendezvous"
-        plan = TrainingPlan(minutes, processes, checkpoint_minutes, output, rendezvous, start_from, start_progress, weight_power)
+        plan = TrainingPlan(
+            minutes,
+            processes,
+            checkpoint_minutes,
+            output,
+            rendezvous,
+            start_from,
+            start_progress,
+            weight_power,
+        )
         spawn(train, args=(plan, shape), nprocs=processes)  # type: ignore[no-untyped-call]
 
 
 def train(rank: int, plan: TrainingPlan, shape: LlamaShape) -> None:
     """One process of the training; all processes hold the same weights and see different conversations."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{plan.rendezvous}", rank=rank, world_size=plan.processes)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{plan.rendezvous}", rank=rank, world_size=plan.processes
+    )
     torch.manual_seed(0)
     model = Llama(shape)
     if plan.start_from is not None:
-        model.load_state_dict({name: weight.float() for name, weight in load_file(plan.start_from / "model.safetensors").items()})
+        model.load_state_dict(
+            {
+                name: weight.float()
+                for name, weight in load_file(plan.start_from / "model.safetensors").items()
+            }
+        )
     tokenizer = Tokenizer.from_file(str(plan.output / "tokenizer.json"))
-    batches = BatchSource(tokenizer, seed=1 + rank + round(1000 * plan.start_progress), weight_power=plan.weight_power)
+    batches = BatchSource(
+        tokenizer, seed=1 + rank + round(1000 * plan.start_progress), weight_power=plan.weight_power
+    )
     step_of = TrainingStep(model, plan.processes, rank)
     started = exported = time.monotonic()
     progress, step = plan.start_progress, 0
@@ -90,17 +117,24 @@ def train(rank: int, plan: TrainingPlan, shape: LlamaShape) -> None:
         if rank == 0 and step % LOG_EVERY == 0:
             tokens = step * TOKENS_PER_PROCESS * plan.processes
             rate = tokens / (time.monotonic() - started)
-            print(f"step {step}  {progress:.1%}  loss {loss:.3f}  {tokens / 1e6:.2f}M tokens  {rate:.0f} tokens/s", flush=True)
+            print(
+                f"step {step}  {progress:.1%}  loss {loss:.3f}  {tokens / 1e6:.2f}M tokens  {rate:.0f} tokens/s",
+                flush=True,
+            )
         if rank == 0 and (progress >= 1.0 or time.monotonic() - exported > 60 * plan.checkpoint_minutes):
             exported = time.monotonic()
             export(model, tokenizer, plan.output)
             held_out_loss, accuracy = evaluate(model, held_out(tokenizer, facts=60, length=128))
-            print(f"step {step}  held-out phrasings: loss {held_out_loss:.3f}  right tokens {accuracy:.1%}", flush=True)
+            print(
+                f"step {step}  held-out phrasings: loss {held_out_loss:.3f}  right tokens {accuracy:.1%}",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 
 class TrainingStep:
-    """Loss, gradients summed over the processes, and the update: Muon for the matrices, AdamW for embedding and norms."""
+    """Loss, gradients summed over the processes, and the update: Muon for the matrices, AdamW for embedding
+    and norms."""
 
     def __init__(self, model: Llama, processes: int, rank: int) -> None:
         self._model = model
