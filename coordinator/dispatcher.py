@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -88,13 +88,13 @@ class SocketDispatcher:
         self._carry_out(self._core.cancel(request_id, time.monotonic()))
 
     def ready(self) -> bool:
-        return self._core.proven and not self._core.pools.gap and not self._core.failing
+        return self._core.outcomes.proven and not self._core.pools.gap and not self._core.outcomes.failing
 
     def failing(self) -> str:
-        return self._core.failing
+        return self._core.outcomes.failing
 
     def gap(self) -> str:
-        return self._core.refusal(time.monotonic())
+        return self._core.gap(time.monotonic())
 
     def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None:
         worker, actions = self._core.drain(worker_id, timeout_s)
@@ -102,7 +102,7 @@ class SocketDispatcher:
         if worker is None:
             return None
         _log.info("%s worker %s is to leave; it holds %d requests", worker.role, worker_id, len(worker.dispatches))
-        return {"worker_id": worker_id, "role": worker.role, "draining": True, "requests": self._core.request_ids(worker.dispatches)}
+        return {"worker_id": worker_id, "role": worker.role, "draining": True, "requests": self._core.request_ids(worker)}
 
     def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None:
         now = time.monotonic()
@@ -115,7 +115,7 @@ class SocketDispatcher:
 
     def flips(self) -> list[dict[str, object]]:
         now = time.monotonic()
-        return [record.as_json(now) for record in self._core.flips]
+        return [record.as_json(now) for record in self._core.flips.latest]
 
     def snapshot(self) -> dict[str, object]:
         """For /debug/state."""
@@ -127,15 +127,15 @@ class SocketDispatcher:
                 "control_address": self.address,
                 "ready": self.ready(),
             },
-            "requests": {"queued": self._core.num_queued, "running": self._core.num_requests - self._core.num_queued},
+            "requests": {"queued": len(self._core.queue), "running": len(self._core.requests) - len(self._core.queue)},
             "counters": self._core.counters(),
-            "last_retries": list(self._core.last_retries),
-            "last_recoveries": [asdict(recovery) for recovery in self._core.last_recoveries],
+            "last_retries": list(self._core.outcomes.last_retries),
+            "last_recoveries": [asdict(recovery) for recovery in self._core.outcomes.last_recoveries],
             "flips": self.flips(),
             "steering": self.steering() if self.steering is not None else None,
             "channel": asdict(self._channel.counters),
             "workers": [
-                {**_describe(worker, now), "requests": self._core.request_ids(worker.dispatches)}
+                {**_describe(worker, now), "requests": self._core.request_ids(worker)}
                 for worker in self._core.pools.workers.values()
             ],
         }
@@ -144,14 +144,14 @@ class SocketDispatcher:
         """For /metrics."""
         return SystemSnapshot(
             ready=self.ready(),
-            num_waiting=self._core.num_queued,
-            num_running=self._core.num_requests - self._core.num_queued,
+            num_waiting=len(self._core.queue),
+            num_running=len(self._core.requests) - len(self._core.queue),
             workers=[_measure(worker) for worker in self._core.pools.workers.values()],
             counters=self._core.counters(),
-            stages=self._core.num_by_stage(),
+            stages=dict(Counter(request.state for request in self._core.requests.values())),
             steering=self.steering() if self.steering is not None else None,
-            reasons_lost={worker_id: reason for (worker_id, _), reason in self._core.reasons_lost.items()},
-            last_retries=tuple(self._core.last_retries),
+            reasons_lost={worker_id: reason for (worker_id, _), reason in self._core.pools.reasons_lost.items()},
+            last_retries=tuple(self._core.outcomes.last_retries),
         )
 
     # --- the workers -----------------------------------------------------------------------------
@@ -168,13 +168,13 @@ class SocketDispatcher:
 
     def _process_ended(self, worker: WorkerId) -> None:
         """Whatever it said before is on its way, or here: that comes first."""
-        self._core.worker_ending(worker)
+        self._core.process_ending(worker)
         self._partings[worker] = asyncio.get_running_loop().call_later(LAST_WORDS_S, self._has_ended, worker)
 
     def _has_ended(self, worker: WorkerId) -> None:
         del self._partings[worker]
         self._receive(self._channel.receive(TICK_LIMIT))
-        self._carry_out(self._core.worker_ended(worker, time.monotonic()))
+        self._carry_out(self._core.process_ended(worker, time.monotonic()))
         self._tell_changes()
 
     def _tick(self) -> None:
@@ -243,7 +243,7 @@ class SocketDispatcher:
         for worker, messages in outbox.items():
             unknown = counters.dropped_unknown
             self._channel.send(identity_of(*worker), *messages)
-            self._core.reached(worker, counters.dropped_unknown == unknown, now)
+            self._core.pools.reached(worker, counters.dropped_unknown == unknown, now)
 
     def _tell_changes(self) -> None:
         """One log line for each worker that came or went."""
@@ -255,7 +255,7 @@ class SocketDispatcher:
         for worker_id, role in self._known.items():
             if worker_id not in now:
                 self._processes.forget(worker_id)
-                reason = self._core.reasons_lost.get(worker_id, "lost")
+                reason = self._core.pools.reasons_lost.get(worker_id, "lost")
                 _log.log(logging.INFO if reason == DRAINED else logging.WARNING, "%s worker %s is gone: %s", role, worker_id[0], reason)
         if now != self._known:
             for misfit in self._core.pools.misfits():
@@ -318,7 +318,7 @@ def _describe(worker: Worker, now: float) -> dict[str, object]:
         "host": hello.host.partition("/")[0],
         "incarnation": hello.incarnation,
         "model": msgspec.structs.asdict(hello.model),
-        "silent_s": round(now - worker.heard, 3),
+        "silent_s": round(now - worker.last_seen, 3),
         "blocks": {
             "total": hello.num_blocks,
             "free": load.blocks_free if load else hello.num_blocks,

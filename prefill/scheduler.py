@@ -27,6 +27,7 @@ from ..transport.handoff.block_hash import chain, root_hash
 from ..transport.handoff.handoff import Key, PeerId, Wait
 from ..transport.handoff.sliding_window import NO_BLOCK, held, num_behind
 from ..transport.messages.messages import Peer, RequestSpec, u32_array
+from ..transport.messages.prompt_order import prompt_rank
 
 STEPS_AT_BUDGET = 32  # steps after which a budget that lack of memory had cut is doubled
 
@@ -243,7 +244,7 @@ class PrefillScheduler:
         return started
 
     def _rank(self, sequence: PrefillSequence, now: float) -> tuple[bool, float]:
-        return not sequence.returns, sequence.unscheduled - self._aging * (now - sequence.arrival)
+        return prompt_rank(sequence.returns, sequence.unscheduled, now - sequence.arrival, self._aging)
 
     def is_full(self, step: PrefillStep) -> bool:
         """Whether no more prompt tokens would have gone into this step: how fast it was is how fast this worker can be."""

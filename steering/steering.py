@@ -36,7 +36,7 @@ class Steering:
         """What is to be done. Flips are carried out by ``Lifecycle.flip``, where the mode is act."""
         self._in_use = self._use.look(lifecycle.pools.workers.values(), now)
         fleet = replace(fleet_of(lifecycle, self.options.keep), in_use=self._in_use)
-        return self.controller.decide(self._watch.look(lifecycle.requests, now), fleet, now)
+        return self.controller.decide(self._watch.look(lifecycle.requests.values(), now), fleet, now)
 
     def as_json(self, now: float) -> dict[str, Any]:
         """For /debug/state and the dashboard."""
@@ -61,7 +61,7 @@ def fleet_of(lifecycle: Lifecycle, keep: Sequence[str] = ()) -> Fleet:
     mixed = [w for w in pools.open_of_role("decode") if w.hello.mixed]
     prefills, decodes = ([w for w in pools.open_of_role(role) if not w.hello.mixed] for role in ("prefill", "decode"))
     by_load: dict[Role, list[Worker]] = {"prefill": _by_load(prefills), "decode": _by_load(decodes)}
-    changing = lifecycle.flips_under_way
+    changing = lifecycle.flips.under_way
     return Fleet(
         len(prefills),
         len(decodes),

@@ -67,7 +67,7 @@ PURE = [
     "splitserve.coordinator.lifecycle.pools",
     "splitserve.coordinator.lifecycle.request_queue",
     "splitserve.coordinator.lifecycle.fair_shares",
-    "splitserve.coordinator.lifecycle.forecast",
+    "splitserve.coordinator.lifecycle.admission",
     "splitserve.coordinator.dashboard.diagnosis",
     "splitserve.coordinator.dashboard.event_log",
     "splitserve.coordinator.dashboard.queueing",

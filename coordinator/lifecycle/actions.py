@@ -1,4 +1,5 @@
-"""What the lifecycle asks its shell to do. Each call of the lifecycle returns a list of these, to be carried out in order."""
+"""What the lifecycle asks its shell to do. Each call of the lifecycle returns a list of these, to be
+carried out in order."""
 
 from __future__ import annotations
 

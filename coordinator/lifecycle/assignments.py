@@ -1,96 +1,95 @@
-"""Who is assigned what: every request in the system, every dispatch number, and each worker's share. Pure bookkeeping.
+"""Every request in the system, every dispatch number, and what each worker was given. Pure bookkeeping.
 
-A dispatch number is never used twice. A request has one dispatch, or two while its sequence moves from one decode worker to another.
+A dispatch number is never used twice. A request has one dispatch, or two while its sequence moves between
+decode workers.
 """
 
 from __future__ import annotations
-
-from collections import Counter
-from collections.abc import Iterable
 
 from .request import PendingMove, Request
 from .worker import Worker
 
 
 class Assignments:
-    """All requests, by request and by dispatch."""
+    """All requests that have not ended, by id and by dispatch."""
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
         self.by_dispatch: dict[int, Request] = {}
         self.next_dispatch = 1
+        self.version = 0  # incremented whenever an attempt ends, so that workers may have room again
 
-    def request_ids(self, dispatches: Iterable[int]) -> list[str]:
-        """The requests behind these dispatches, for people."""
-        return sorted(self.by_dispatch[d].request_id for d in dispatches)
-
-    def num_by_stage(self) -> dict[str, int]:
-        return dict(Counter(request.state for request in self.requests.values()))
+    def of(self, worker: Worker) -> list[Request]:
+        """Return the requests that are assigned to this worker, in the order of their dispatches."""
+        return [self.by_dispatch[dispatch] for dispatch in sorted(worker.dispatches)]
 
     def assign(self, request: Request, prefill: Worker, decode: Worker) -> None:
-        """A new attempt, under a new dispatch number."""
+        """Begin a new attempt, under a new dispatch number."""
         request.epoch += 1
         request.num_attempts += 1
-        request.dispatch = self._number(request)
+        request.dispatch = self._new_dispatch(request)
         request.prefill, request.decode = prefill, decode
         request.route = (prefill.hello.worker_id, decode.hello.worker_id)
         request.model = decode.hello.model
         request.num_tokens_before = len(request.tokens)
         num_tokens = request.num_tokens
         request.pending_blocks = decode.blocks_for(num_tokens)
-        prefill.promise_prompt(request.dispatch, num_tokens)
-        decode.promise_sequence(request.dispatch, request.pending_blocks)
+        prefill.reserve_prompt(request.dispatch, num_tokens)
+        decode.reserve_sequence(request.dispatch, request.pending_blocks)
 
     def unassign(self, request: Request) -> None:
-        """The attempt is over."""
+        """End the attempt: neither worker has anything of it to do."""
+        self.version += 1
         self.end_move(request)
-        self.unpromise_tokens(request)
-        self.unpromise_blocks(request)
+        self.release_prompt(request)
+        self.release_blocks(request)
         for worker in (request.prefill, request.decode):
             if worker is not None:
-                worker.let_go(request.dispatch)
+                worker.release(request.dispatch)
         self.by_dispatch.pop(request.dispatch, None)
         request.prefill = request.decode = None
         request.dispatch = -1
 
-    def unpromise_tokens(self, request: Request) -> None:
-        """The prompt is computed."""
+    def release_prompt(self, request: Request) -> None:
+        """Stop counting the prompt as pending: it is computed."""
         if request.prefill is not None:
-            request.prefill.unpromise_prompt(request.dispatch)
+            request.prefill.release_prompt(request.dispatch)
 
-    def unpromise_blocks(self, request: Request) -> None:
-        """The decode worker's own report counts the sequence's blocks from now on."""
+    def release_blocks(self, request: Request) -> None:
+        """Stop counting the sequence's blocks as pending: the decode worker's own reports count them from
+        now on."""
         if request.decode is not None:
-            request.decode.unpromise_blocks(request.pending_blocks)
+            request.decode.release_blocks(request.pending_blocks)
         request.pending_blocks = 0
 
     def begin_move(self, request: Request, target: Worker, now: float) -> PendingMove:
-        """The running sequence is to go on at ``target``; until it does, both dispatches count."""
+        """Reserve a place at ``target``. Until the move completes or is given up, both dispatches count."""
         request.epoch += 1
-        move = request.move = PendingMove(self._number(request), target, target.blocks_for(request.num_tokens), now)
-        target.promise_sequence(move.dispatch, move.pending_blocks)
+        num_blocks = target.blocks_for(request.num_tokens)
+        move = request.move = PendingMove(self._new_dispatch(request), target, num_blocks, now)
+        target.reserve_sequence(move.dispatch, num_blocks)
         return move
 
     def end_move(self, request: Request) -> PendingMove | None:
-        """It stays where it is, or the whole attempt is over. Returns the move that was under way."""
+        """Release the place at the target. Return the move that was under way, if any."""
         move, request.move = request.move, None
         if move is not None:
-            move.target.unpromise_blocks(move.pending_blocks)
-            move.target.let_go(move.dispatch)
+            move.target.release_blocks(move.pending_blocks)
+            move.target.release(move.dispatch)
             del self.by_dispatch[move.dispatch]
         return move
 
     def complete_move(self, request: Request) -> None:
-        """The sequence runs at the target: what it held where it was is gone."""
+        """Assign the sequence to the target alone."""
         move = self.end_move(request)
         assert move is not None, "only a move that is under way completes"
         self.unassign(request)
         request.dispatch, request.decode = move.dispatch, move.target
         request.route = (request.route[0], move.target.hello.worker_id)
         self.by_dispatch[move.dispatch] = request
-        move.target.promise_sequence(move.dispatch, 0)
+        move.target.reserve_sequence(move.dispatch, 0)
 
-    def _number(self, request: Request) -> int:
+    def _new_dispatch(self, request: Request) -> int:
         dispatch, self.next_dispatch = self.next_dispatch, self.next_dispatch + 1
         self.by_dispatch[dispatch] = request
         return dispatch

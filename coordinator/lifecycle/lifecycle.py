@@ -1,348 +1,244 @@
-"""Every request's life, from submission to its one terminal event, whatever dies on the way. Pure.
+"""The coordinator's decisions about every request and every worker, as one pure core.
 
-    queue --place--> prefill --FirstToken--> handoff --Joined--> decode --last token--> end
-      ^                 |                       |                  |
-      +---- a new epoch: prompt plus the tokens the client has ----+
+Events go in: submissions and cancellations of the HTTP side, messages of workers, ticks. Each call returns
+the actions that its shell carries out, in order. Requests are dispatched late: they wait here until a pair of
+workers has room.
 
-A request is dispatched late: it waits here until a prefill worker and a decode worker have room. Each attempt is a new epoch under a new
-dispatch number, so that whatever an older attempt still says names a dispatch that is unknown, and is dropped. Output tokens carry
-their index: each index reaches the client once, in order. Coordinator and workers compare notes with every heartbeat: a dispatch that
-no worker holds is lost and tried again; one that a worker holds and nobody wants is cancelled.
-
-    placement.py    which worker gets which waiting request
-    progress.py     what workers say of a request: its milestones and its tokens
-    attempts.py     how an attempt ends: done, tried again, given up
-    membership.py   workers come, report, drain and go
+    state_machine.py  the states of a request, their transitions and deadlines; read this first
+    request.py        one request                           actions.py       what the shell is to do
+    request_queue.py  the order in which requests wait      fair_shares.py   tenants' counters
+    admission.py      which requests are refused at once    limits.py        limits; which are passed
+    placement.py      when a request is dispatched          routing.py       to which workers
+    progress.py       workers' messages about requests      assignments.py   what each worker has
+    membership.py     workers come, report, and go          pools.py         the registry of workers
+    worker.py         one worker                            open_workers.py  which take new work
+    evacuation.py     sequences leave draining workers      flips.py         workers change their role
+    suspicion.py      requests that kill workers            outcomes.py      retries, readiness
+    time_ledger.py    where a request's time goes
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-
 from ...transport.handoff.actions import TellTokens
-from ...transport.handoff.handoff import Wait
-from ...transport.messages.messages import BlockEvents, FirstToken, Goodbye, Hello, Joined, Load, Message, RequestFailed, Role, StepTokens
+from ...transport.messages.messages import (
+    BlockEvents,
+    FirstToken,
+    Goodbye,
+    Hello,
+    Joined,
+    Load,
+    Message,
+    RequestFailed,
+    Role,
+    StepTokens,
+)
 from .actions import Action, End
-from .attempts import Attempts
-from .flips import FlipRecord
+from .admission import Admission, Forecast
+from .evacuation import Evacuation
+from .flips import FlipRecord, Flips
 from .limits import LifecycleLimits as LifecycleLimits
-from .limits import shortest_timeout
 from .membership import Membership
-from .outcomes import Recovery
 from .placement import Placement
 from .pools import Pools
 from .progress import Progress
 from .request import Ended, Request
+from .request_queue import RequestQueue
 from .routing import Policy
-from .state import LATE_TICK_S, LifecycleState
+from .state_machine import RequestStateMachine
 from .worker import Worker, WorkerId
 
 CHARGE_EVERY_S = 0.25
 
 
 class Lifecycle:
-    """The coordinator's decisions. Feed it messages, submissions and ``tick``; carry out what each call returns."""
+    """One coordinator. ``now`` is in seconds of a monotonic clock."""
 
     def __init__(self, incarnation: int, policy: Policy, limits: LifecycleLimits | None = None) -> None:
         self.incarnation = incarnation
-        self.limits = limits or LifecycleLimits()
-        self._state = LifecycleState(incarnation, self.limits)
-        self._attempts = Attempts(self._state)
-        self._members = Membership(self._state, self._attempts, policy)
-        self._progress = Progress(self._state, self._attempts, self._members)
-        self._placement = Placement(self._state, policy)
+        self.limits = limits = limits or LifecycleLimits()
+        self.pools = Pools(limits)
+        self.queue = RequestQueue(limits.starving_s)
+        self.flips = Flips(incarnation, self.pools)
+        self._machine = RequestStateMachine(incarnation, limits, self.pools, self.queue)
+        self.requests = self._machine.assignments.requests  # all that have not ended, by id
+        self.outcomes = self._machine.outcomes
+        forecast = Forecast()
+        self._admission = Admission(limits, self.pools, self.queue, forecast)
+        self._placement = Placement(policy, self.queue, self.pools, self._machine)
+        self._progress = Progress(self._machine)
+        self._members = Membership(incarnation, limits, self.pools, self._machine, self.flips, forecast)
+        self._evacuation = Evacuation(incarnation, limits, policy, self.pools, self._machine)
         self._unserved_since: float | None = None
-        self._ticked: float | None = None
-        self._caught_up_at = 0.0
-        self._charged = float("-inf")
-        self._patience = shortest_timeout(self.limits)
-        self._look_at = float("inf")  # the first deadline of any request; or earlier
-        self.num_refused_early = 0
+        self._charged_at = float("-inf")
 
-    # --- for people ------------------------------------------------------------------------------
-
-    @property
-    def pools(self) -> Pools:
-        return self._state.pools
-
-    @property
-    def proven(self) -> bool:
-        """A request has gone prefill, handoff, decode."""
-        return self._attempts.outcomes.proven
-
-    @property
-    def failing(self) -> str:
-        """In which stage the last requests all failed, and why; empty where they did not."""
-        return str(self._attempts.outcomes.failing)
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._state.line)
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._state.table.requests)
-
-    @property
-    def watches_tokens(self) -> bool:
-        """Whether something hangs on the tokens of running requests as they come: somebody is under suspicion until it makes progress."""
-        return len(self._state.suspicion) > 0
-
-    @property
-    def last_retries(self) -> deque[str]:
-        """Which requests had to be dispatched again, and why."""
-        return self._attempts.outcomes.last_retries
-
-    @property
-    def last_recoveries(self) -> deque[Recovery]:
-        """How long requests stood still that had to be dispatched again."""
-        return self._attempts.outcomes.last_recoveries
-
-    @property
-    def reasons_lost(self) -> dict[WorkerId, str]:
-        """Why the latest of the workers that are gone are gone."""
-        return self._members.reasons_lost
-
-    def counters(self) -> dict[str, float]:
-        """Cumulative since the start."""
-        members = self._members
-        return {
-            "redispatches": self._attempts.outcomes.num_retries,
-            "refused_early": self.num_refused_early,
-            "recoveries": self._attempts.outcomes.num_recoveries,
-            "recovery_seconds": self._attempts.outcomes.recovery_s,
-            "workers_lost": members.num_workers_lost,
-            "workers_left": members.num_workers_left,
-            "sequences_moved": members.evacuation.num_moved,
-            "flips": members.flips.count,
-            "moves_given_up": members.evacuation.num_given_up,
-            **{f"deadlines_{stage}": count for stage, count in self._attempts.outcomes.num_deadlines.items()},
-        }
-
-    def num_by_stage(self) -> dict[str, int]:
-        return self._state.table.num_by_stage()
-
-    def waits(self) -> Iterator[Wait]:
-        """Every request here."""
-        for request_id, request in self._state.table.requests.items():
-            yield Wait(request_id, request.state, request.deadline)
-
-    def request_ids(self, dispatches: Iterable[int]) -> list[str]:
-        """The requests behind these dispatches."""
-        return self._state.table.request_ids(dispatches)
-
-    # --- from the HTTP side ----------------------------------------------------------------------
-
-    def refusal(self, now: float) -> str:
-        """Why new requests are turned away, as a sentence; empty where they are taken. While workers that left in good order are
-        expected back, requests wait."""
-        return self.pools.gap if now >= self._members.expected_until else ""
-
-    def drain(self, worker_id: str, timeout_s: float | None) -> tuple[Worker | None, list[Action]]:
-        """A person wants this worker to leave: it gets no new work from now on. None: no such worker is here."""
-        worker = self._members.drain(worker_id, timeout_s)
-        return worker, self._state.take()
-
-    def flip(self, name: str, role: Role, timeout_s: float | None, now: float) -> tuple[FlipRecord | str | None, list[Action]]:
-        """A worker is to change its role in place. A sentence where it cannot; None: no such worker is here."""
-        ordered = self._members.flips.order(name, role, timeout_s, now)
-        return ordered, self._state.take()
-
-    @property
-    def requests(self) -> list[Request]:
-        """All requests that have not ended."""
-        return list(self._state.table.requests.values())
-
-    @property
-    def flips_under_way(self) -> Mapping[str, FlipRecord]:
-        """By process."""
-        return self._members.flips.under_way
-
-    @property
-    def flips(self) -> deque[FlipRecord]:
-        """The latest changes of roles."""
-        return self._members.flips.latest
+    # --- the HTTP side -------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> list[Action]:
-        """Takes a request in, or ends it at once."""
-        if (refused := self._refused(request, now)) is not None:
+        """Admit a request, or end it at once."""
+        if gap := self.gap(now):
+            return [End(request, Ended(error="unavailable", message=gap, retry_after_s=1.0))]
+        if (refused := self._admission.refuse(request, now)) is not None:
             return [End(request, refused)]
-        request.admit(now)
-        self._state.table.requests[request.request_id] = request
-        self._look_at = min(self._look_at, self._worth_a_look(request))
-        self._placement.take_in(request, now)
-        return self._state.take()
-
-    def _refused(self, request: Request, now: float) -> Ended | None:
-        if refusal := self.refusal(now):
-            return Ended(error="unavailable", message=refusal, retry_after_s=1.0)
-        if self.num_queued >= self.limits.max_queue:
-            return Ended(error="overloaded", message=f"{self.num_queued} requests are waiting already", retry_after_s=1.0)
-        num_tokens, longest = len(request.prompt_token_ids), self.pools.max_sequence_tokens
-        if num_tokens > longest - 1 and request.sampling.max_tokens > 0:
-            message = f"the prompt has {num_tokens} tokens; the workers have room for {longest - 1} and one answer token"
-            return Ended(error="refused", message=message)
-        return self._too_late(request, now)
-
-    def _too_late(self, request: Request, now: float) -> Ended | None:
-        """Refuses what would break its deadline, or its class's objective, by the forecast: at once, and not after the wait."""
-        if not self._state.forecast.known:
-            return None
-        prefills = self.pools.open_of_role("prefill")
-        ahead = prefills.sum_of_ranks  # tokens on the workers
-        if not (self.num_queued or ahead):
-            return None
-        ahead += self._state.line.tokens_ahead(request.priority_class, request.tenant)
-        wait_s = self._state.forecast.seconds(prefills, ahead, len(request.prompt_token_ids))
-        allowed_s = min(request.deadline - now, self.limits.ttft_slo_s.get(request.priority_class, float("inf")))
-        if wait_s is None or wait_s <= allowed_s:
-            return None
-        self.num_refused_early += 1
-        message = (
-            f"the first token would take about {wait_s:.1f} s, and {allowed_s:g} s are allowed ({request.priority_class}); "
-            "try again later, allow more time, or add prefill workers"
-        )
-        return Ended(error="overloaded", message=message, retry_after_s=wait_s - allowed_s)
-
-    def _charge(self, now: float) -> None:
-        """Tenants pay for what their running requests generate, while they do."""
-        if now - self._charged >= CHARGE_EVERY_S:
-            self._charged = now
-            self._state.line.charge_running(self._state.table.requests.values())
+        self._machine.admit(request, now)
+        return self._placement.place(request, now)
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
-        """The client has gone, or has enough."""
-        request = self._state.table.requests.get(request_id)
-        if request is not None:
-            self._attempts.detach(request, now)
-            self._attempts.end(request, Ended(), now)
-            self._placement.serve_line(now)
-        return self._state.take()
+        """End a request whose client has gone, or has enough. An unknown id is ignored."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        return self._machine.cancel(request, now) + self._placement.place_waiting(now)
 
-    # --- from the workers ------------------------------------------------------------------------
+    def gap(self, now: float) -> str:
+        """Return why new requests are refused, as a sentence; empty if they are accepted.
+
+        While workers that left in good order are expected back, requests are accepted and wait.
+        """
+        return self.pools.gap if now >= self._members.expected_until else ""
+
+    # --- operators -----------------------------------------------------------------------------------
+
+    def drain(self, worker_id: str, timeout_s: float | None) -> tuple[Worker | None, list[Action]]:
+        """Have a worker leave: it gets no new work from now on. Return None if there is no such worker."""
+        return self._members.drain(worker_id, timeout_s)
+
+    def flip(
+        self, name: str, role: Role, timeout_s: float | None, now: float
+    ) -> tuple[FlipRecord | str | None, list[Action]]:
+        """Have a worker change its role. Return a sentence where it cannot, or None if there is no such
+        worker."""
+        return self.flips.order(name, role, timeout_s, now)
+
+    def request_ids(self, worker: Worker) -> list[str]:
+        """Return the ids of the requests that are assigned to a worker."""
+        return sorted(request.request_id for request in self._machine.assignments.of(worker))
+
+    def counters(self) -> dict[str, float]:
+        """Return counters for metrics, cumulative since the start."""
+        members, outcomes = self._members, self.outcomes
+        return {
+            "redispatches": outcomes.num_retries,
+            "refused_early": self._admission.num_refused_early,
+            "recoveries": outcomes.num_recoveries,
+            "recovery_seconds": outcomes.recovery_s,
+            "workers_lost": members.num_lost,
+            "workers_left": members.num_left,
+            "sequences_moved": outcomes.num_moved,
+            "flips": self.flips.count,
+            "moves_given_up": outcomes.num_moves_given_up,
+            **{f"deadlines_{stage}": count for stage, count in outcomes.num_deadlines.items()},
+        }
+
+    # --- the workers ---------------------------------------------------------------------------------
 
     def receive(self, worker_id: WorkerId, message: Message, now: float) -> list[Action]:
-        """Any message of a worker. One that is not known (dead to us, or of a time before our restart) is fenced."""
-        worker = self.pools.workers.get(worker_id)
+        """Take any message of a worker. An unknown worker (declared dead, or older than this coordinator)
+        is fenced."""
         if isinstance(message, Hello):
-            self._members.hello(worker_id, message, now)
-            self._placement.serve_line(now)
-        elif worker is None:
-            self._members.fence(worker_id, now)
+            actions = self._members.hello(worker_id, message, now)
+        elif (worker := self.pools.workers.get(worker_id)) is None:
+            return self._members.fence(worker_id, now)
+        elif isinstance(message, StepTokens):
+            return self._receive_tokens(worker, message, now)
         elif isinstance(message, BlockEvents):
-            self.pools.book(message)
-        elif self._hear(worker, message, now):
-            self._placement.serve_line(now)
-        return self._state.take()
-
-    def _hear(self, worker: Worker, message: Message, now: float) -> bool:
-        """Whether room may have become free."""
-        if isinstance(message, StepTokens):
-            return self._progress.step_tokens(worker, message, now)
-        if isinstance(message, Load):
-            self._members.load(worker, message, now)
+            self.pools.update_cache(message)
+            return []
+        elif isinstance(message, Load):
+            actions = self._members.load(worker, message, now)
+            if worker.draining:
+                actions += self._evacuation.evacuate(now)
         elif isinstance(message, Goodbye):
-            self._members.goodbye(worker, now)
-        elif isinstance(message, FirstToken | Joined | RequestFailed) and message.coordinator == self.incarnation:
-            self._progress.milestone(worker, message, now)
+            actions = self._members.goodbye(worker, now)
+        elif (
+            isinstance(message, FirstToken | Joined | RequestFailed)
+            and message.coordinator == self.incarnation
+        ):
+            actions = self._receive_milestone(worker, message, now)
         else:
-            return False
-        return True
+            return []
+        return actions + self._placement.place_waiting(now)
 
-    def receive_tokens(self, worker_id: WorkerId, told: TellTokens, now: float) -> list[Action]:
-        """What stands for many StepTokens of a decode worker in virtual time."""
+    def _receive_tokens(self, worker: Worker, message: StepTokens | TellTokens, now: float) -> list[Action]:
+        if message.coordinator != self.incarnation:
+            return []
+        version = self._machine.assignments.version
+        if isinstance(message, StepTokens):
+            actions = self._progress.step_tokens(worker, message, now)
+        else:
+            actions = self._progress.token_runs(worker, message, now)
+        return (
+            actions
+            if version == self._machine.assignments.version
+            else actions + self._placement.place_waiting(now)
+        )
+
+    def _receive_milestone(
+        self, worker: Worker, message: FirstToken | Joined | RequestFailed, now: float
+    ) -> list[Action]:
+        if not isinstance(message, RequestFailed):
+            self.flips.worked(worker, now)
+        num_moved = self.outcomes.num_moved
+        actions = self._progress.milestone(worker, message, now)
+        return actions if num_moved == self.outcomes.num_moved else actions + self._evacuation.evacuate(now)
+
+    def receive_runs(self, worker_id: WorkerId, told: TellTokens, now: float) -> list[Action]:
+        """Take the tokens of many steps of a decode worker at once, in virtual time."""
         worker = self.pools.workers.get(worker_id)
-        if worker is not None and self._progress.token_runs(worker, told, now):
-            self._placement.serve_line(now)
-        return self._state.take()
+        return [] if worker is None else self._receive_tokens(worker, told, now)
 
-    def worker_ending(self, worker_id: WorkerId) -> None:
-        """Its process is known to have ended; what it said before may still come, and until ``worker_ended`` its silence says nothing."""
+    def process_ending(self, worker_id: WorkerId) -> None:
+        """Note that a worker's process has ended. Its last messages are still to be read: its silence
+        means nothing now."""
         if (worker := self.pools.workers.get(worker_id)) is not None:
             worker.ended = True
 
-    def worker_ended(self, worker_id: WorkerId, now: float) -> list[Action]:
-        """Its process is known to have ended, and all that it said has been heard."""
+    def process_ended(self, worker_id: WorkerId, now: float) -> list[Action]:
+        """Remove a worker whose process has ended, once all its messages were read."""
         worker = self.pools.workers.get(worker_id)
-        if worker is not None:
-            self._members.ended(worker, now)
-            self._placement.serve_line(now)
-        return self._state.take()
-
-    def reached(self, worker_id: WorkerId, connected: bool, now: float) -> None:
-        """Something was sent to this worker, over a connection that is there, or not."""
-        worker = self.pools.workers.get(worker_id)
-        if worker is not None:
-            worker.unreached_since = None if connected else worker.unreached_since if worker.unreached_since is not None else now
+        if worker is None:
+            return []
+        return self._members.process_ended(worker, now) + self._placement.place_waiting(now)
 
     def connection_lost(self) -> None:
-        """The connection of one of the workers has ended (or a stranger's): the next ticks find out whose."""
+        """Note that some connection has ended; the next ticks find out which worker's."""
         self._members.connection_lost()
 
-    # --- as time goes by -------------------------------------------------------------------------
+    @property
+    def needs_each_token(self) -> bool:
+        """Whether tokens should arrive as they are made: a suspect is cleared by its progress. Else
+        virtual time may skip."""
+        return len(self._machine.suspicion) > 0
+
+    # --- time ----------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """At least ten times a second, once what has arrived was received: dead workers, deadlines, lost dispatches, the queue."""
-        self._note_own_stall(now)
-        self._members.look(now)
-        self._serve_or_give_up(now)
-        self._state.suspicion.credit_all()
-        if now >= self._look_at:
-            self._expire(now)
-        for request in self._lost(now):
-            self._attempts.retry(request, "the workers hold nothing of it", now)
-        self._charge(now)
-        self._members.evacuate(now)
-        self._placement.serve_line(now)
-        return self._state.take()
+        """Check on dead workers, deadlines, lost dispatches and the queue. Call it at least ten times a
+        second, after all messages that have arrived were received."""
+        if stall_s := self._machine.stalls.tick(now):
+            self.pools.forgive(stall_s)
+        actions = self._members.check(now)
+        actions += self._give_up_unserved(now)
+        self._machine.suspicion.credit_all()
+        actions += self._machine.end_late(now)
+        actions += self._machine.retry_lost(now)
+        if now - self._charged_at >= CHARGE_EVERY_S:
+            self._charged_at = now
+            self.queue.charge_running(self.requests.values())
+        actions += self._evacuation.evacuate(now)
+        actions += self._placement.place_waiting(now)
+        return actions
 
-    def _expire(self, now: float) -> None:
-        """Ends what has passed a deadline, and finds out when it is worth while to look again."""
-        for request in list(self._state.table.requests.values()):
-            self._attempts.expire_if_late(request, now)
-        self._look_at = min((self._worth_a_look(request) for request in self._state.table.requests.values()), default=float("inf"))
-
-    def _worth_a_look(self, request: Request) -> float:
-        """Before this time it passes no deadline: stages begin and tokens come later than the last ones."""
-        patient_until = (min(request.entered, request.token_at) if request.tokens else request.entered) + self._patience
-        return min(request.deadline, patient_until)
-
-    def _lost(self, now: float) -> list[Request]:
-        """Those that no worker holds. Each is assigned to a decode worker, which has not reported it."""
-        by_dispatch = self._state.table.by_dispatch
-        unheard = (d for worker in self.pools.of_role("decode") for d in worker.dispatches - worker.held)
-        requests = dict.fromkeys(by_dispatch[dispatch] for dispatch in sorted(unheard))  # one that moves has two dispatches
-        return [request for request in requests if request.dispatch >= 0 and self._is_lost(request, now)]
-
-    def _note_own_stall(self, now: float) -> None:
-        """After a stall no worker was silent. What was sent meanwhile arrives within as long again: ZeroMQ's thread stood still too."""
-        stall = now - self._ticked if self._ticked is not None else 0.0
-        if stall > max(self.limits.heartbeat_s, LATE_TICK_S):
-            self.pools.forgive(stall)
-            self._state.resumed_at, self._caught_up_at = now, now + stall
-        if now >= self._caught_up_at:
-            self._state.heard_all_at = now
-        self._ticked = now
-
-    def _is_lost(self, request: Request, now: float) -> bool:
-        """Every worker that should hold this dispatch has reported since it had time to take it, and not named it. One that is silent has
-        said nothing of it: whether that one is dead is another question, and no failure of the request's."""
-        if now - request.entered < self.limits.lost_after_s:
-            return False
-        if request.move is not None and not self._members.evacuation.is_lost(request, now):
-            return False  # who handed it over may be heard before who took it
-        holders = {"prefill": [request.prefill], "handoff": [request.prefill, request.decode], "decode": [request.decode]}[request.state]
-        told_by = request.entered + self.limits.lost_after_s
-        return all(w is None or (w.held_at >= told_by and request.dispatch not in w.held) for w in holders)
-
-    def _serve_or_give_up(self, now: float) -> None:
-        """Admitted requests wait a while for workers to come back, not for ever."""
+    def _give_up_unserved(self, now: float) -> list[Action]:
+        """End the waiting requests when a role has had no worker for too long."""
         if not self.pools.gap:
             self._unserved_since = None
-            return
+            return []
         if self._unserved_since is None:
             self._unserved_since = now
-        if now - self._unserved_since > self.limits.unserved_s:
-            for request in self._state.line:
-                self._attempts.fail(request, "unavailable", f"waited {self.limits.unserved_s:g} s: {self.pools.gap}", now)
+        unserved_s, actions = self.limits.unserved_s, list[Action]()
+        if now - self._unserved_since > unserved_s:
+            for request in self.queue:
+                actions += self._machine.fail(
+                    request, "unavailable", f"waited {unserved_s:g} s: {self.pools.gap}", now
+                )
+        return actions

@@ -1,4 +1,5 @@
-"""Bounds of the coordinator's patience, and which of them a request has passed. Pure; times in seconds."""
+"""The coordinator's limits, and which of them a request has passed. Pure; times in seconds, deadlines of a
+monotonic clock."""
 
 from __future__ import annotations
 
@@ -7,53 +8,105 @@ from dataclasses import dataclass, field
 
 from .request import Request
 
+MAX_MOVE_S = 30.0
+"""A move between decode workers is given up after this time. The workers' own deadlines are much shorter."""
+
 
 @dataclass(frozen=True, slots=True)
 class LifecycleLimits:
-    """Bounds of the coordinator's patience; times in seconds."""
+    """Limits of one coordinator. Times in seconds."""
 
-    max_queue: int = 1024
-    max_attempts: int = 4  # failed ones in a row, without progress
-    suspect_after: int = 2  # worker deaths in a row while a request ran there: from then on it is tried alone
-    max_deaths: int = 4  # so many in a row, and it is tried no more; after so many in all, more and more progress has to be between two
-    dead_after_s: float = 1.5
-    unreachable_s: float = 0.25  # with its connection gone it is dead sooner
-    progress_timeout_s: float = 30.0
+    max_queue: int = 1024  # requests
+    max_attempts: int = 4  # failed in a row, without progress
+    suspect_after: int = (
+        2  # worker deaths in a row while it ran; from then on a request runs apart from other suspects
+    )
+    max_deaths: int = (
+        4  # in a row; after as many in all, the progress that is needed between two doubles with each
+    )
+    dead_after_s: float = 1.5  # of silence
+    unreachable_s: float = 0.25  # of silence, where the connection is gone
+    progress_timeout_s: float = 30.0  # busy without finishing a step
     heartbeat_s: float = 0.25
-    lost_after_s: float = 1.0  # a dispatch that no worker reports for so long is lost
-    unserved_s: float = 30.0  # an admitted request waits so long for a worker to come back
-    starving_s: float = 2.0  # who has waited so long is not overtaken any more
-    queued_batches: int = 2  # a prefill worker is given work for so many of its steps ahead
+    lost_after_s: float = 1.0  # a dispatch that no worker reports for this time is lost
+    unserved_s: float = 30.0  # an admitted request waits this long for a worker to come back
+    starving_s: float = 2.0  # a request that has waited this long is not overtaken
+    queued_batches: int = 2  # steps' worth of prompts that a prefill worker is given ahead
     queue_timeout_s: float = 300.0
     prefill_timeout_s: float = 300.0
     handoff_timeout_s: float = 120.0
-    siblings: tuple[str, ...] = ()  # where more coordinator processes of this host listen to workers
-    ttft_slo_s: Mapping[str, float] = field(default_factory=dict)  # by priority class: who would wait longer is refused
+    siblings: tuple[str, ...] = ()  # addresses of this host's other coordinator processes
+    ttft_slo_s: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by priority class; refused if the forecast is longer
     token_timeout_s: float = 120.0  # between two tokens of one sequence, whatever happens in between
 
 
-def shortest_timeout(limits: LifecycleLimits) -> float:
-    """Whoever has been in its stage, and had its last token, for less, has passed no deadline but perhaps the request's own."""
-    return min(limits.queue_timeout_s, limits.prefill_timeout_s, limits.handoff_timeout_s, limits.token_timeout_s)
+def min_timeout(limits: LifecycleLimits) -> float:
+    """Return the shortest time after a state began, or the newest token came, at which a timeout may pass."""
+    return min(
+        limits.queue_timeout_s, limits.prefill_timeout_s, limits.handoff_timeout_s, limits.token_timeout_s
+    )
+
+
+def no_deadline_before(request: Request, min_timeout_s: float) -> float:
+    """Return a time before which the request passes no deadline, whatever states and tokens follow."""
+    newest = min(request.entered, request.token_at) if request.tokens else request.entered
+    return min(request.deadline, newest + min_timeout_s)
 
 
 def own_deadline(request: Request) -> str:
-    """The sentence for a request whose own time is over, whether the coordinator or a worker sees it first."""
-    took = request.deadline - request.arrival
-    return f"the request did not end within its {took:g} s (stage: {request.state}); allow more time or ask for fewer tokens"
+    """Return the message for a request that has passed its own deadline, whether the coordinator or a
+    worker notices."""
+    allowed_s = request.deadline - request.arrival
+    what = f"the request did not end within its {allowed_s:g} s (stage: {request.state})"
+    return f"{what}; allow more time or ask for fewer tokens"
 
 
 def passed_deadline(request: Request, limits: LifecycleLimits, now: float) -> str:
-    """Which deadline the request has passed, and what to do about it, as a sentence; empty where none."""
+    """Return a message that says which deadline the request has passed, and what to do about it; empty:
+    none."""
     if now >= request.deadline:
         return own_deadline(request)
-    waited, stage = now - request.entered, request.state
-    if stage == "queue" and waited > limits.queue_timeout_s:
-        return f"no worker had room for {limits.queue_timeout_s:g} s (stage: queue); try again later, or add workers"
-    if stage == "prefill" and waited > limits.prefill_timeout_s:
-        return f"the prompt was not computed within {limits.prefill_timeout_s:g} s (stage: prefill); try again or shorten the prompt"
-    if stage == "handoff" and waited > limits.handoff_timeout_s:
-        return f"no decode worker took the prompt's KV blocks over within {limits.handoff_timeout_s:g} s (stage: handoff); try again later"
+    waited_s, state = now - request.entered, request.state
+    if state == "queue" and waited_s > limits.queue_timeout_s:
+        waited = f"for {limits.queue_timeout_s:g} s (stage: queue)"
+        return f"no worker had room {waited}; try again later, or add workers"
+    if state == "prefill" and waited_s > limits.prefill_timeout_s:
+        took = f"within {limits.prefill_timeout_s:g} s (stage: prefill)"
+        return f"the prompt was not computed {took}; try again or shorten the prompt"
+    if state == "handoff" and waited_s > limits.handoff_timeout_s:
+        took = f"within {limits.handoff_timeout_s:g} s (stage: handoff)"
+        return f"no decode worker took the prompt's KV blocks over {took}; try again later"
     if request.tokens and now - request.token_at > limits.token_timeout_s:
-        return f"no token came for {limits.token_timeout_s:g} s (stage: {stage}); try again later"
+        return f"no token came for {limits.token_timeout_s:g} s (stage: {state}); try again later"
     return ""
+
+
+def is_lost(request: Request, limits: LifecycleLimits, now: float) -> bool:
+    """Whether every worker that should hold this dispatch has reported since it had time to receive it,
+    without naming it.
+
+    A silent worker has not: whether it is dead is another question, and no failure of the request.
+    """
+    reported_by = request.entered + limits.lost_after_s
+    if now < reported_by:
+        return False
+    if request.move is not None and not is_move_lost(request, limits, now):
+        return False  # the report of the worker that handed it over may come before that of the target
+    holders = (
+        request.prefill if request.state != "decode" else None,
+        request.decode if request.state != "prefill" else None,
+    )
+    return all(w is None or w.reported_without(request.dispatch, reported_by) for w in holders)
+
+
+def is_move_lost(request: Request, limits: LifecycleLimits, now: float) -> bool:
+    """Whether both ends of its move have reported since they had time to receive it, without naming it; or
+    it takes too long."""
+    move = request.move
+    assert move is not None, "only a request that moves can lose its move"
+    reported_by, ends = move.since + limits.lost_after_s, (request.decode, move.target)
+    if all(w is None or w.reported_without(move.dispatch, reported_by) for w in ends):
+        return True
+    return now - move.since > MAX_MOVE_S

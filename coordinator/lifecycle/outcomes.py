@@ -1,4 +1,5 @@
-"""How requests fared, for readiness, metrics and people: retries, recoveries, missed deadlines, a failing stage. Pure."""
+"""How requests fared, for readiness, metrics and people: retries, recoveries, missed deadlines, a failing
+stage. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ MAX_REASON = 300  # characters shown
 
 @dataclass(slots=True)
 class Recovery:
-    """How long a request stood still that had to be dispatched again: from the lost attempt to the next token.
+    """How long a request stood still that had to be dispatched again: from the lost attempt to the next
+    token.
 
-    Between ``noticed`` and ``dispatched`` it waited for workers with room, ``absent_s`` of it while a role had no worker.
-    Then it waited ``queue_s`` on the prefill worker, which computed for ``prefill_s``. Times in seconds, of a monotonic clock.
+    Between ``noticed`` and ``dispatched`` it waited for workers with room, ``absent_s`` of it while a role
+    had no worker. Then it waited ``queue_s`` on the prefill worker, which computed for ``prefill_s``. Times
+    in seconds, of a monotonic clock.
     """
 
     request_id: str
@@ -51,7 +54,9 @@ class FailingStage:
         """A sentence without its full stop; empty while all is well."""
         if self._count < FAILURES_IN_A_ROW:
             return ""
-        reason = self._reason[:MAX_REASON] if "/" not in self._reason else "see the log"  # public: shows no path
+        reason = (
+            self._reason[:MAX_REASON] if "/" not in self._reason else "see the log"
+        )  # public: shows no path
         return f"the last {self._count} requests failed in the stage {self._stage}: {reason}"
 
 
@@ -60,18 +65,27 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.proven = False  # a request has gone prefill, handoff, decode
-        self.failing = FailingStage()
+        self.failing_stage = FailingStage()
         self.num_retries = 0
-        self.last_retries: deque[str] = deque(maxlen=MAX_RETRIES)  # which request was dispatched again, and why
+        self.last_retries: deque[str] = deque(
+            maxlen=MAX_RETRIES
+        )  # which request was dispatched again, and why
         self.num_recoveries = 0
         self.recovery_s = 0.0
         self.last_recoveries: deque[Recovery] = deque(maxlen=MAX_RECOVERIES)
+        self.num_moved = 0  # sequences, between decode workers
+        self.num_moves_given_up = 0
         self.num_deadlines: dict[str, int] = dict.fromkeys(("queue", "prefill", "handoff", "decode"), 0)
+
+    @property
+    def failing(self) -> str:
+        """In which stage the last requests all failed, and why; empty where they did not."""
+        return str(self.failing_stage)
 
     def finished(self, stage: str) -> None:
         """Count a request that ended well in this stage."""
         self.proven = self.proven or stage == "decode"
-        self.failing.passed(stage)
+        self.failing_stage.passed(stage)
 
     def retried(self, request_id: str, stage: str, reason: str) -> None:
         """Count a request that is dispatched again."""

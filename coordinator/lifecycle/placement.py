@@ -1,4 +1,4 @@
-"""Which worker gets which waiting request. Pure.
+"""Decides which workers a waiting request goes to, and when another pass over the queue is worth while. Pure.
 
 A request waits until a prefill worker and a decode worker that fit together have room for it.
 """
@@ -6,97 +6,135 @@ A request waits until a prefill worker and a decode worker that fit together hav
 from __future__ import annotations
 
 from math import inf
+from typing import NamedTuple
 
-from ...transport.messages.messages import Prefill
-from .actions import Send
-from .open_workers import MOST_COMPARED, OpenWorkers
+from .actions import Action
+from .open_workers import MAX_COMPARED, OpenWorkers
+from .pools import Pools
 from .request import Request
-from .routing import Need, Policy, choose_decode, choose_pair, choose_prefill, that_fit, that_hold
-from .state import LifecycleState
-from .time_ledger import AttemptTimes
+from .request_queue import RequestQueue
+from .routing import Need, Policy, choose_decode, choose_pair, choose_prefill, fitting, holding
+from .state_machine import RequestStateMachine
 from .worker import Worker
 
 Pair = tuple[Worker, Worker]
-"""Where a prompt is computed, and where its sequence runs."""
+"""A prefill worker and a decode worker."""
+
+
+class Blocked(NamedTuple):
+    """Proof that another pass over the queue would place nothing.
+
+    Holds until the queue or the workers change, or a worker has room for the shortest request that was turned
+    away.
+    """
+
+    queue_version: int
+    pools_version: int
+    order_version: int | None  # None: holds whatever the order
+    shortest_prompt: float  # tokens; no prefill worker had room for it
+    shortest_sequence: float  # tokens; no decode worker had room for it
+
+    def holds(self, queue: RequestQueue, pools: Pools) -> bool:
+        """Whether nothing has changed since the pass that could help."""
+        return (
+            self.queue_version == queue.version
+            and self.pools_version == pools.version
+            and self.order_version in (None, queue.order_version)
+            and pools.open_of_role("prefill").max_room < self.shortest_prompt
+            and pools.open_of_role("decode").max_room < self.shortest_sequence
+        )
 
 
 class Placement:
-    """Dispatches from the head of the waiting line."""
+    """Dispatches requests from the head of the queue."""
 
-    def __init__(self, state: LifecycleState, policy: Policy) -> None:
-        self._state, self._policy = state, policy
-        self._failed: tuple[int, int] | None = None
-        """Who waited and who was here after the last pass over the line, if one more would place nobody ..."""
-        self._order: int | None = None  # ... in the same order, as the line counts them; None: in whatever order ...
-        self._shortest_prompt = self._shortest_sequence = inf
-        """... until there is room for one as short as those that found none: at a prefill worker, or else at a decode worker."""
-        self._unsure = False  # whether anything but that kept a request waiting
+    def __init__(
+        self, policy: Policy, queue: RequestQueue, pools: Pools, machine: RequestStateMachine
+    ) -> None:
+        self._policy, self._queue, self._pools, self._machine = policy, queue, pools, machine
+        self._assignments, self._suspicion = machine.assignments, machine.suspicion
+        self._blocked: Blocked | None = None
+        # Of the current pass:
+        self._shortest_prompt: float = inf
+        self._shortest_sequence: float = inf
+        self._inconclusive = False  # something other than room may have kept a request waiting
 
-    def take_in(self, request: Request, now: float) -> None:
-        """A new request is dispatched, or else waits."""
-        line = self._state.line
-        if len(line):
-            hopeless = request.num_tokens >= min(self._shortest_prompt, self._shortest_sequence) and self._is_hopeless()
-            line.join(request)
-            if hopeless:
-                self._remember_failure()
-            else:
-                self.serve_line(now)
-            return
+    def place(self, request: Request, now: float) -> list[Action]:
+        """Dispatch a new request, or add it to the queue."""
+        if len(self._queue):
+            blocked = self._blocked
+            still_blocked = (
+                blocked is not None
+                and request.num_tokens >= min(blocked.shortest_prompt, blocked.shortest_sequence)
+                and blocked.holds(self._queue, self._pools)
+            )
+            self._queue.add(request)
+            if not still_blocked:
+                return self.place_waiting(now)
+            assert blocked is not None
+            self._blocked = blocked._replace(queue_version=self._queue.version)
+            return []
         self._begin_pass()
-        if self._place(request, now):
-            line.pass_by(request)
-        else:
-            line.join(request)
-            if not self._unsure:
-                self._remember_failure()
+        if (pair := self._choose_pair(request)) is not None:
+            action = self._machine.dispatch(request, *pair, now)
+            self._queue.charge_unqueued(request)
+            return [action]
+        self._queue.add(request)
+        if not self._inconclusive:
+            self._blocked = self._proof(None)
+        return []
 
-    def serve_line(self, now: float) -> None:
-        """Dispatches what finds room."""
-        line = self._state.line
-        if not len(line) or self._is_hopeless() or not self._state.pools.open_of_role("decode").has_room(1):
-            return
+    def place_waiting(self, now: float) -> list[Action]:
+        """Dispatch every waiting request that finds room."""
+        queue = self._queue
+        if not len(queue) or (self._blocked is not None and self._blocked.holds(queue, self._pools)):
+            return []
+        if not self._pools.open_of_role("decode").has_room(1):
+            return []
+        actions: list[Action] = []
+
+        def place(request: Request) -> bool:
+            if (pair := self._choose_pair(request)) is None:
+                return False
+            actions.append(self._machine.dispatch(request, *pair, now))
+            return True
+
         self._begin_pass()
-        num_changes = line.num_changes
-        tried_all = line.serve(lambda request: self._place(request, now), now)
-        if not self._unsure and (tried_all or (num_changes == line.num_changes and self._lacks_only_prefills())):
-            self._order = None if tried_all else line.num_orders
-            self._remember_failure()
+        version = queue.version
+        tried_all = queue.serve(place, now)
+        placed_none = version == queue.version
+        if not self._inconclusive and (tried_all or (placed_none and self._lacks_only_prefill_room())):
+            self._blocked = self._proof(None if tried_all else queue.order_version)
+        return actions
 
     def _begin_pass(self) -> None:
-        self._failed = self._order = None
+        self._blocked = None
         self._shortest_prompt = self._shortest_sequence = inf
-        self._unsure = self._state.line.anybody_returns or len(self._state.suspicion) > 0
+        self._inconclusive = self._queue.has_retries or len(self._suspicion) > 0
 
-    def _remember_failure(self) -> None:
-        self._failed = (self._state.line.num_changes, self._state.pools.num_changes)
+    def _proof(self, order_version: int | None) -> Blocked:
+        shortest = self._shortest_prompt, self._shortest_sequence
+        return Blocked(self._queue.version, self._pools.version, order_version, *shortest)
 
-    def _is_hopeless(self) -> bool:
-        """Nothing has changed since the last pass that could help."""
-        line, pools = self._state.line, self._state.pools
-        return (
-            self._failed == (line.num_changes, pools.num_changes)
-            and self._order in (None, line.num_orders)
-            and pools.open_of_role("prefill").most_room < self._shortest_prompt
-            and pools.open_of_role("decode").most_room < self._shortest_sequence
-        )
-
-    def _lacks_only_prefills(self) -> bool:
-        """No other coordinator and no worker that takes nothing had a part in it."""
-        strange = any(w.num_others or (not w.accepting and w.dispatches) for w in self._state.pools.open_of_role("prefill"))
-        return self._shortest_sequence == inf and not strange
-
-    def _place(self, request: Request, now: float) -> bool:
-        ordinary = self._state.pools.all_fit and not request.num_attempts and not len(self._state.suspicion)
-        pair = self._best_pair(request) if ordinary else self._fitting_pair(request)
-        if pair is None:
+    def _lacks_only_prefill_room(self) -> bool:
+        """Whether only their prompts kept requests waiting: not another coordinator's, nor a worker that
+        accepts nothing."""
+        if self._shortest_sequence < inf:
             return False
-        self._dispatch(request, *pair, now)
-        return True
+        prefills = self._pools.open_of_role("prefill")
+        return not any(w.num_others or (not w.accepting and w.dispatches) for w in prefills)
 
-    def _best_pair(self, request: Request) -> Pair | None:
-        """Where every prefill worker may go with every decode worker, for a request that has not been dispatched before."""
-        num_tokens, pools = request.num_tokens, self._state.pools
+    # --- one request ---------------------------------------------------------------------------------
+
+    def _choose_pair(self, request: Request) -> Pair | None:
+        """Return the workers for a request; None: none has room."""
+        if self._pools.all_fit and not request.num_attempts and not len(self._suspicion):
+            return self._choose_among_all(request)
+        return self._choose_among_fitting(request)
+
+    def _choose_among_all(self, request: Request) -> Pair | None:
+        """For a first attempt, where every prefill worker fits every decode worker."""
+        num_tokens, pools = request.num_tokens, self._pools
         prefills = self._candidates(pools.open_of_role("prefill"), request)
         if not prefills:
             self._shortest_prompt = min(self._shortest_prompt, num_tokens)
@@ -105,72 +143,64 @@ class Placement:
         if not decodes:
             self._shortest_sequence = min(self._shortest_sequence, num_tokens)
             return None
-        need = Need.of(request, prefills[0], self._state.table.next_dispatch)
+        need = Need.of(request, prefills[0], self._assignments.next_dispatch)
         if self._policy == "hybrid" and need.first is not None:
-            prefills = _with(prefills, pools.open_of_role("prefill").caching(need.first, num_tokens))
-            decodes = _with(decodes, pools.open_of_role("decode").caching(need.first, num_tokens))
+            prefills = _union(prefills, pools.open_of_role("prefill").caching(need.first, num_tokens))
+            decodes = _union(decodes, pools.open_of_role("decode").caching(need.first, num_tokens))
         return choose_prefill(self._policy, prefills, need), choose_decode(self._policy, decodes, need)
 
     def _candidates(self, workers: OpenWorkers[Worker], request: Request) -> list[Worker]:
-        """Of those with room: for the hybrid, whoever may be the best, if nobody caches anything. A session's own worker is found among all
-        of these; else some will do."""
+        """Return workers with room. The hybrid policy needs only those that may be the best if none has a
+        prefix cached; a session's own worker must be among them, so none of these is left out."""
         if self._policy != "hybrid":
             return workers.with_room(request.num_tokens)
-        return workers.best(request.num_tokens, self._state.table.next_dispatch, None if request.session else MOST_COMPARED)
+        limit = None if request.session else MAX_COMPARED
+        return workers.best(request.num_tokens, self._assignments.next_dispatch, limit)
 
-    def _fitting_pair(self, request: Request) -> Pair | None:
-        """In all other cases."""
-        num_tokens, state = request.num_tokens, self._state
-        prefills = [w for w in state.pools.open_of_role("prefill") if self._prefill_has_room(w, request, num_tokens)]
+    def _choose_among_fitting(self, request: Request) -> Pair | None:
+        """For retries, suspects, and workers that differ."""
+        num_tokens, pools, suspicion = request.num_tokens, self._pools, self._suspicion
+        prefills = [w for w in pools.open_of_role("prefill") if self._prefill_has_room(w, request)]
         if not prefills:
             self._shortest_prompt = min(self._shortest_prompt, num_tokens)
             return None
-        decodes = state.pools.open_of_role("decode").with_room(num_tokens)
-        if request.avoid is not None:
-            decodes = [w for w in decodes if w is not request.avoid and w.kind == request.avoid.kind] or decodes
-        if len(state.suspicion):
-            prefills, decodes = state.suspicion.allowed(request, prefills), state.suspicion.allowed(request, decodes)
-        prefills = that_hold(request.max_tokens, prefills, state.pools.open_of_role("prefill"))
-        decodes = that_hold(request.max_tokens, decodes, state.pools.open_of_role("decode"))
-        prefills, decodes = that_fit(prefills, decodes)
+        decodes = pools.open_of_role("decode").with_room(num_tokens)
+        if (avoid := request.avoid) is not None:
+            decodes = [w for w in decodes if w is not avoid and w.kind == avoid.kind] or decodes
+        if len(suspicion):
+            prefills, decodes = suspicion.allowed(request, prefills), suspicion.allowed(request, decodes)
+        prefills = holding(request.max_tokens, prefills, pools.open_of_role("prefill"))
+        decodes = holding(request.max_tokens, decodes, pools.open_of_role("decode"))
+        prefills, decodes = fitting(prefills, decodes)
         if not prefills or not decodes:
-            self._unsure = True
+            self._inconclusive = True
             return None
-        return self._choose(request, prefills, decodes)
-
-    def _choose(self, request: Request, prefills: list[Worker], decodes: list[Worker]) -> Pair:
-        need = Need.of(request, prefills[0], self._state.table.next_dispatch)
-        if self._state.pools.has_mixed:
+        need = Need.of(request, prefills[0], self._assignments.next_dispatch)
+        if pools.has_mixed:
             return choose_pair(self._policy, prefills, decodes, need)
         prefill = choose_prefill(self._policy, prefills, need)
         return prefill, choose_decode(self._policy, [w for w in decodes if w.kind == prefill.kind], need)
 
-    def _prefill_has_room(self, worker: Worker, request: Request, num_tokens: int) -> bool:
+    def _prefill_has_room(self, worker: Worker, request: Request) -> bool:
+        num_tokens = request.num_tokens
         if num_tokens >= worker.max_model_len:
             return False
         if not request.num_attempts:
             return worker.room >= num_tokens
         if not worker.accepting and worker.dispatches:
             return False
-        waiting = self._returning_tokens(worker)  # it goes before those that are computed for the first time
-        return waiting == 0 or waiting + num_tokens <= worker.most_ahead
+        ahead = self._pending_retry_tokens(
+            worker
+        )  # retries are computed first (transport/messages/prompt_order.py)
+        return ahead == 0 or ahead + num_tokens <= worker.queue_budget
 
-    def _returning_tokens(self, worker: Worker) -> int:
-        """Of prompts dispatched to this prefill worker and not yet computed, those of requests that have come back."""
-        requests = self._state.table.by_dispatch
-        return sum(num_tokens for dispatch, num_tokens in worker.pending.items() if requests[dispatch].num_attempts > 1)
-
-    def _dispatch(self, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
-        self._state.table.assign(request, prefill, decode)
-        if request.recovery is not None:
-            request.recovery.dispatched = now
-            request.recovery.absent_s = max(0.0, self._state.gap_ended - request.recovery.noticed)
-            request.recovery.num_attempts += 1
-        self._state.book_stall(request, now)
-        request.enter("prefill", now)
-        request.times = AttemptTimes(request.ledger)
-        self._state.actions.append(Send(prefill.id, Prefill(spec=request.spec(self._state.incarnation, now), decode=decode.peer)))
+    def _pending_retry_tokens(self, worker: Worker) -> int:
+        """Return the tokens of retried prompts that this prefill worker has not computed yet."""
+        by_dispatch = self._assignments.by_dispatch
+        return sum(
+            tokens for dispatch, tokens in worker.pending.items() if by_dispatch[dispatch].num_attempts > 1
+        )
 
 
-def _with(workers: list[Worker], more: list[Worker]) -> list[Worker]:
+def _union(workers: list[Worker], more: list[Worker]) -> list[Worker]:
     return list(dict.fromkeys([*workers, *more])) if more else workers

@@ -1,127 +1,130 @@
-"""What workers say of a request: its milestones and its tokens, each of which reaches the client once, in order. Pure."""
+"""Workers' messages about requests: milestones and tokens. Each token reaches the client once, in order.
+Pure."""
 
 from __future__ import annotations
 
 from ...transport.handoff.actions import TellTokens
-from ...transport.messages.messages import FinishReason, FirstToken, Joined, RequestFailed, StepTokens, TokenLogprobs, from_u32
-from .actions import Push, PushPromptLogprobs
-from .attempts import Attempts
+from ...transport.messages.messages import (
+    FinishReason,
+    FirstToken,
+    Joined,
+    RequestFailed,
+    StepTokens,
+    TokenLogprobs,
+    from_u32,
+)
+from .actions import Action, Push, PushPromptLogprobs
 from .limits import own_deadline
-from .membership import Membership
 from .request import Request
-from .state import LifecycleState
-from .time_ledger import Milestone
+from .state_machine import RequestStateMachine
 from .worker import Worker
+
+Milestone = FirstToken | Joined | RequestFailed
 
 
 class Progress:
-    """Books what attempts bring. A dispatch that nobody wants any more is disowned."""
+    """Turns messages into pushed tokens and transitions. A worker that names an unknown dispatch is told
+    to drop it."""
 
-    def __init__(self, state: LifecycleState, attempts: Attempts, members: Membership) -> None:
-        self._state, self._attempts, self._members = state, attempts, members
+    def __init__(self, machine: RequestStateMachine) -> None:
+        self._machine = machine
+        self._by_dispatch = machine.assignments.by_dispatch
 
-    def step_tokens(self, worker: Worker, message: StepTokens, now: float) -> bool:
-        """The hot path: one call per decode step. Whether room may have become free."""
-        if message.coordinator != self._state.incarnation:
-            return False
-        rows = zip(from_u32(message.dispatches), from_u32(message.indices), from_u32(message.tokens), strict=False)
-        by_dispatch, actions = self._state.table.by_dispatch, self._state.actions
-        finished, logprobs, unknown, ended = message.finished, message.logprobs, [], False
+    def step_tokens(self, worker: Worker, message: StepTokens, now: float) -> list[Action]:
+        """Push the tokens of one decode step. This is the hot path: called once per step of each decode
+        worker."""
+        rows = zip(
+            from_u32(message.dispatches), from_u32(message.indices), from_u32(message.tokens), strict=False
+        )
+        by_dispatch, finished, logprobs = self._by_dispatch, message.finished, message.logprobs
+        actions: list[Action] = []
+        unknown = []
         for row, (dispatch, index, token) in enumerate(rows):
             request = by_dispatch.get(dispatch)
             if request is None or request.decode is not worker:
                 unknown.append(dispatch)
-            elif index != len(request.tokens) or row in finished or request.needs_prompt_logprobs or request.recovery is not None:
-                self._unusual_row(request, index, token, logprobs.get(row), finished.get(row), now, message.decode_s.get(row))
-                ended = True
+            elif (
+                index != len(request.tokens)
+                or row in finished
+                or request.needs_prompt_logprobs
+                or request.recovery is not None
+            ):
+                reason, stage_s = finished.get(row), message.decode_s.get(row)
+                actions += self._unusual_row(request, index, token, logprobs.get(row), reason, stage_s, now)
             else:
                 request.tokens.append(token)
                 request.token_at = now
                 actions.append(Push(request, token, logprobs.get(row) if logprobs else None))
         if unknown:
-            self._state.disown(worker, unknown)
-        return ended
+            actions += self._machine.cancel_at([worker], unknown)
+        return actions
 
-    def token_runs(self, worker: Worker, told: TellTokens, now: float) -> bool:
-        """In virtual time: what many steps have brought. No sink hears of these tokens. Whether room may have become free."""
-        if told.coordinator != self._state.incarnation:
-            return False
-        ended = False
+    def token_runs(self, worker: Worker, told: TellTokens, now: float) -> list[Action]:
+        """Take the tokens of many steps at once, in virtual time. They are not pushed to a sink."""
+        actions: list[Action] = []
         for run in told.runs:
-            request = self._state.table.by_dispatch.get(run.dispatch)
+            request = self._by_dispatch.get(run.dispatch)
             if request is None or request.decode is not worker:
-                self._state.disown(worker, [run.dispatch])
+                actions += self._machine.cancel_at([worker], [run.dispatch])
             elif run.first > len(request.tokens):
-                self._attempts.retry(request, f"token {request.num_received} was lost on the way", now)
+                actions += self._retry_lost_token(request, now)
             else:
                 request.tokens += run.token_ids[len(request.tokens) - run.first :]
                 request.token_at = now
                 if run.finished is not None:
-                    self._finish(request, run.finished, run.decode_s, now)
-                    ended = True
-        return ended
+                    actions += self._machine.finish(request, run.finished, run.decode_s, now)
+        return actions
 
-    def milestone(self, worker: Worker, message: FirstToken | Joined | RequestFailed, now: float) -> None:
-        """A milestone of one dispatch."""
-        if worker.hello.process in self._members.flips.awaited and not isinstance(message, RequestFailed):
-            self._members.flips.worked(worker, now)
-        request = self._state.table.by_dispatch.get(message.dispatch)
+    def milestone(self, worker: Worker, message: Milestone, now: float) -> list[Action]:
+        """Take a milestone of one dispatch."""
+        request = self._by_dispatch.get(message.dispatch)
         if request is not None and request.move is not None and message.dispatch == request.move.dispatch:
-            self._move_progress(request, worker, message, now)
-        elif request is None or worker not in (request.prefill, request.decode):
-            self._state.disown(worker, [message.dispatch])
-        elif isinstance(message, FirstToken):
-            self._first_token(request, message, now)
-        elif isinstance(message, Joined):
-            self._joined(request, message, now)
-        elif not (request.state == "decode" and worker is request.prefill):
-            self._failed(request, message, now)
+            return self._move_milestone(request, worker, message, now)
+        if request is None or worker not in (request.prefill, request.decode):
+            return self._machine.cancel_at([worker], [message.dispatch])
+        if isinstance(message, FirstToken):
+            return self._first_token(request, message, now)
+        if isinstance(message, Joined):
+            _note_cached_tokens(request, message)
+            self._machine.joined(request, message.transfer_s, now)
+            return self._newest_token(request, message, now)
+        if request.state == "decode" and worker is request.prefill:
+            return []  # the decode worker has all that it needs
+        return self._failed(request, message, now)
 
-    def _move_progress(self, request: Request, worker: Worker, message: FirstToken | Joined | RequestFailed, now: float) -> None:
-        """Of a sequence on its way from one decode worker to another."""
-        move = request.move
-        assert move is not None
-        if isinstance(message, Joined) and worker is move.target:
-            self._members.evacuation.arrived(request, now)
-            self._check_join(request, message, now)
-            self._members.evacuate(now)
-        elif isinstance(message, RequestFailed) and worker in (request.decode, move.target):
-            self._state.actions += self._members.evacuation.give_up(request, now)
+    def _move_milestone(
+        self, request: Request, worker: Worker, message: Milestone, now: float
+    ) -> list[Action]:
+        """Take a milestone of a sequence that moves between decode workers."""
+        assert request.move is not None, "it moves"
+        if isinstance(message, Joined) and worker is request.move.target:
+            self._machine.complete_move(request, now)
+            return self._newest_token(request, message, now)
+        if isinstance(message, RequestFailed) and worker in (request.decode, request.move.target):
+            return self._machine.give_up_move(request, now)
+        return []
 
-    def _first_token(self, request: Request, message: FirstToken, now: float) -> None:
-        _hear_cached(request, message)
-        if request.state == "prefill":
-            request.enter("handoff", now)
-        if request.times is not None:
-            request.times.first_token(self._heard(message.queue_s + message.prefill_s, now), message.prefill_s)
-        if request.recovery is not None:
-            request.recovery.queue_s, request.recovery.prefill_s = message.queue_s, message.prefill_s
-        self._state.table.unpromise_tokens(request)
+    def _first_token(self, request: Request, message: FirstToken, now: float) -> list[Action]:
+        _note_cached_tokens(request, message)
+        self._machine.prompt_computed(request, message.queue_s, message.prefill_s, now)
+        actions: list[Action] = []
         if message.prompt_logprobs is not None and request.needs_prompt_logprobs:
             request.needs_prompt_logprobs = False
-            self._state.actions.append(PushPromptLogprobs(request, message.prompt_logprobs))
-            self._push_early(request, now)
+            actions.append(PushPromptLogprobs(request, message.prompt_logprobs))
+            actions += self._push_held_back(request, now)
         if message.token is None:
-            self._finish(request, "length", 0.0, now)
+            actions += self._machine.finish(request, "length", 0.0, now)
         elif message.index == request.num_received:
-            self._push(request, message.token, message.logprobs, message.finished, now, 0.0)
+            actions += self._push(request, message.token, message.logprobs, message.finished, 0.0, now)
+        return actions
 
-    def _joined(self, request: Request, message: Joined, now: float) -> None:
-        _hear_cached(request, message)
-        if request.state != "decode":
-            request.enter("decode", now)
-            if request.times is not None:
-                request.times.joined(self._heard(message.transfer_s, now))
-        self._state.table.unpromise_tokens(request)
-        self._state.table.unpromise_blocks(request)
-        self._check_join(request, message, now)
-
-    def _check_join(self, request: Request, message: Joined, now: float) -> None:
-        """Joined repeats the newest token."""
+    def _newest_token(self, request: Request, message: Joined, now: float) -> list[Action]:
+        """Joined repeats the newest token, which may not have arrived yet."""
         if message.index == request.num_received:
-            self._push(request, message.token, message.logprobs, None, now)
-        elif message.index != request.num_received - 1:
-            self._attempts.retry(request, "the decode worker joined at the wrong token", now)
+            return self._push(request, message.token, message.logprobs, None, None, now)
+        if message.index != request.num_received - 1:
+            return self._machine.retry(request, "the decode worker joined at the wrong token", now)
+        return []
 
     def _unusual_row(
         self,
@@ -129,14 +132,18 @@ class Progress:
         index: int,
         token: int,
         logprobs: TokenLogprobs | None,
-        reason: FinishReason | None,
+        finished: FinishReason | None,
+        stage_s: float | None,
         now: float,
-        decode_s: float | None,
-    ) -> None:
+    ) -> list[Action]:
         if index == request.num_received:
-            self._push(request, token, logprobs, reason, now, decode_s)
-        elif index > request.num_received:
-            self._attempts.retry(request, f"token {request.num_received} was lost on the way", now)
+            return self._push(request, token, logprobs, finished, stage_s, now)
+        if index > request.num_received:
+            return self._retry_lost_token(request, now)
+        return []  # the client has it
+
+    def _retry_lost_token(self, request: Request, now: float) -> list[Action]:
+        return self._machine.retry(request, f"token {request.num_received} was lost on the way", now)
 
     def _push(
         self,
@@ -144,49 +151,44 @@ class Progress:
         token: int,
         logprobs: TokenLogprobs | None,
         finished: FinishReason | None,
+        stage_s: float | None,
         now: float,
-        stage_s: float | None = None,
-    ) -> None:
-        """``stage_s``: how long the stage that it ends took, where it ends one and the worker says so."""
+    ) -> list[Action]:
+        """Push the next token, and finish the request with its last. ``stage_s``: see
+        ``RequestStateMachine.finish``."""
         if request.needs_prompt_logprobs:
             request.held_back.append((token, logprobs))
             request.held_back_finish = finished
-            return
+            return []
         if request.recovery is not None:
-            self._attempts.outcomes.recovered(request.recovery, now)
+            self._machine.outcomes.recovered(request.recovery, now)
             request.recovery = None
         request.tokens.append(token)
         request.token_at = now
-        self._state.actions.append(Push(request, token, logprobs))
-        if finished is not None:
-            self._finish(request, finished, stage_s, now)
+        push = Push(request, token, logprobs)
+        return [push] if finished is None else [push, *self._machine.finish(request, finished, stage_s, now)]
 
-    def _finish(self, request: Request, reason: FinishReason, stage_s: float | None, now: float) -> None:
-        if request.times is not None and stage_s is not None:
-            request.times.ended(self._heard(stage_s, now))
-        self._attempts.finish(request, reason, now)
-
-    def _heard(self, seconds: float, now: float) -> Milestone:
-        return Milestone(now, self._state.heard_all_at, seconds)
-
-    def _push_early(self, request: Request, now: float) -> None:
-        early, request.held_back = request.held_back, []
+    def _push_held_back(self, request: Request, now: float) -> list[Action]:
+        held_back, request.held_back = request.held_back, []
         finished, request.held_back_finish = request.held_back_finish, None
-        for i, (token, logprobs) in enumerate(early):
-            self._push(request, token, logprobs, finished if i == len(early) - 1 else None, now)
+        actions: list[Action] = []
+        for i, (token, logprobs) in enumerate(held_back):
+            is_last = i == len(held_back) - 1
+            actions += self._push(request, token, logprobs, finished if is_last else None, None, now)
+        return actions
 
-    def _failed(self, request: Request, message: RequestFailed, now: float) -> None:
+    def _failed(self, request: Request, message: RequestFailed, now: float) -> list[Action]:
         if message.kind == "refused":
-            self._attempts.fail(request, "refused", message.message, now)
-        elif message.kind == "deadline":
-            self._attempts.expire(request, own_deadline(request), now)
-        else:
-            of_network = message.kind == "handoff_failed"
-            self._attempts.retry(request, message.message, now, counts=message.kind != "preempted", of_network=of_network)
+            return self._machine.fail(request, "refused", message.message, now)
+        if message.kind == "deadline":
+            return self._machine.miss_deadline(request, own_deadline(request), now)
+        counts, in_handoff = message.kind != "preempted", message.kind == "handoff_failed"
+        return self._machine.retry(request, message.message, now, counts=counts, in_handoff=in_handoff)
 
 
-def _hear_cached(request: Request, message: FirstToken | Joined) -> None:
-    """Whichever comes first. What a later attempt finds in a cache was put there by this very request: nobody saved that."""
+def _note_cached_tokens(request: Request, message: FirstToken | Joined) -> None:
+    """Note, once, how many prompt tokens were cached. Later attempts find what this very request has put
+    there."""
     if request.num_cached_tokens is None:
         request.num_cached_tokens = min(message.num_cached_tokens, len(request.prompt_token_ids))
-        request.num_charged_tokens = -1  # its prompt costs less than was thought
+        request.num_charged_tokens = -1  # its prompt costs less than was charged

@@ -7,13 +7,21 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ...transport.handoff.block_hash import chain, root_hash
-from ...transport.messages.messages import FinishReason, ModelIdentity, RequestSpec, Sampling, TokenLogprobs, u32
+from ...transport.messages.messages import (
+    FinishReason,
+    ModelIdentity,
+    RequestSpec,
+    Sampling,
+    TokenLogprobs,
+    u32,
+)
 from .outcomes import Recovery
 from .time_ledger import AttemptTimes, Stages, TimeLedger
 from .worker import Worker
 
 ErrorKind = Literal["overloaded", "unavailable", "deadline", "refused", "failed"]
-"""overloaded: 429; unavailable (no worker): 503; deadline: 504; refused: 400; failed (retries used up): 500."""
+"""overloaded: 429; unavailable (no worker): 503; deadline: 504; refused: 400; failed (retries used up):
+500."""
 PriorityClass = Literal["premium", "standard", "free", "batch"]
 """Best first."""
 State = Literal["queue", "prefill", "handoff", "decode"]
@@ -22,7 +30,8 @@ State = Literal["queue", "prefill", "handoff", "decode"]
 
 @dataclass(slots=True)
 class Ended:
-    """The one terminal event of a request. Exactly one of ``finish_reason`` and ``error`` is set; a cancelled request has neither."""
+    """The one terminal event of a request. Exactly one of ``finish_reason`` and ``error`` is set; a
+    cancelled request has neither."""
 
     finish_reason: FinishReason | None = None
     error: ErrorKind | None = None
@@ -45,8 +54,8 @@ class Ended:
     def kv_byte_seconds(self) -> float:
         """Return the bytes of KV cache times the seconds they were held for this request, over all workers.
 
-        Prefill holds the prompt's blocks, the handoff holds them twice, and decode holds the mean of what it has at its
-        begin and at its end. A shared prefix block counts for each request that uses it.
+        Prefill holds the prompt's blocks, the handoff holds them twice, and decode holds the mean of what it
+        has at its begin and at its end. A shared prefix block counts for each request that uses it.
         """
         if self.model is None:
             return 0.0
@@ -64,7 +73,8 @@ class Sink(Protocol):
         """Take the next output token. Each index comes once, in order, whatever failed on the way."""
 
     def push_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Take one entry for each prompt token but the first. Called once, before the first token, if asked for."""
+        """Take one entry for each prompt token but the first. Called once, before the first token, if
+        asked for."""
 
     def flush(self) -> None:
         """Write what is pending to the client. Called after the last push of one engine step."""
@@ -87,8 +97,8 @@ class PendingMove:
 class Request:
     """One sequence to generate, from submission to its terminal event.
 
-    A client's call with n > 1 or several prompts makes several requests. The HTTP side sets the fields of the first part;
-    the lifecycle alone writes the others. Times are seconds of a monotonic clock.
+    A client's call with n > 1 or several prompts makes several requests. The HTTP side sets the fields of the
+    first part; the lifecycle alone writes the others. Times are seconds of a monotonic clock.
     """
 
     request_id: str
@@ -114,7 +124,9 @@ class Request:
     decode: Worker | None = field(init=False, default=None)
     move: PendingMove | None = field(init=False, default=None)
     move_failed_at: float = field(init=False, default=-1e9)  # when a move was last given up
-    pending_blocks: int = field(init=False, default=0)  # reserved at the decode worker, and not yet in its reports
+    pending_blocks: int = field(
+        init=False, default=0
+    )  # reserved at the decode worker, and not yet in its reports
 
     # What its client has.
     tokens: list[int] = field(init=False, default_factory=list)
@@ -126,20 +138,30 @@ class Request:
 
     # Its attempts.
     num_attempts: int = field(init=False, default=0)
-    num_tokens_before: int = field(init=False, default=0)  # output tokens when the attempt began, or deaths were last forgiven
+    num_tokens_before: int = field(
+        init=False, default=0
+    )  # output tokens when the attempt began, or deaths were last forgiven
     num_failures: int = field(init=False, default=0)  # in a row, without progress
     not_before: float = field(init=False, default=0.0)  # it is not dispatched again sooner
     avoid: Worker | None = field(init=False, default=None)  # the decode worker of the last failed attempt
-    num_deaths: int = field(init=False, default=0)  # workers that died while they ran it: in a row, without enough progress
+    num_deaths: int = field(
+        init=False, default=0
+    )  # workers that died while they ran it: in a row, without enough progress
     num_deaths_ever: int = field(init=False, default=0)
     suspect: bool = field(init=False, default=False)  # it may be what kills workers
     excused: bool = field(init=False, default=False)  # the last death it met was not charged to it
-    recovery: Recovery | None = field(init=False, default=None)  # set from a lost attempt until the next token
-    route: tuple[str, str] = field(init=False, default=("", ""))  # prefill and decode worker of the last attempt
+    recovery: Recovery | None = field(
+        init=False, default=None
+    )  # set from a lost attempt until the next token
+    route: tuple[str, str] = field(
+        init=False, default=("", "")
+    )  # prefill and decode worker of the last attempt
     model: ModelIdentity | None = field(init=False, default=None)  # of the workers of the last attempt
 
     # What it used.
-    num_cached_tokens: int | None = field(init=False, default=None)  # of the prompt, as its first attempt reported
+    num_cached_tokens: int | None = field(
+        init=False, default=None
+    )  # of the prompt, as its first attempt reported
     charged: float = field(init=False, default=0.0)  # to its tenant's share
     num_charged_tokens: int = field(init=False, default=-1)  # output tokens in ``charged``; -1: charge again
     ledger: TimeLedger = field(init=False)  # set by ``admit``
@@ -181,14 +203,16 @@ class Request:
         self.state, self.entered = state, now
 
     def first_hash(self, worker: Worker) -> bytes | None:
-        """Return the hash of the first full block, as that worker's model names it; None: there is no full block."""
+        """Return the hash of the first full block, as that worker's model names it; None: there is no full
+        block."""
         model = worker.hello.model
         first = self.token_bytes()[: 4 * model.block_size]
         hashes = chain(root_hash(model.fingerprint, self.salt), first, model.block_size)
         return hashes[0] if hashes else None
 
     def hashes(self, worker: Worker) -> list[bytes]:
-        """Return the hashes of all full blocks of its tokens, as that worker's model and block size name them."""
+        """Return the hashes of all full blocks of its tokens, as that worker's model and block size name
+        them."""
         model = worker.hello.model
         if self._named is None or self._named[:2] != (model.fingerprint, self.num_tokens):
             hashes = chain(root_hash(model.fingerprint, self.salt), self.token_bytes(), model.block_size)
@@ -221,24 +245,27 @@ class Dispatcher(Protocol):
     """What the HTTP side sees of the serving system."""
 
     def submit(self, request: Request) -> None:
-        """Take the request. All that follows reaches its sink, also a refusal, possibly before this returns."""
+        """Take the request. All that follows reaches its sink, also a refusal, possibly before this
+        returns."""
 
     def cancel(self, request_id: str) -> None:
-        """Free the request everywhere: its client has gone, or a stop string was met. Its sink gets an ``Ended`` with
-        neither reason nor error."""
+        """Free the request everywhere: its client has gone, or a stop string was met. Its sink gets an
+        ``Ended`` with neither reason nor error."""
 
     def ready(self) -> bool:
-        """Whether a request has gone prefill, handoff, decode since the start, and not all fail in one stage now."""
+        """Whether a request has gone prefill, handoff, decode since the start, and not all fail in one
+        stage now."""
 
     def failing(self) -> str:
         """Return in which stage the last requests all failed, and why; empty where they did not."""
 
     def gap(self) -> str:
-        """Return why new requests are refused now ("no decode worker is connected"); empty where they are accepted."""
+        """Return why new requests are refused now ("no decode worker is connected"); empty where they are
+        accepted."""
 
     def drain(self, worker_id: str, timeout_s: float | None) -> dict[str, object] | None:
-        """Have a worker leave: it gets no new work and hands over what it runs. Returns what it holds, JSON-ready;
-        None: there is no such worker."""
+        """Have a worker leave: it gets no new work and hands over what it runs. Returns what it holds,
+        JSON-ready; None: there is no such worker."""
 
     def snapshot(self) -> dict[str, object]:
         """Return the state for /debug/state, JSON-ready."""

@@ -1,9 +1,10 @@
-"""Where a request's time goes, from its arrival to its last byte. Pure; times in seconds of a monotonic clock.
+"""Where a request's time goes, from its arrival to its last byte. Pure; times in seconds of a monotonic
+clock.
 
     parse | queue | prefill | handoff | decode | coordinator | stream
 
-A ledger keeps the boundaries between stages, never durations. Whatever is entered, corrected or tried again, the stages
-therefore sum to the time from the first boundary to the close.
+A ledger keeps the boundaries between stages, never durations. Whatever is entered, corrected or tried again,
+the stages therefore sum to the time from the first boundary to the close.
 
 Workers report how long their stages took:
 
@@ -11,9 +12,10 @@ Workers report how long their stages took:
     workers           queue | prefill | handoff | decode |
     ledger        queue     | prefill | handoff | decode | coordinator
 
-A report is used as far as it fits: a stage begins when the one before it ends, and ends before its message arrives. The time
-that is left was lost by the coordinator, but no more of it than has passed since it had last read all its messages. The
-rest belongs to the stage: a worker that stood still before it read a message makes no one else late.
+A report is used as far as it fits: a stage begins when the one before it ends, and ends before its message
+arrives. The time that is left was lost by the coordinator, but no more of it than has passed since it had
+last read all its messages. The rest belongs to the stage: a worker that stood still before it read a message
+makes no one else late.
 """
 
 from __future__ import annotations
@@ -44,7 +46,15 @@ NAMES = Stages._fields
 MIN_STALL_S = 0.2
 """Ticks come at least ten times a second: a shorter pause is no stall."""
 _SERVER_TIMING = ", ".join(f"{name};dur=%.3f" for name in (*NAMES, "total")).encode()
-_PLACES: dict[Stage, int] = {"parse": 0, "queue": 1, "prefill": 2, "handoff": 3, "decode": 4, "coordinator": 5, "stream": 6}
+_PLACES: dict[Stage, int] = {
+    "parse": 0,
+    "queue": 1,
+    "prefill": 2,
+    "handoff": 3,
+    "decode": 4,
+    "coordinator": 5,
+    "stream": 6,
+}
 
 
 class Span(NamedTuple):
@@ -56,7 +66,8 @@ class Span(NamedTuple):
 
 
 class TimeLedger:
-    """One request's time. ``enter`` each stage as it begins, then ``close``. Entering a stage later opens it again."""
+    """One request's time. ``enter`` each stage as it begins, then ``close``. Entering a stage later opens
+    it again."""
 
     __slots__ = ("_marks", "end")
 
@@ -107,7 +118,8 @@ class TimeLedger:
 
 
 def server_timing(stages: Stages, total: float) -> bytes:
-    """Return the ``Server-Timing`` header: milliseconds by stage, and ``total`` since arrival (w3.org/TR/server-timing)."""
+    """Return the ``Server-Timing`` header: milliseconds by stage, and ``total`` since arrival
+    (w3.org/TR/server-timing)."""
     return _SERVER_TIMING % (*[1e3 * seconds for seconds in stages], 1e3 * total)
 
 
@@ -135,8 +147,8 @@ class AttemptTimes:
         self._join: Milestone | None = None
 
     def first_token(self, milestone: Milestone, prefill_s: float) -> None:
-        """Book the first token. ``milestone.seconds``: since the prefill worker got the prompt; ``prefill_s``: since its
-        first chunk began."""
+        """Book the first token. ``milestone.seconds``: since the prefill worker got the prompt;
+        ``prefill_s``: since its first chunk began."""
         if self._first is None:  # else a repeated message
             self._first, self._prefill_s = milestone, _sane(prefill_s)
             self._rebook()
@@ -176,9 +188,11 @@ class AttemptTimes:
 
 
 class OwnStalls:
-    """Detects, by its own late ticks, that the coordinator stood still, and charges that time to the coordinator.
+    """Detects, by its own late ticks, that the coordinator stood still, and charges that time to the
+    coordinator.
 
-    After a stall of ``s`` seconds messages are still arriving late for another ``s``: ZeroMQ's thread stood still too.
+    After a stall of ``s`` seconds messages are still arriving late for another ``s``: ZeroMQ's thread stood
+    still too.
     """
 
     def __init__(self, late_tick_s: float) -> None:
@@ -190,7 +204,8 @@ class OwnStalls:
         self.read_all_at = float("-inf")  # every message sent before then has been read
 
     def tick(self, now: float) -> float:
-        """Note a tick, after all messages that have arrived were read. Return the seconds of a stall; 0.0: there was none."""
+        """Note a tick, after all messages that have arrived were read. Return the seconds of a stall; 0.0:
+        there was none."""
         stall = now - self._last_tick if self._last_tick is not None else 0.0
         stalled = stall > self._late_tick_s
         if stalled:

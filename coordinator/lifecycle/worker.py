@@ -1,74 +1,105 @@
-"""One live worker as the coordinator knows it: what it is, what it has to do, and for how much more it has room. Pure."""
+"""One live worker as the coordinator knows it: what it is, what it was given, and how much more it has
+room for. Pure."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...transport.handoff.sliding_window import num_behind
 from ...transport.messages.messages import Drain, Flip, Hello, Load, Peer, Role
-from .busy_window import BusyWindow
+from ...transport.messages.prompt_order import UNLIMITED, max_prompt_tokens
 from .open_workers import OpenWorkers
 
 WorkerId = tuple[str, int]
 """(worker id, incarnation)"""
 
-NO_ROOM, ANY_LENGTH = -1, 1 << 62
+NO_ROOM = -1
 QUEUED_BATCHES = 2
+WINDOW_S = 10.0
+MIN_SPACING_S = 0.5
+"""Between two reports that a BusyWindow keeps; workers report much more often."""
+
+
+class BusyWindow:
+    """How busy a worker was in the last WINDOW_S seconds, by its own clock, so that no message's delay
+    counts."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, float]] = deque()
+        """(uptime, busy) in seconds; the first is WINDOW_S old, or the oldest there is."""
+        self._newest: tuple[float, float] | None = None
+
+    def report(self, counters: Mapping[str, float]) -> None:
+        """Take the cumulative counters of a load report; one without ``busy_seconds`` is ignored."""
+        uptime, busy = counters.get("uptime_seconds"), counters.get("busy_seconds")
+        if uptime is None or busy is None:
+            return
+        self._newest = uptime, busy
+        if not self._kept or uptime - self._kept[-1][0] >= MIN_SPACING_S:
+            self._kept.append(self._newest)
+        while len(self._kept) > 1 and self._kept[1][0] <= uptime - WINDOW_S:
+            self._kept.popleft()
+
+    @property
+    def share(self) -> float | None:
+        """Share of the window in which a step ran, 0 to 1; None: not known."""
+        if self._newest is None or (seconds := self._newest[0] - self._kept[0][0]) <= 0:
+            return None
+        return min(1.0, max(0.0, (self._newest[1] - self._kept[0][1]) / seconds))
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """``dispatches`` are those assigned to it; ``pending_*`` count what its own load report cannot know yet.
+    """A worker's identity, its last report, and what it was given since.
 
-    ``room`` and ``rank`` say what these come to; whatever changes one of them goes through a method here, which works them out again.
+    ``pending`` and ``pending_blocks`` count what its own load report cannot know yet. ``room`` and ``rank``
+    follow from all of these: only the methods of the second part change them.
     """
 
     hello: Hello
-    heard: float
-    kind: int = 0  # equal for workers that fit together
-    number: int = 0  # they come in this order
-    queued_batches: int = QUEUED_BATCHES  # a prefill worker is given work for so many of its steps ahead
+    last_seen: float  # when its last message came
+    kind: int = 0  # equal for workers whose KV caches fit together
+    number: int = 0  # in the order in which workers came
+    queued_batches: int = QUEUED_BATCHES  # a prefill worker's steps for which it is given prompts ahead
     load: Load | None = None
     progressed: float = 0.0  # when ``steps`` last grew, or the worker was last idle
     busy: BusyWindow = field(default_factory=BusyWindow)
-    cached: set[bytes] = field(default_factory=set)
-    num_cache_reports: int = 0  # the last one that is booked in ``cached``
-    asked_for_cache: float = -1e9
-    dispatches: set[int] = field(default_factory=set)
-    held: set[int] = field(default_factory=set)  # what it says it holds
-    held_at: float = float("-inf")  # when it last said so
-    pending: dict[int, int] = field(default_factory=dict)  # prefill: by dispatch, prompt tokens not yet computed
-    pending_blocks: int = 0  # decode: blocks of prompts dispatched and not yet joined
+    cached: set[bytes] = field(default_factory=set)  # hashes of the blocks in its prefix cache
+    num_cache_reports: int = 0  # the last one that ``cached`` has
+    welcomed_at: float = -1e9  # when it was last asked for a report of its whole cache
+    dispatches: set[int] = field(default_factory=set)  # assigned to it
+    held: set[int] = field(default_factory=set)  # as it last reported
+    held_at: float = float("-inf")  # when it last reported
+    pending: dict[int, int] = field(
+        default_factory=dict
+    )  # prefill: prompt tokens not yet computed, by dispatch
+    pending_blocks: int = 0  # decode: blocks reserved for sequences that have not joined
     unreached_since: float | None = None  # its connection is gone since then
-    ended: bool = False  # its process has: whoever found that out says so as soon as its last words have been heard
+    ended: bool = False  # its process has; it is removed as soon as its last messages are read
     draining: bool = False  # it gets no new work, and leaves
-    drain: Drain | Flip | None = None  # what it is told until it says that it drains
-    listed: OpenWorkers[Worker] | None = None  # among those of its role that take new work
+    drain: Drain | Flip | None = None  # repeated until it reports that it drains
+    listed: OpenWorkers[Worker] | None = None  # the list of its role's workers that take new work
+    misfit: str = ""  # why it gets no work, where it fits no worker of the other role: for its own log
     id: WorkerId = field(init=False)
     name: bytes = field(init=False)
-    peer: Peer = field(init=False)
-    """A decode worker as prefill workers reach it."""
+    peer: Peer = field(init=False)  # how prefill workers reach it
     role: Role = field(init=False)
     block_size: int = field(init=False)
     window: int = field(init=False)
     max_num_seqs: int = field(init=False)
     max_batch_tokens: int = field(init=False)
     num_blocks: int = field(init=False)
-    max_model_len: int = field(init=False)
-    """The longest sequence, prompt and output, that it can ever hold, in tokens."""
-    misfit: str = field(init=False, default="")
-    """Why it gets no work, where it fits no worker of the other role: a sentence for its own log."""
+    max_model_len: int = field(init=False)  # the longest sequence that it can ever hold, in tokens
     accepting: bool = field(init=False, default=True)  # as it last reported
-    num_others: int = field(init=False, default=0)
-    """Dispatches of other coordinators that it held when it last reported."""
-    pending_tokens: int = field(init=False, default=0)
-    """Prompt tokens dispatched to this prefill worker, by whatever coordinator, and not yet computed."""
-    blocks_reported: int = field(init=False)
-    """That it could give out when it last reported; those that are promised since are ``pending_blocks``."""
-    room: int = field(init=False, default=NO_ROOM)
-    """The longest new sequence, in tokens, that it can take now."""
+    num_others: int = field(init=False, default=0)  # dispatches of other coordinators, as it last reported
+    pending_tokens: int = field(init=False, default=0)  # prompt tokens not yet computed, of all coordinators
+    blocks_reported: int = field(init=False)  # free or evictable, as it last reported
+    room: int = field(init=False, default=NO_ROOM)  # the longest new sequence that it can take now, in tokens
     rank: float = field(init=False, default=0.0)
-    """Less is better: a prefill worker's pending tokens; of a decode worker the share left of its rows or of its blocks, negative."""
+    """Less is better. Prefill: pending tokens. Decode: minus the share of its rows or its blocks that is
+    left."""
 
     def __post_init__(self) -> None:
         hello = self.hello
@@ -78,113 +109,113 @@ class Worker:
         self.max_num_seqs, self.max_batch_tokens = max(1, hello.max_num_seqs), hello.max_batch_tokens
         self.num_blocks, self.blocks_reported = max(1, hello.num_blocks), hello.num_blocks
         self.max_model_len = hello.max_model_len
-        self._weigh()
+        self._update()
 
-    # --- what changes its room ---------------------------------------------------------------------
+    # --- what changes its room -----------------------------------------------------------------------
 
     def report(self, load: Load) -> None:
-        """Its newest load report."""
+        """Take its newest load report."""
         before = self.accepting, self.num_others, self.pending_tokens, self.blocks_reported
         self.pending_tokens += load.num_others_tokens - (self.load.num_others_tokens if self.load else 0)
         self.load, self.accepting, self.num_others = load, load.accepting, load.num_others
         self.busy.report(load.counters)
         self.blocks_reported = load.blocks_free + load.blocks_cached
         if before != (self.accepting, self.num_others, self.pending_tokens, self.blocks_reported):
-            self._weigh()
+            self._update()
 
-    def promise_prompt(self, dispatch: int, num_tokens: int) -> None:
-        """This prefill worker is to compute a prompt."""
+    def reserve_prompt(self, dispatch: int, num_tokens: int) -> None:
+        """Assign a prompt to this prefill worker."""
         self.dispatches.add(dispatch)
         self.pending[dispatch] = num_tokens
         self.pending_tokens += num_tokens
-        self._weigh()
+        self._update()
 
-    def unpromise_prompt(self, dispatch: int) -> None:
-        """It has, or does not need to any more."""
+    def release_prompt(self, dispatch: int) -> None:
+        """Stop counting a prompt: it is computed, or not needed any more."""
         if dispatch in self.pending:
             self.pending_tokens -= self.pending.pop(dispatch)
-            self._weigh()
+            self._update()
 
-    def promise_sequence(self, dispatch: int, num_blocks: int) -> None:
-        """This decode worker is to run a sequence, for which its last report counts none of so many blocks."""
+    def reserve_sequence(self, dispatch: int, num_blocks: int) -> None:
+        """Assign a sequence to this decode worker; its last report does not count these blocks."""
         self.dispatches.add(dispatch)
         self.pending_blocks += num_blocks
-        self._weigh()
+        self._update()
 
-    def unpromise_blocks(self, num_blocks: int) -> None:
-        """Its own report counts them from now on, or it does not need to give them."""
+    def release_blocks(self, num_blocks: int) -> None:
+        """Stop counting reserved blocks: its own reports count them from now on, or they are not needed
+        any more."""
         if num_blocks:
             self.pending_blocks -= num_blocks
-            self._weigh()
+            self._update()
 
-    def let_go(self, dispatch: int) -> None:
-        """It is assigned to it no more."""
+    def release(self, dispatch: int) -> None:
+        """Take a dispatch away."""
         self.dispatches.discard(dispatch)
         if self.role == "decode" or not self.accepting:
-            self._weigh()
+            self._update()
 
-    def _weigh(self) -> None:
+    def _update(self) -> None:
         before = self.rank
         if self.role == "prefill":
-            self.room, self.rank = self._prompt_room(), self.pending_tokens
+            self.room, self.rank = self._max_prompt_tokens(), self.pending_tokens
         else:
-            self.room, self.rank = self._sequence_room(), -self.share_left(0)
+            self.room, self.rank = self._max_sequence_tokens(), -self.share_left(0)
         self.room = min(self.room, self.max_model_len - 1)
         if self.listed is not None:
             self.listed.changed(self, before)
 
-    # --- what that comes to ------------------------------------------------------------------------
+    # --- what follows from that ----------------------------------------------------------------------
 
     @property
-    def most_ahead(self) -> int:
-        """Prompt tokens that this prefill worker is given at most, if it is not one prompt alone."""
+    def queue_budget(self) -> int:
+        """Prompt tokens that this prefill worker may have ahead; a single prompt may be longer."""
         return self.queued_batches * self.max_batch_tokens
 
-    def _prompt_room(self) -> int:
-        """A prompt is computed after those that are no longer than it. There is room for it where there are none of these, or where it is
-        with them no more than ``most_ahead`` tokens: for none that is longer than one without room."""
-        if not self.accepting and self.dispatches:
+    def _max_prompt_tokens(self) -> int:
+        """The longest prompt that this prefill worker may be given now, in tokens."""
+        if self.dispatches and not self.accepting:
             return NO_ROOM
-        longest, ahead, most = ANY_LENGTH, 0, self.most_ahead
-        for num_tokens in sorted(self.pending.values()):
-            if longest < num_tokens:
-                break
-            ahead += num_tokens
-            if num_tokens + ahead > most:
-                return min(longest, num_tokens - 1)
-            longest = most - ahead
-        return longest
+        return max_prompt_tokens(self.pending.values(), self.queue_budget)
 
-    def _sequence_room(self) -> int:
+    def _max_sequence_tokens(self) -> int:
+        """The longest sequence that this decode worker may be given now, in tokens."""
         num_rows = len(self.dispatches) + self.num_others
         if not num_rows:
-            return ANY_LENGTH  # what does not even fit into an idle worker is refused by it, with the reason
+            return UNLIMITED  # an idle worker itself refuses what never fits, with the reason
         if num_rows >= self.max_num_seqs:
             return NO_ROOM
         num_blocks = self.blocks_reported - self.pending_blocks - 1
         if self.window and num_blocks >= self.window // self.block_size + 2:
-            return ANY_LENGTH
+            return UNLIMITED
         return max(NO_ROOM, num_blocks * self.block_size)
 
     def share_left(self, num_needed_blocks: int) -> float:
-        """Of this decode worker's rows or of its blocks, whichever is less, once one more sequence with so many blocks is there."""
+        """Return the share of this decode worker's rows or of its blocks that is left, whichever is less,
+        after one more sequence with these blocks."""
         rows = 1 - (len(self.dispatches) + self.num_others + 1) / self.max_num_seqs
         blocks = (self.blocks_reported - self.pending_blocks - num_needed_blocks) / self.num_blocks
         return rows if rows < blocks else blocks
 
-    def rank_of_equals(self, num_tokens: int) -> float:
-        """Who ranks behind this is no match for this worker, for a sequence of that length, unless by its cache."""
+    def max_competing_rank(self, num_tokens: int) -> float:
+        """Upper bound of the rank at which a worker without a cached prefix may be as good for this
+        sequence."""
         if self.role == "prefill":
             return self.pending_tokens + self.block_size - 1
         return -self.share_left(self.blocks_for(num_tokens))
 
     def blocks_for(self, num_tokens: int) -> int:
-        """What a sequence of that length takes on a decode worker: those in reach of its next token."""
+        """Return the number of blocks that a sequence takes on a decode worker: those that its next token
+        attends to."""
         return -(-num_tokens // self.block_size) - num_behind(num_tokens, self.window, self.block_size)
 
     def match_prefix(self, hashes: list[bytes]) -> int:
-        """How many leading blocks of a prompt this worker really has."""
+        """Return how many leading blocks of a prompt this worker has cached."""
         for i, block_hash in enumerate(hashes):
             if block_hash not in self.cached:
                 return i
         return len(hashes)
+
+    def reported_without(self, dispatch: int, since: float) -> bool:
+        """Whether it has reported since then without naming this dispatch."""
+        return self.held_at >= since and dispatch not in self.held

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from ...engine.latency_profile import Profile
+from ...transport.messages.prompt_order import prompt_rank
 from ..simulator.tallies import Slo
 
 COORDINATOR_S = 1e-3
@@ -94,7 +95,7 @@ class _Worker:
     number: int
     pool: int
     times: StepTimes
-    prompts: list[tuple[float, int]] = field(default_factory=list)  # by rank: requests
+    prompts: list[tuple[tuple[bool, float], int]] = field(default_factory=list)  # by rank: requests
     pending: int = 0  # tokens of those
     stepping: bool = False  # a step of prompts runs, or the one of sequences before it
     due: float = 0.0  # of that one: which part of a step it is; 0: it is one of prompts
@@ -192,13 +193,17 @@ class Sketch:
         place.held += 1
         place.held_tokens += arrival.num_prompt + arrival.num_output // 2
         self._place[request] = place
-        rank = arrival.num_new + prefill.times.max_batch_tokens * (arrival.at_s + self._coordinator_s)
-        heappush(prefill.prompts, (rank, request))
+        heappush(prefill.prompts, (self._rank(arrival, arrival.num_new, prefill), request))
         prefill.pending += arrival.num_new
         if not prefill.stepping:
             self._follow(prefill)
             self._take_turn(prefill)
         return True
+
+    def _rank(self, arrival: Arrival, num_tokens_left: int, worker: _Worker) -> tuple[bool, float]:
+        """Return the prompt's rank. What it has waited is counted from zero, not from now, so that ranks stay comparable."""
+        waited_s = -(arrival.at_s + self._coordinator_s)
+        return prompt_rank(False, num_tokens_left, waited_s, worker.times.max_batch_tokens)
 
     def _who_computes(self, arrival: Arrival, request: int, place: _Worker) -> _Worker:
         """A prefill worker, or the one that generates, where it does both: whichever costs less, as in coordinator/lifecycle/routing.py."""
@@ -254,8 +259,7 @@ class Sketch:
             worker.pending -= count
             if self._left[request]:
                 arrival = self._arrivals[request]
-                rank = self._left[request] + worker.times.max_batch_tokens * (arrival.at_s + self._coordinator_s)
-                heappush(worker.prompts, (rank, request))
+                heappush(worker.prompts, (self._rank(arrival, self._left[request], worker), request))
             else:
                 self._computed(worker, request)
         self._go_on(worker)

@@ -70,11 +70,11 @@ class CoordinatorShell:
 
     def hear_tokens(self, worker: PeerId, told: TellTokens) -> None:
         """Of a decode worker."""
-        self._carry_out(self.core.receive_tokens(worker, told, self._queue.now))
+        self._carry_out(self.core.receive_runs(worker, told, self._queue.now))
 
     def worker_ended(self, worker: PeerId) -> None:
         """Its process is seen to have ended."""
-        self._carry_out(self.core.worker_ended(worker, self._queue.now))
+        self._carry_out(self.core.process_ended(worker, self._queue.now))
         self._look_closely()
 
     def _tick(self) -> None:
@@ -87,14 +87,14 @@ class CoordinatorShell:
         """While the core wants to see each token, or the time of the oldest request is nearly over: what it got until then counts."""
         oldest = next(iter(self.open.values()), None)
         ends_at = oldest.arrived_at + self._simulation.cluster.request_timeout_s if oldest else float("inf")
-        self._simulation.look_closely(self.core.watches_tokens or ends_at < self._queue.now + 3 * TICK_S)
+        self._simulation.look_closely(self.core.needs_each_token or ends_at < self._queue.now + 3 * TICK_S)
 
     def _hear_of_resting(self) -> None:
         """What they would say at each heartbeat is known: that they live, and hold nothing."""
         known, now = self.core.pools.workers, self._queue.now
         for shell in self._simulation.workers.values():
             if shell.rests and (worker := known.get(shell.id)) is not None:
-                worker.heard = worker.progressed = worker.held_at = now
+                worker.last_seen = worker.progressed = worker.held_at = now
 
     def _steer(self, steering: Steering) -> None:
         """Decode workers that jump over steps tell of their tokens now, so that they are known at the next look."""

@@ -291,7 +291,7 @@ class Simulation:
                 WorkerSample(0, 0, 0.0, 0.0, 0.0)
             ] * machine.num_rows
         core = self.coordinator.core
-        self.timeline.add(Sample(self.elapsed_s, core.num_queued, core.num_requests, self.num_arrived, self.num_ended, tuple(workers)))
+        self.timeline.add(Sample(self.elapsed_s, len(core.queue), len(core.requests), self.num_arrived, self.num_ended, tuple(workers)))
 
 
 def _sample_of(shell: WorkerShell, busy: float) -> WorkerSample:

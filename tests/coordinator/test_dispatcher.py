@@ -48,7 +48,7 @@ async def test_a_lost_connection_is_followed_up_at_once() -> None:
         await _until(core, 1)
     await _until(core, 0)
     dispatcher.stop()
-    assert "its connection is gone" in core.reasons_lost[("p", 1)]
+    assert "its connection is gone" in core.pools.reasons_lost[("p", 1)]
 
 
 async def test_a_process_that_has_ended_is_given_up() -> None:
@@ -62,7 +62,7 @@ async def test_a_process_that_has_ended_is_given_up() -> None:
     process.wait()
     dispatcher.stop()
     assert core.counters()["workers_lost"] == 1
-    assert core.reasons_lost[("p", 1)] == "its process has ended"
+    assert core.pools.reasons_lost[("p", 1)] == "its process has ended"
 
 
 async def test_the_last_words_of_a_process_count_that_arrive_after_its_end_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ async def test_the_last_words_of_a_process_count_that_arrive_after_its_end_is_kn
     process.wait()
     dispatcher.stop()
     assert core.counters()["workers_lost"] == 0
-    assert core.reasons_lost[("p", 1)] == DRAINED
+    assert core.pools.reasons_lost[("p", 1)] == DRAINED
 
 
 def _patient() -> tuple[Lifecycle, SocketDispatcher]:

@@ -99,7 +99,7 @@ def test_a_change_of_role_takes_as_long_as_the_profile_says(flip_s: float | None
     requests = [TraceRequest(0.1 * i, 50, 20) for i in range(60)]
     simulation.run(Trace("test", lambda: iter(requests), None))
     assert steering.seen_s == pytest.approx(flip_s or 0.0, abs=0.03)
-    (flip,) = simulation.coordinator.core.flips
+    (flip,) = simulation.coordinator.core.flips.latest
     assert flip.began_s == pytest.approx(flip_s or 0.0, abs=0.01)
     assert flip.began_s is not None
     assert flip.worked_s is not None

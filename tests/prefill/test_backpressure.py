@@ -101,10 +101,10 @@ def test_a_cache_full_of_unsent_blocks_takes_no_prompt_until_they_are_taken_in()
     load = rig.prefill.load()
     assert (load.accepting, load.blocks_used, load.num_running, load.num_waiting) == (False, NUM_BLOCKS, 0, 0)
     assert rig.num_dispatched == NUM_THAT_FIT, "the rest waits at the coordinator"
-    assert rig.bench.core.num_queued == NUM_PROMPTS - NUM_THAT_FIT
+    assert len(rig.bench.core.queue) == NUM_PROMPTS - NUM_THAT_FIT
     rig.wake()
     assert rig.prefill.load().accepting
     rig.work()
-    assert (rig.num_dispatched, rig.bench.core.num_queued) == (NUM_PROMPTS, 0)
+    assert (rig.num_dispatched, len(rig.bench.core.queue)) == (NUM_PROMPTS, 0)
     rig.wake()
     assert rig.prefill.blocks.num_used == 0

@@ -11,10 +11,9 @@ from msgspec.structs import replace
 from simulation.host import Host
 
 from splitserve.coordinator.lifecycle.assignments import Assignments
-from splitserve.coordinator.lifecycle.attempts import Attempts
-from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
 from splitserve.coordinator.lifecycle.progress import Progress
 from splitserve.coordinator.lifecycle.request import Request
+from splitserve.coordinator.lifecycle.state_machine import RequestStateMachine
 from splitserve.coordinator.lifecycle.suspicion import Suspicion
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.rows import DecodeRows
@@ -141,22 +140,22 @@ def number_incarnations_by_the_hosts_clock(patch: Patch) -> None:
 
 
 def pass_on_tokens_whatever_their_index(patch: Patch) -> None:
-    def broken(self: Any, request: Any, index: int, *row: Any) -> None:
-        self._push(request, *row)
+    def broken(self: Any, request: Any, index: int, *row: Any) -> Any:
+        return self._push(request, *row)
 
     patch.setattr(Progress, "_unusual_row", broken)
 
 
 def dispatch_again_without_the_tokens_the_client_has(patch: Patch) -> None:
-    patch.setattr(Request, "token_bytes", lambda self: u32(self.request.prompt_token_ids))
+    patch.setattr(Request, "token_bytes", lambda self: u32(self.prompt_token_ids))
 
 
 def never_compare_notes(patch: Patch) -> None:
-    patch.setattr(Lifecycle, "_is_lost", lambda self, request, now: False)
+    patch.setattr(RequestStateMachine, "retry_lost", lambda self, now: [])
 
 
 def keep_blocks_promised_to_what_is_over(patch: Patch) -> None:
-    patch.setattr(Assignments, "unpromise_blocks", lambda self, request: None)
+    patch.setattr(Assignments, "release_blocks", lambda self, request: None)
 
 
 def clear_a_request_of_its_deaths_at_any_progress(patch: Patch) -> None:
@@ -171,17 +170,17 @@ def clear_a_request_of_its_deaths_at_any_progress(patch: Patch) -> None:
 
 def charge_a_death_twice(patch: Patch) -> None:
     charge = Suspicion.charge
-    patch.setattr(Suspicion, "charge", lambda self, worker: charge(self, worker) + charge(self, worker))
+    patch.setattr(Suspicion, "charge", lambda self, *death: charge(self, *death) + charge(self, *death))
 
 
 def give_up_an_attempt_too_soon(patch: Patch) -> None:
-    retry = Attempts.retry
+    retry = RequestStateMachine.retry
 
-    def broken(self: Any, request: Any, *args: Any, counts: bool = True, **how: Any) -> None:
+    def broken(self: Any, request: Any, *args: Any, counts: bool = True, **how: Any) -> Any:
         request.num_failures += counts and not request.num_failures
-        retry(self, request, *args, counts=counts, **how)
+        return retry(self, request, *args, counts=counts, **how)
 
-    patch.setattr(Attempts, "retry", broken)
+    patch.setattr(RequestStateMachine, "retry", broken)
 
 
 # --- several coordinators --------------------------------------------------------------------------

@@ -35,12 +35,12 @@ class Checks:
 
     def look_at_coordinator(self, coordinator: CoordinatorProcess) -> None:
         """Every client that waits is known, and its wait ends."""
-        waits = list(coordinator.core.waits())
-        if {wait.key for wait in waits} != {i for i, c in self.world.clients.pending.items() if c.coordinator is coordinator}:
+        requests = coordinator.core.requests
+        if set(requests) != {i for i, c in self.world.clients.pending.items() if c.coordinator is coordinator}:
             self.world.violated("the coordinator and the clients do not agree on who waits")
-        for wait in waits:
-            if not coordinator.now < wait.until < inf:
-                self.world.violated(f"{coordinator.name}: {wait.key} waits for {wait.what} until {wait.until}, and it is {coordinator.now}")
+        for request in requests.values():
+            if not coordinator.now < request.deadline < inf:
+                self.world.violated(f"{coordinator.name}: {request.request_id} is late in {request.state} at {coordinator.now}")
 
     def at_rest(self) -> bool:
         """Faults have stopped: is everybody done, and has everybody let go?"""
@@ -75,8 +75,8 @@ class Checks:
         name, core = coordinator.name, coordinator.core
         if not coordinator.awake:
             yield f"{name} is dead or frozen"
-        if core.num_requests or core.num_queued:
-            yield f"{name} holds {core.num_requests} requests"
+        if core.requests or len(core.queue):
+            yield f"{name} holds {len(core.requests)} requests"
         if {w.id for w in self.world.workers.values()} != set(core.pools.workers):
             yield f"{name} knows {sorted(core.pools.workers)}"
         for known in core.pools.workers.values():
@@ -122,6 +122,6 @@ class Checks:
         if faults != Faults(coordinator_restart_every=faults.coordinator_restart_every, cancel=faults.cancel):
             return
         for coordinator in self.world.coordinators.values():
-            lost = [why for why in coordinator.core.last_retries if "the workers hold nothing of it" in why]
+            lost = [why for why in coordinator.core.outcomes.last_retries if "the workers hold nothing of it" in why]
             if lost and coordinator.name not in self.world.restarted:
                 self.world.violated(f"{coordinator.name}, which nothing befell, had to dispatch again: {lost[0]}")

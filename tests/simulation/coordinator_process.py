@@ -107,4 +107,4 @@ class CoordinatorProcess(Process):
         """Whether there is one to send to. (A partition, or a frozen process, leaves it as it is.)"""
         if not connected and worker in self.core.pools.workers:
             self.world.counts["connections found gone"] += 1
-        self.core.reached(worker, connected, self.now)
+        self.core.pools.reached(worker, connected, self.now)

@@ -89,7 +89,7 @@ async def carry_out(mode: Any, tmp_path: Path, commanded: bool = True) -> tuple[
     task = asyncio.create_task(shell.run())
     await asyncio.wait_for(heard.wait(), PATIENCE_S)
     if mode == "act" and commanded:
-        bench.core.worker_ended((workers.done[-1][1], 1), bench.now)
+        bench.core.process_ended((workers.done[-1][1], 1), bench.now)
         async with asyncio.timeout(PATIENCE_S):
             while not told.exists() or told.read_text().count("\n") < 2:
                 await asyncio.sleep(0.01)

@@ -34,16 +34,16 @@ def test_of_a_worker_whose_end_is_known_silence_says_nothing_more() -> None:
     bench.first(1)
     bench.joined(1)
     bench.hello("d2", "decode")
-    bench.core.reached(("d", 1), False, bench.now)
-    bench.core.worker_ending(("d", 1))
+    bench.core.pools.reached(("d", 1), False, bench.now)
+    bench.core.process_ending(("d", 1))
     bench.now = 1.0
     bench.load("p", [])
     bench.say("d2", Load(**_idle("d2")))
     bench.now = 2.0
     assert not sent(bench.core.tick(bench.now), Prefill)
-    (again,) = sent(bench.core.worker_ended(("d", 1), bench.now), Prefill)
+    (again,) = sent(bench.core.process_ended(("d", 1), bench.now), Prefill)
     assert again.decode.worker_id == "d2"
-    assert bench.core.reasons_lost[("d", 1)] == "its process has ended; requests it held, now tried again: 1"
+    assert bench.core.pools.reasons_lost[("d", 1)] == "its process has ended; requests it held, now tried again: 1"
 
 
 def _idle(name: str) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def test_a_busy_worker_without_progress_is_dead() -> None:
         bench.load("d", [1])
         bench.core.tick(bench.now)
     assert [w.role for w in bench.core.pools.workers.values()] == ["decode"]
-    assert bench.core.num_queued == 1  # until a prefill worker comes
+    assert len(bench.core.queue) == 1  # until a prefill worker comes
 
 
 def test_a_worker_that_says_nothing_is_silent_and_not_busy() -> None:
@@ -73,7 +73,7 @@ def test_a_worker_that_says_nothing_is_silent_and_not_busy() -> None:
     assert len(bench.core.pools.workers) == 2
     bench.now += 0.2
     bench.core.tick(bench.now)
-    assert [reason.partition(" for ")[0] for reason in bench.core.reasons_lost.values()] == ["silent", "silent"]
+    assert [reason.partition(" for ")[0] for reason in bench.core.pools.reasons_lost.values()] == ["silent", "silent"]
 
 
 def test_a_worker_whose_connection_is_gone_is_dead_sooner_unless_it_comes_back() -> None:
@@ -91,13 +91,13 @@ def test_a_worker_whose_connection_is_gone_is_dead_sooner_unless_it_comes_back()
         assert not asked
         later(0.16)  # its heartbeat is overdue: it is spoken to
         assert [a.worker[0] for a in asked if isinstance(a, Send) and isinstance(a.message, Alive)] == ["p", "d"]
-        bench.core.reached(("d", 1), False, bench.now)
+        bench.core.pools.reached(("d", 1), False, bench.now)
         later(0.2)
-        bench.core.reached(("d", 1), not broken, bench.now)
+        bench.core.pools.reached(("d", 1), not broken, bench.now)
         later(0.1)
         assert (("d", 1) in bench.core.pools.workers) == (not broken)
         asked.clear()
-    assert "its connection is gone" in bench.core.reasons_lost[("d", 1)]
+    assert "its connection is gone" in bench.core.pools.reasons_lost[("d", 1)]
 
 
 def _found_dead_after(phase: float, told: bool) -> float:
@@ -119,7 +119,7 @@ def _found_dead_after(phase: float, told: bool) -> float:
             for said in bench.core.tick(bench.now):
                 if isinstance(said, Send):
                     too_early = bench.now < killed + 0.002  # ZeroMQ has not taken the connection down yet
-                    bench.core.reached(said.worker, said.worker[0] == "p" or too_early, bench.now)
+                    bench.core.pools.reached(said.worker, said.worker[0] == "p" or too_early, bench.now)
             tick += 0.05
     assert ("p", 1) in bench.core.pools.workers
     return bench.now - killed
@@ -141,7 +141,7 @@ def test_whose_connection_comes_back_in_time_is_not_dead() -> None:
         said = [a for a in bench.core.tick(bench.now) if isinstance(a, Send)]
         assert said or bench.now > 0.2, "until it is reached again it is spoken to"
         for send in said:
-            bench.core.reached(send.worker, send.worker[0] == "p" or spoken, bench.now)
+            bench.core.pools.reached(send.worker, send.worker[0] == "p" or spoken, bench.now)
     assert len(bench.core.pools.workers) == 2
 
 
@@ -153,7 +153,7 @@ def test_a_coordinator_that_stands_still_just_as_a_connection_ends_finds_out_who
         bench.now += seconds
         for said in bench.core.tick(bench.now):
             if isinstance(said, Send):
-                bench.core.reached(said.worker, said.worker[0] == "p" or bench.now == 0.0, bench.now)
+                bench.core.pools.reached(said.worker, said.worker[0] == "p" or bench.now == 0.0, bench.now)
     assert set(bench.core.pools.workers) == {("p", 1)}
 
 
@@ -194,7 +194,7 @@ def test_a_restarted_worker_replaces_itself() -> None:
     assert len(sent(actions, Welcome)) == 1
     assert len(sent(actions, Prefill)) == 1
     assert bench.say("p", FirstToken(coordinator=7, dispatch=1, index=0, token=5)) != []  # the old incarnation: fenced
-    assert bench.core.num_requests == 1
+    assert len(bench.core.requests) == 1
 
 
 def test_a_silent_worker_is_dead_after_a_while_also_with_heartbeats_quicker_than_ticks() -> None:
@@ -203,4 +203,4 @@ def test_a_silent_worker_is_dead_after_a_while_also_with_heartbeats_quicker_than
         bench.now += 0.06
         bench.load("d", [])
         bench.core.tick(bench.now)
-    assert list(bench.core.reasons_lost) == [("p", 1)]
+    assert list(bench.core.pools.reasons_lost) == [("p", 1)]

@@ -83,7 +83,7 @@ def test_the_goodbye_may_overtake_the_join() -> None:
 def test_the_end_of_its_process_may_overtake_its_goodbye() -> None:
     bench = running()
     leaving(bench)
-    assert bench.core.worker_ended(("d", 1), bench.now) == []
+    assert bench.core.process_ended(("d", 1), bench.now) == []
     assert tokens(bench.joined(2, token=7, index=2, worker="d2")) == [7]
     assert sent(goodbye(bench, "d"), Prefill) == []
     assert (bench.core.counters()["workers_left"], bench.core.counters()["redispatches"]) == (1, 0)

@@ -21,7 +21,7 @@ def _fail(bench: Bench, name: str, kind: str = "handoff_failed", message: str = 
     for _ in range(20):
         bench.now += 5.0
         bench.core.tick(bench.now)
-        for request in bench.core.requests:
+        for request in list(bench.core.requests.values()):
             if request.state == "prefill":
                 bench.say("p", RequestFailed(coordinator=7, dispatch=request.dispatch, kind=kind, message=message))  # type: ignore[arg-type]
     assert not bench.core.requests
@@ -29,7 +29,7 @@ def _fail(bench: Bench, name: str, kind: str = "handoff_failed", message: str = 
 
 def _pass(bench: Bench, name: str) -> None:
     bench.submit(name)
-    (request,) = bench.core.requests
+    (request,) = bench.core.requests.values()
     bench.first(request.dispatch)
     bench.joined(request.dispatch)
     bench.step(request.dispatch, 1, 6, "stop")
@@ -43,18 +43,18 @@ def test_the_last_requests_all_failed_in_one_stage() -> None:
     bench = _patient()
     _pass(bench, "r0")
     for number in range(3):
-        assert bench.core.failing == ""
+        assert bench.core.outcomes.failing == ""
         _fail(bench, f"f{number}")
-    assert bench.core.failing == f"the last 3 requests failed in the stage prefill: {BROKEN}"
+    assert bench.core.outcomes.failing == f"the last 3 requests failed in the stage prefill: {BROKEN}"
     _pass(bench, "r1")
-    assert bench.core.failing == ""
+    assert bench.core.outcomes.failing == ""
 
 
 def test_a_path_in_the_reason_is_for_the_log_alone() -> None:
     bench = _patient()
     for number in range(3):
         _fail(bench, f"f{number}", "internal", "cannot read /home/me/model")
-    assert bench.core.failing == "the last 3 requests failed in the stage prefill: see the log"
+    assert bench.core.outcomes.failing == "the last 3 requests failed in the stage prefill: see the log"
 
 
 @pytest.mark.parametrize(("allowed_s", "tokens", "counts"), [(30.0, 0, True), (5.0, 0, False), (30.0, 1, False)])
@@ -62,13 +62,13 @@ def test_a_deadline_counts_where_there_was_time_and_nothing_came(allowed_s: floa
     bench = _patient()
     for number in range(3):
         bench.submit(f"r{number}", arrival=bench.now, deadline=bench.now + allowed_s)
-        (request,) = bench.core.requests
+        (request,) = bench.core.requests.values()
         if tokens:
             bench.first(request.dispatch)
         bench.now += allowed_s + 1.0
         bench.core.tick(bench.now)
         assert not bench.core.requests
-    assert bool(bench.core.failing) is counts
+    assert bool(bench.core.outcomes.failing) is counts
 
 
 async def test_probes_are_sent_until_one_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_what_runs_moves_and_streams_on() -> None:
 def test_a_process_that_dies_in_mid_change_may_come_back() -> None:
     bench = flexible()
     order(bench, "w1", "prefill")
-    bench.core.worker_ended(("w1:decode", 1), bench.now)
+    bench.core.process_ended(("w1:decode", 1), bench.now)
     bench.hello("w1:decode", "decode", incarnation=2, process="w1")
     assert isinstance(order(bench, "w1", "prefill"), FlipRecord)
 

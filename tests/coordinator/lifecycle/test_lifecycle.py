@@ -27,7 +27,7 @@ def test_a_request_from_submission_to_its_end() -> None:
     (ended,) = ends(bench.step(1, 2, 7, "stop"))
     assert ended.finish_reason == "stop"
     assert (ended.stages.queue, ended.stages.prefill, ended.stages.handoff, ended.stages.decode) == (0.25, 0.75, 0.5, 2.0)
-    assert bench.core.num_requests == 0
+    assert len(bench.core.requests) == 0
 
 
 def test_the_join_may_overtake_the_first_token() -> None:
@@ -98,7 +98,7 @@ def test_a_retry_waits_four_seconds_at_most() -> None:
         bench.now += 4.01
         bench.load("p", [])
         bench.load("d", [])
-        assert bench.core.requests[0].dispatch == dispatch + 1
+        assert next(iter(bench.core.requests.values())).dispatch == dispatch + 1
 
 
 def test_what_failed_at_one_decode_worker_is_tried_at_another() -> None:
@@ -157,7 +157,7 @@ def test_who_comes_back_from_a_lost_worker_is_dispatched_before_all_that_wait() 
     bench.load("d", [1], blocks_free=0)
     assert len(sent(bench.submit("new", prompt_token_ids=[2] * 40), Prefill)) == 1  # to be handed to d2
     assert not sent(bench.submit("urgent", prompt_token_ids=[3] * 40, priority=1), Prefill)
-    (again,) = sent(bench.core.worker_ended(("d", 1), bench.now), Prefill)
+    (again,) = sent(bench.core.process_ended(("d", 1), bench.now), Prefill)
     assert again.spec.request_id == "old"
 
 
@@ -167,7 +167,7 @@ def test_nobody_takes_the_room_that_one_who_comes_back_needs() -> None:
     bench.submit("other", prompt_token_ids=[2] * 4)
     bench.load("d", [2], blocks_free=8)  # too little for the long one
     bench.say("p", RequestFailed(coordinator=7, dispatch=1, kind="preempted", message="no"))
-    assert bench.core.num_queued == 1
+    assert len(bench.core.queue) == 1
     assert not sent(bench.submit("short", prompt_token_ids=[3] * 4), Prefill)
     (again, after) = sent(bench.load("d", [2], blocks_free=50), Prefill)
     assert (again.spec.request_id, after.spec.request_id) == ("long", "short")
@@ -196,7 +196,7 @@ IDLE = {
 
 def test_who_is_missing_or_does_not_fit_is_said() -> None:
     bench = Bench()
-    bench.core.pools.remove(bench.core.pools.workers[("d", 1)])
+    bench.core.pools.remove(bench.core.pools.workers[("d", 1)], "gone")
     assert ends(bench.submit())[0].message == "no decode worker is connected"
     other = replace(MODEL, block_size=8)
     hello = replace(bench.core.pools.workers[("p", 1)].hello, worker_id="x", role="decode", model=other)
@@ -208,7 +208,7 @@ def test_who_is_missing_or_does_not_fit_is_said() -> None:
     assert "this decode worker gets no work" in alive.misfit
     assert "its block size is not that of p (8 here, 4 there)" in alive.misfit
     bench.hello("d", "decode")
-    bench.core.pools.remove(bench.core.pools.workers[("x", 1)])
+    bench.core.pools.remove(bench.core.pools.workers[("x", 1)], "gone")
     (alive,) = sent(bench.load("p", []), Alive)
     assert alive.misfit == ""
 
@@ -247,5 +247,5 @@ def test_cancel_at_any_stage_leaves_nothing(stage: str) -> None:
     assert ends(actions)[0].finish_reason is None
     assert ends(actions)[0].error is None
     bench.core.cancel("other", bench.now)
-    assert bench.core.num_requests == bench.core.num_queued == 0
+    assert len(bench.core.requests) == len(bench.core.queue) == 0
     assert all(not w.dispatches and not w.pending_tokens and not w.pending_blocks for w in bench.core.pools.workers.values())

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.lifecycle_bench import MODEL, make_hello
 
-from splitserve.coordinator.lifecycle.open_workers import MOST_COMPARED
+from splitserve.coordinator.lifecycle.limits import LifecycleLimits
+from splitserve.coordinator.lifecycle.open_workers import MAX_COMPARED
 from splitserve.coordinator.lifecycle.pools import Pools
 from splitserve.coordinator.lifecycle.routing import Need, choose_decode, choose_prefill
 from splitserve.coordinator.lifecycle.worker import Worker
@@ -39,7 +40,7 @@ class Rooms(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pools = Pools(1.0, 1.0, 1.0)
+        self.pools = Pools(LifecycleLimits())
         self.num_come = self.num_dispatched = 0
 
     @initialize()
@@ -55,7 +56,7 @@ class Rooms(RuleBasedStateMachine):
 
     @rule(place=PLACES)
     def is_gone(self, place: int) -> None:
-        self.pools.remove(self.one(place))
+        self.pools.remove(self.one(place), "gone")
 
     @rule(place=PLACES)
     def leaves(self, place: int) -> None:
@@ -66,24 +67,24 @@ class Rooms(RuleBasedStateMachine):
         self.num_dispatched += 1
         worker = self.one(place)
         if worker.role == "prefill":
-            worker.promise_prompt(self.num_dispatched, num_tokens)
+            worker.reserve_prompt(self.num_dispatched, num_tokens)
         else:
-            worker.promise_sequence(self.num_dispatched, worker.blocks_for(num_tokens))
+            worker.reserve_sequence(self.num_dispatched, worker.blocks_for(num_tokens))
 
     @rule(place=PLACES)
     def has_computed_or_joined(self, place: int) -> None:
         worker = self.one(place)
         if worker.pending:
-            worker.unpromise_prompt(min(worker.pending))
-        worker.unpromise_blocks(worker.pending_blocks // 2)
+            worker.release_prompt(min(worker.pending))
+        worker.release_blocks(worker.pending_blocks // 2)
 
     @rule(place=PLACES)
     def has_ended_one(self, place: int) -> None:
         worker = self.one(place)
         if worker.dispatches:
             dispatch = max(worker.dispatches)
-            worker.unpromise_prompt(dispatch)
-            worker.let_go(dispatch)
+            worker.release_prompt(dispatch)
+            worker.release(dispatch)
 
     @rule(place=PLACES, free=st.integers(0, 40), cached=st.integers(0, 20), accepting=st.booleans(), others=st.integers(0, 3))
     def reports(self, place: int, free: int, cached: int, accepting: bool, others: int) -> None:
@@ -93,7 +94,7 @@ class Rooms(RuleBasedStateMachine):
         )
         said |= {"blocks_free": free, "blocks_cached": cached, "accepting": accepting, "busy": False}
         load = Load(worker_id=worker.id[0], incarnation=1, num_others=others, num_others_tokens=8 * others, **said)
-        self.pools.hear(load, 0.0)
+        self.pools.report(load, 0.0)
 
     @rule(place=PLACES, num_cached=st.integers(0, 4))
     def caches(self, place: int, num_cached: int) -> None:
@@ -122,7 +123,7 @@ class Rooms(RuleBasedStateMachine):
         for role in ROLES:
             workers = self.pools.open_of_role(role)
             assert list(workers) == self.open(role)
-            assert workers.most_room >= max((w.room for w in workers), default=-1)
+            assert workers.max_room >= max((w.room for w in workers), default=-1)
             if role == "prefill":
                 assert workers.sum_of_ranks == sum(w.pending_tokens for w in workers)
             for worker in workers:
@@ -138,13 +139,13 @@ class Rooms(RuleBasedStateMachine):
 
 
 def test_of_many_that_are_equal_each_has_its_turn() -> None:
-    pools = Pools(1.0, 1.0, 1.0)
+    pools = Pools(LifecycleLimits())
     for number in range(300):
         pools.add(make_hello(f"d{number}", "decode", max_num_seqs=8, num_blocks=40, max_batch_tokens=32), 0.0)
     workers = pools.open_of_role("decode")
     times = Counter(worker.number for turn in range(3000) for worker in workers.best(20, turn))
     assert len(times) == 300
-    assert sum(times.values()) == 3000 * MOST_COMPARED
+    assert sum(times.values()) == 3000 * MAX_COMPARED
     assert max(times.values()) < 1.5 * min(times.values())
 
 

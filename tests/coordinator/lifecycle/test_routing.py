@@ -7,7 +7,7 @@ from typing import Any
 
 from support.lifecycle_bench import make_hello
 
-from splitserve.coordinator.lifecycle.routing import Need, choose_decode, choose_pair, choose_prefill, that_fit
+from splitserve.coordinator.lifecycle.routing import Need, choose_decode, choose_pair, choose_prefill, fitting
 from splitserve.coordinator.lifecycle.worker import Worker
 from splitserve.transport.messages.messages import ModelIdentity
 
@@ -22,7 +22,7 @@ def worker(name: str, role: Any = "prefill", mixed: bool = False, **state: Any) 
     hello = make_hello(name, role, model=MODEL, **sizes, **named)
     made = Worker(hello, 0.0)
     for dispatch, num_tokens in state.pop("pending", {}).items():
-        made.promise_prompt(dispatch, num_tokens)
+        made.reserve_prompt(dispatch, num_tokens)
     for key, value in state.items():
         setattr(made, key, value)
     return made
@@ -66,7 +66,7 @@ def test_sticky_keeps_a_session_and_moves_only_those_of_a_lost_worker() -> None:
 def test_hybrid_weighs_waiting_work_against_cached_work() -> None:
     cached, idle = worker("a", cached=set(HASHES[:8])), worker("b")
     assert chosen("hybrid", [cached, idle], need()) == "a"
-    cached.promise_prompt(1, 500)
+    cached.reserve_prompt(1, 500)
     assert chosen("hybrid", [cached, idle], need()) == "b"
 
 
@@ -76,7 +76,7 @@ def test_hybrid_spreads_equals_and_keeps_sessions_among_equals() -> None:
     assert len({chosen("hybrid", workers, need(t, session="s")) for t in range(20)}) == 1
 
 
-def test_decode_goes_where_most_room_is_left() -> None:
+def test_decode_goes_where_max_room_is_left() -> None:
     full, empty = worker("a", "decode", dispatches={1, 2, 3, 4, 5}), worker("b", "decode", dispatches={6})
     found = choose_decode("hybrid", [full, empty], need())
     assert found is empty
@@ -92,9 +92,9 @@ def pair_of(name: str, **state: Any) -> tuple[Worker, Worker]:
 def test_a_mixed_worker_generates_for_what_it_computes() -> None:
     (prefill, decode), (other_prefill, other_decode) = pair_of("a"), pair_of("b")
     plain_prefill, plain_decode = worker("p"), worker("d", "decode")
-    assert that_fit([prefill], [other_decode, plain_decode]) == ([], [])
-    assert that_fit([prefill, other_prefill], [decode, plain_decode]) == ([prefill], [decode])
-    assert that_fit([plain_prefill], [decode]) == ([plain_prefill], [decode])
+    assert fitting([prefill], [other_decode, plain_decode]) == ([], [])
+    assert fitting([prefill, other_prefill], [decode, plain_decode]) == ([prefill], [decode])
+    assert fitting([plain_prefill], [decode]) == ([plain_prefill], [decode])
     busy = pair_of("c", dispatches={1, 2, 3})
     chosen_pair = choose_pair("hybrid", [prefill, other_prefill, busy[0]], [decode, busy[1]], need())
     assert chosen_pair == (prefill, decode), "where most room is, and both halves"
@@ -110,6 +110,6 @@ def test_a_prompt_is_computed_locally_where_that_costs_less() -> None:
     local.cached = set(HASHES[:9])  # of ten blocks: a follow-up turn
     assert choose_pair("hybrid", [remote, local], [decode], need()) == (local, decode)
     local.cached = set()
-    remote.promise_prompt(7, 2000)
+    remote.reserve_prompt(7, 2000)
     assert choose_pair("hybrid", [remote, local], [decode], need(num_tokens=160)) == (local, decode), "a short one need not wait"
     assert choose_pair("hybrid", [remote, local], [decode], need(num_tokens=1600)) == (remote, decode)

@@ -101,7 +101,7 @@ class OneByOne(Bench):
     def live(self) -> None:
         """The request runs, and brings its tokens."""
         dispatch = self.core.pools.workers[("d", self.life)].dispatches.copy().pop()
-        start = len(self.core._state.table.requests["r"].tokens)
+        start = len(self.core.requests["r"].tokens)
         self.say("d", Joined(coordinator=7, dispatch=dispatch, index=start, token=1), self.life)
         for index in range(start + 1, start + self.gain):
             rows = {"dispatches": u32([dispatch]), "indices": u32([index]), "tokens": u32([2])}
@@ -142,10 +142,10 @@ def test_one_death_is_one_however_far_it_had_come() -> None:
     bench = OneByOne(gain=100, suspect_after=1)
     bench.live()
     bench.die()
-    assert len(bench.core._state.suspicion) == 1
+    assert len(bench.core._machine.suspicion) == 1
     bench.live()
     bench.core.tick(0.0)
-    assert len(bench.core._state.suspicion) == 0
+    assert len(bench.core._machine.suspicion) == 0
 
 
 def test_a_prompt_that_waits_for_a_dying_decode_worker_is_not_charged() -> None:
@@ -165,7 +165,7 @@ def test_who_is_there_at_death_after_death_is_charged_though_a_suspect_is_too() 
     for deaths in range(4):
         if deaths == 2:
             bench.submit("p", sampling=Sampling(max_tokens=100), deadline=1e6)
-        requests = bench.core._state.table.requests
+        requests = bench.core.requests
         for request in list(requests.values()):
             assert request.decode is not None, "one suspect alone does not keep others away where there is one worker"
             bench.say("d", Joined(coordinator=7, dispatch=request.dispatch, index=len(request.tokens), token=1), life)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lifecycle_bench import Bench, Sink, ends, sent
 
-from splitserve.coordinator.lifecycle.forecast import Forecast
+from splitserve.coordinator.lifecycle.admission import Forecast
 from splitserve.coordinator.lifecycle.lifecycle import CHARGE_EVERY_S
 from splitserve.coordinator.lifecycle.request import PriorityClass, Request
 from splitserve.coordinator.lifecycle.request_queue import LOOK_AHEAD, WEIGHTS, RequestQueue
@@ -22,7 +22,7 @@ def make(tenant: str = "", num_tokens: int = 10, arrival: float = 0.0, **more: A
     return Request(f"{tenant}-{arrival}", [1] * num_tokens, tenant=tenant, arrival=arrival, **fields)
 
 
-def serve(line: RequestQueue, count: int, now: float = 0.0) -> list[Request]:
+def serve(queue: RequestQueue, count: int, now: float = 0.0) -> list[Request]:
     """The next so many, each of which is dispatched once."""
     served: list[Request] = []
 
@@ -33,7 +33,7 @@ def serve(line: RequestQueue, count: int, now: float = 0.0) -> list[Request]:
         served.append(request)
         return True
 
-    line.serve(place, now)
+    queue.serve(place, now)
     return served
 
 
@@ -45,74 +45,74 @@ def tokens_by(requests: list[Request], name: str) -> Counter[str]:
 
 def test_one_greedy_tenant_gets_no_more_than_the_others() -> None:
     """It asks for ten times as much, with longer prompts, and was first."""
-    line = RequestQueue(1e9)
+    queue = RequestQueue(1e9)
     for n in range(1000):
-        line.join(make("greedy", 100, n / 1000))
+        queue.add(make("greedy", 100, n / 1000))
     for n in range(100):
         for tenant in ("a", "b"):
-            line.join(make(tenant, 20, 1.0 + n))
-    got = tokens_by([f for _ in range(130) for f in serve(line, 1)], "tenant")
+            queue.add(make(tenant, 20, 1.0 + n))
+    got = tokens_by([f for _ in range(130) for f in serve(queue, 1)], "tenant")
     assert max(got.values()) - min(got.values()) <= 2 * 100  # the paper's bound: twice the longest request
-    rest = serve(line, 2000)
+    rest = serve(queue, 2000)
     assert len(rest) == 1200 - 130  # and all that is left over is the greedy one's
 
 
 def test_what_is_generated_counts_while_it_is() -> None:
-    line = RequestQueue(1e9)
+    queue = RequestQueue(1e9)
     talker = make("talker", 10)
-    line.join(talker)
-    serve(line, 1)
+    queue.add(talker)
+    serve(queue, 1)
     for n in range(10):
-        line.join(make("talker", 10, n))
-        line.join(make("quiet", 10, n))
+        queue.add(make("talker", 10, n))
+        queue.add(make("quiet", 10, n))
     talker.tokens += [1] * 30  # twice the weight of a prompt's: as much as six prompts
-    line.charge(talker)
-    line.charge(talker)
-    assert [f.tenant for f in serve(line, 6)] == ["quiet"] * 6
+    queue.charge(talker)
+    queue.charge(talker)
+    assert [f.tenant for f in serve(queue, 6)] == ["quiet"] * 6
 
 
 def test_cached_prompts_cost_nothing() -> None:
-    line = RequestQueue(1e9)
-    line.join(first := make("a", 40))
-    serve(line, 1)
+    queue = RequestQueue(1e9)
+    queue.add(first := make("a", 40))
+    serve(queue, 1)
     first.num_cached_tokens = 40
     for n in range(4):
-        line.join(make("b", 10, n))
-        line.join(make("a", 10, n))
-    line.charge(first)
-    assert Counter(f.tenant for f in serve(line, 4))["a"] >= 2
+        queue.add(make("b", 10, n))
+        queue.add(make("a", 10, n))
+    queue.charge(first)
+    assert Counter(f.tenant for f in serve(queue, 4))["a"] >= 2
 
 
 def test_idle_time_earns_no_credit() -> None:
-    line = RequestQueue(1e9)
+    queue = RequestQueue(1e9)
     for n in range(100):
-        line.join(make("busy", 10, n))
-    serve(line, 50)
+        queue.add(make("busy", 10, n))
+    serve(queue, 50)
     for n in range(20):
-        line.join(make("late", 10, n))
-    assert Counter(f.tenant for f in serve(line, 20)) == {"busy": 10, "late": 10}
+        queue.add(make("late", 10, n))
+    assert Counter(f.tenant for f in serve(queue, 20)) == {"busy": 10, "late": 10}
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(WEIGHTS)), st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=60))
 @settings(max_examples=50)
 def test_everybody_is_served_in_the_end_once(asked: list[tuple[PriorityClass, str, int]]) -> None:
-    line = RequestQueue(1e9)
+    queue = RequestQueue(1e9)
     requests = [make(t, n, float(i), priority_class=c) for i, (c, t, n) in enumerate(asked)]
     for one in requests:
-        line.join(one)
-    line.leave(requests[0])
-    served = [f for _ in requests for f in serve(line, 1)]
+        queue.add(one)
+    queue.remove(requests[0])
+    served = [f for _ in requests for f in serve(queue, 1)]
     assert set(served) == set(requests[1:])
     assert len(served) == len(set(served))
-    assert len(line) == 0
+    assert len(queue) == 0
 
 
 def test_classes_share_by_weight_and_none_starves() -> None:
-    line = RequestQueue(1e9)
+    queue = RequestQueue(1e9)
     for n in range(400):
         for name in WEIGHTS:
-            line.join(make("t", 10, n, priority_class=name))
-    got = Counter(f.priority_class for f in serve(line, 340))
+            queue.add(make("t", 10, n, priority_class=name))
+    got = Counter(f.priority_class for f in serve(queue, 340))
     assert got["premium"] == pytest.approx(256, abs=2)
     assert got["standard"] == pytest.approx(64, abs=2)
     assert got["free"] == pytest.approx(16, abs=2)
@@ -120,45 +120,45 @@ def test_classes_share_by_weight_and_none_starves() -> None:
 
 
 def test_what_no_class_asks_for_goes_to_batch_work() -> None:
-    line = RequestQueue(1e9)
+    queue = RequestQueue(1e9)
     for n in range(40):
-        line.join(make("t", 10, n, priority_class="batch"))
-    assert len(serve(line, 30)) == 30
-    line.join(make("t", 10, priority_class="premium"))
-    assert serve(line, 1)[0].priority_class == "premium"
+        queue.add(make("t", 10, n, priority_class="batch"))
+    assert len(serve(queue, 30)) == 30
+    queue.add(make("t", 10, priority_class="premium"))
+    assert serve(queue, 1)[0].priority_class == "premium"
 
 
 def test_one_tenants_requests_go_by_priority_then_arrival() -> None:
-    line = RequestQueue(1e9)
+    queue = RequestQueue(1e9)
     for arrival, priority in ((3.0, 0), (1.0, 0), (2.0, -1), (4.0, 5)):
-        line.join(make("t", arrival=arrival, priority=priority))
-    assert [f.arrival for f in serve(line, 4)] == [2.0, 1.0, 3.0, 4.0]
+        queue.add(make("t", arrival=arrival, priority=priority))
+    assert [f.arrival for f in serve(queue, 4)] == [2.0, 1.0, 3.0, 4.0]
 
 
 def test_a_tenant_whose_prompts_do_not_fit_hides_nobody_elses() -> None:
-    line = RequestQueue(1e9)
+    queue = RequestQueue(1e9)
     for n in range(3 * LOOK_AHEAD):
-        line.join(make("long", 100, n))
-    line.join(make("short", 10, 0.0))
-    line._classes["standard"].shares.charge("short", 1000)  # it is not its turn
+        queue.add(make("long", 100, n))
+    queue.add(make("short", 10, 0.0))
+    queue._classes["standard"].shares.charge("short", 1000)  # it is not its turn
     placed: list[Request] = []
-    line.serve(lambda f: f.num_tokens < 50 and not placed.append(f), 0.0)
+    queue.serve(lambda f: f.num_tokens < 50 and not placed.append(f), 0.0)
     assert [f.tenant for f in placed] == ["short"]
 
 
 def test_tokens_ahead_are_those_that_are_served_before() -> None:
-    """Against the line itself: what it serves until the newcomer's turn."""
+    """Against the queue itself: what it serves until the newcomer's turn."""
     for tenant, name in (("a", "standard"), ("b", "standard"), ("new", "standard"), ("new", "premium"), ("a", "batch"), ("new", "batch")):
-        line = RequestQueue(1e9)
+        queue = RequestQueue(1e9)
         for n in range(30):
-            line.join(make("a", 10, n))
-            line.join(make("b", 5, n))
-            line.join(make("p", 10, n, priority_class="premium"))
-        serve(line, 20)
-        told = line.tokens_ahead(name, tenant)  # type: ignore[arg-type]
-        line.join(newcomer := make(tenant, 10, 1e6, priority_class=name))
+            queue.add(make("a", 10, n))
+            queue.add(make("b", 5, n))
+            queue.add(make("p", 10, n, priority_class="premium"))
+        serve(queue, 20)
+        told = queue.tokens_ahead(name, tenant)  # type: ignore[arg-type]
+        queue.add(newcomer := make(tenant, 10, 1e6, priority_class=name))
         before = []
-        while newcomer not in (served := serve(line, 1)):
+        while newcomer not in (served := serve(queue, 1)):
             before += served
         assert told == pytest.approx(sum(f.num_tokens for f in before), abs=25), (tenant, name)
 
@@ -207,7 +207,7 @@ def test_the_forecast_follows_the_workers_and_their_caches() -> None:
     def hear(**counters: float) -> None:
         bench.load("p", [], counters=counters)
         assert worker.load is not None
-        forecast.hear(worker, worker.load)
+        forecast.report(worker, worker.load)
 
     for n in (1, 2):
         hear(full_step_tokens=1000.0 * n, full_step_seconds=10.0 * n, prompt_tokens=100.0, cached_tokens=75.0)
@@ -256,7 +256,7 @@ def test_the_line_is_not_gone_through_again_where_nothing_can_come_of_it() -> No
     passes: list[float] = []
     serve = RequestQueue.serve
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RequestQueue, "serve", lambda line, place, now: passes.append(now) or serve(line, place, now))
+        patch.setattr(RequestQueue, "serve", lambda queue, place, now: passes.append(now) or serve(queue, place, now))
         for _ in range(20):
             bench.now += 0.05
             bench.core.tick(bench.now)
