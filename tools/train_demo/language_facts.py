@@ -1,8 +1,6 @@
-"""What the demo model says about the language itself, word for word from the pydoc topics and docstrings that
-ship with CPython.
+"""What the demo model says about the language, word for word from CPython's pydoc topics and docstrings.
 
-language_facts.toml says which sentences; here they are found, and rid of what is mark-up or points to another
-page.
+language_facts.toml chooses the sentences. This module finds them and removes mark-up and references to other pages.
 """
 
 import inspect
