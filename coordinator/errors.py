@@ -18,23 +18,19 @@
     ├── StorageFull              507, Retry-After
     └── InternalError            500
 
-Lower layers are mapped here alone: ``from_validation`` for pydantic, ``from_ended`` for the lifecycle.
+Lower layers are mapped in two places: ``from_ended`` for the lifecycle, ``validation.py`` for pydantic.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from typing import Any, ClassVar
 
 import orjson
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from .lifecycle.request import Ended, ErrorKind
 
 Headers = list[tuple[bytes, bytes]]
-MAX_REPORTED = 3
 RETRY_AFTER_S = 1.0
 
 
@@ -226,36 +222,3 @@ def from_ended(ended: Ended) -> ApiError:
             return InvalidRequest(ended.message or "The request was refused.")
         case "failed":
             return InternalError(ended.message or "The request failed.")
-
-
-def from_validation(error: ValidationError) -> InvalidRequest:
-    """What pydantic found, with the path of each field."""
-    found = error.errors(include_url=False, include_input=False)
-    if found[0]["type"] == "json_invalid":
-        return InvalidRequest(f"The body is not valid JSON: {found[0]['msg'].removeprefix('Invalid JSON: ')}.", code="invalid_json")
-    if found[0]["type"] == "model_type" and not found[0]["loc"]:
-        return InvalidRequest("The body must be a JSON object.")
-    message = "; ".join(_sentence(detail) for detail in found[:MAX_REPORTED])
-    if len(found) > MAX_REPORTED:
-        message += f"; and {len(found) - MAX_REPORTED} more"
-    return InvalidRequest(message, param=field_path(found[0]["loc"]) or _named_field(found[0]["msg"]))
-
-
-def _named_field(message: str) -> str | None:
-    """Of a sentence about several fields, the one that it begins with."""
-    found = re.match(r"(\w+): ", message)
-    return found[1] if found else None
-
-
-def field_path(location: tuple[int | str, ...]) -> str:
-    """``("messages", 0, "content")`` as ``messages[0].content``."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path
-
-
-def _sentence(detail: ErrorDetails) -> str:
-    path = field_path(detail["loc"])
-    text = detail["msg"].removeprefix("Value error, ")
-    return f"{path}: {text}" if path else text

@@ -15,12 +15,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
-from ..errors import BodyTooLarge, InvalidRequest, NotFound, from_validation
+from ..errors import BodyTooLarge, InvalidRequest, NotFound
 from ..generate.bodies.fields import Body
 from ..generate.bodies.unknown_fields import UnknownFields
 from ..http.body import held_body
 from ..http.overload import Overload
 from ..tenants.limits import ANONYMOUS, Account
+from ..validation import from_validation
 from .lines import Used
 from .runner import BatchRunner
 from .store import BatchStore, StoredBatch, StoredFile

@@ -8,8 +8,9 @@ import orjson
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..errors import InvalidRequest, from_validation
+from ..errors import InvalidRequest
 from ..text.served_model import ServedModel
+from ..validation import from_validation
 from .bodies.chat import MAX_MESSAGES, Message, NoTemplate, unknown_of_messages
 from .bodies.fields import INT64, MAX_TOKENS, Body
 from .prompts import chat_prompt, encode

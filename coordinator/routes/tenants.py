@@ -21,13 +21,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..errors import NotFound, StorageFull, from_validation
+from ..errors import NotFound, StorageFull
 from ..full_disk import is_full
 from ..http.body import read_body
 from ..lifecycle.request import PriorityClass
 from ..tenants.errors import Unknown
 from ..tenants.limits import LIMIT_NAMES
 from ..tenants.store import TenantStore
+from ..validation import from_validation
 
 MAX_BODY_BYTES = 1 << 16
 Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f/]+$")]

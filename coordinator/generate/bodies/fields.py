@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ def invalid(message: str) -> PydanticCustomError:
 def only(*allowed: Any) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if value not in allowed:
-            raise invalid(f"must be {' or '.join(map(repr, allowed))} on this server")
+            raise invalid(f"must be {' or '.join(map(json.dumps, allowed))} on this server")
         return value
 
     return check

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from ...chat_output.reasoning import OPEN
-from ...errors import from_validation
 from ...http.call import Endpoint
 from ...text.served_model import ServedModel
+from ...validation import from_validation
 from ..bodies.chat import ChatCompletionRequest
 from ..bodies.completion import CompletionRequest
 from ..bodies.fields import Body

@@ -25,8 +25,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ....transport.process.private_files import require_private, write_private
-from ...errors import Forbidden, Unauthorized, from_validation
+from ...errors import Forbidden, Unauthorized
 from ...tenants.api_key import bearer
+from ...validation import from_validation
 from ..body import read_body
 
 LOGIN = "/dashboard/login"
