@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ..coordinator.settings import CoordinatorSettings
 from ..loadgen.settings import LoadSettings
 from ..planner.settings import (
     PlanSettings,
@@ -44,11 +43,11 @@ from .key_settings import (
     KeysTenantSettings,
     KeysTierSettings,
 )
-from .settings import ChatSettings, DoctorSettings, FlipSettings, TopSettings, UpSettings
+from .settings import ChatSettings, DoctorSettings, FlipSettings, ServerSettings, TopSettings, UpSettings
 from .usage import UsageSettings
 
 SECTIONS: dict[str, type[BaseModel]] = {
-    "coordinator": CoordinatorSettings,
+    "coordinator": ServerSettings,
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
     "worker": FlexibleSettings,

@@ -73,28 +73,9 @@ def _name(section: str) -> str:
 
 
 def run_coordinator(settings: Any) -> None:
-    from ..coordinator.http.access.operators import admin_key
-    from ..coordinator.main import run
-    from ..coordinator.processes import CannotStart
-    from ..deploy import coordinator_child
-    from .checks import require_model, require_port
-    from .model_source import with_folder
+    from .coordinator import main as coordinator
 
-    log_to_stderr(settings.log_level, settings.log_format, "coordinator")
-    settings = with_folder(settings, weights=False)
-    require_model(settings.model, weights=False)
-    require_port(settings.listen_host, settings.port)
-    if settings.admin_key_file is not None:
-        try:
-            admin_key(settings.admin_key_file)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None)
-            why = f"cannot read {settings.admin_key_file} ({reason})" if reason else error
-            raise ConfigError(f"--admin-key-file: {why}") from error
-    try:
-        run(settings, coordinator_child.run)
-    except (CannotStart, OSError) as error:  # an address that is not to be had, a file that cannot be written
-        raise ConfigError(str(error)) from error
+    coordinator(settings)
 
 
 def _ready_worker(settings: Any) -> Any:

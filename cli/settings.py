@@ -7,11 +7,34 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..coordinator.metrics.objectives import Objectives
+from ..coordinator.settings import CoordinatorSettings
+from ..steering.settings import SteeringSettings
+from ..transport.latency_bounds import attainment
 from ..transport.messages.messages import Role
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "demo_model"
 PEER = r"^$|^(tcp://)?([^\s:/\[\]]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?$"
 DEMO_MODEL_NAME = "splitserve-demo"
+
+
+class ServerSettings(SteeringSettings, CoordinatorSettings):
+    """Takes HTTP requests and sends them to the workers. Free of torch and of the model's weights."""
+
+    @property
+    def objectives(self) -> Objectives:
+        """What requests may take, by --steer-slo or else --ttft-slo, for the dashboard."""
+        bounds = self.slo_bounds
+        seconds = {name: bound.seconds for name, bound in bounds.items()}
+        return Objectives(seconds.get("ttft"), seconds.get("tpot"), attainment(bounds), self.ttft_slo_s)
+
+    @model_validator(mode="after")
+    def _sees_all_of_the_load(self) -> Self:
+        if self.steer == "act" and self.processes > 1:
+            raise ValueError(
+                "one of several coordinator processes sees a part of the load only: --steer act needs --processes 1"
+            )
+        return self
 
 
 class UpSettings(BaseModel):

@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from ..coordinator.http.access.operators import admin_key, make_admin_key
 from ..coordinator.http.access.url import url_of
 from ..coordinator.run_folder import ADMIN_KEY, RunFolder
-from ..coordinator.settings import CoordinatorSettings
 from ..engine.settings import WorkerSettings
 from ..worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
 from .checks import port_problem, read_key, require_device, require_model, require_port, require_runner
@@ -23,7 +22,7 @@ from .extras import missing_for
 from .gpus import deal, num_gpus
 from .model_source import with_folder
 from .options import options
-from .settings import DEMO_MODEL, DEMO_MODEL_NAME, UpSettings
+from .settings import DEMO_MODEL, DEMO_MODEL_NAME, ServerSettings, UpSettings
 
 FIXED = ("name", "coordinator", "listen", "data_listen", "advertise_host", "memory_shared_by")
 """Settings of the roles that ``up`` decides."""
@@ -52,7 +51,7 @@ class Plan:
     up: UpSettings
     run_dir: Path
     folder: RunFolder  # ``run_dir`` where none is named
-    coordinator: CoordinatorSettings
+    coordinator: ServerSettings
     workers: list[PrefillSettings | DecodeSettings]  # those that can change their roles are both
 
     @property
@@ -69,14 +68,14 @@ class Plan:
 
 def up_options() -> list[click.Parameter]:
     """Options of ``up``: its own, the coordinator's, the workers' (also for one role only)."""
-    shared = set(WorkerSettings.model_fields) & set(CoordinatorSettings.model_fields)
+    shared = set(WorkerSettings.model_fields) & set(ServerSettings.model_fields)
     own = {
         role: [name for name in model.model_fields if name not in WorkerSettings.model_fields and name not in FIXED]
         for role, model in (("prefill", PrefillSettings), ("decode", DecodeSettings))
     }
     return [
         *options(UpSettings, group="What to start"),
-        *options(CoordinatorSettings, group="Model and HTTP server", texts=TEXTS),
+        *options(ServerSettings, group="Model and HTTP server", texts=TEXTS),
         *options(WorkerSettings, group="Workers", skip={*shared, *FIXED}, texts=DEVICE),
         *options(PrefillSettings, group="Prefill workers", prefix="prefill_", skip=set(PrefillSettings.model_fields) - set(own["prefill"])),
         *options(DecodeSettings, group="Decode workers", prefix="decode_", skip=set(DecodeSettings.model_fields) - set(own["decode"])),
@@ -97,12 +96,12 @@ def plan(flags: Layer, sources: Sources) -> Plan:
         "control_address": Value("tcp://127.0.0.1:0", "up"),
     }
     key = read_key("--api-key-file", up.api_key_file)
-    layers = [_only(CoordinatorSettings, flags), *sources.of("coordinator")]
+    layers = [_only(ServerSettings, flags), *sources.of("coordinator")]
     if not any({"key_file", "insecure"} & set(layer) for layer in layers):
         derived["key_file"] = Value(KEY_NAME, "up")
     if not any("model" in layer for layer in layers):
         derived["served_model_name"] = Value(DEMO_MODEL_NAME, "the bundled model")
-    coordinator = build(CoordinatorSettings, [*layers, derived])
+    coordinator = build(ServerSettings, [*layers, derived])
     if coordinator.tenants_file is not None and (up.chat or up.prompt is not None) and not key:
         raise ConfigError("--chat and --prompt need --api-key-file where --tenants-file asks for keys; `splitserve keys create` makes one")
     if coordinator.control_address.endswith(":0"):
@@ -169,7 +168,7 @@ def _sharing(workers: list[PrefillSettings | DecodeSettings]) -> list[PrefillSet
     ]
 
 
-def _flexible(up: UpSettings, coordinator: CoordinatorSettings, flags: Layer, sources: Sources) -> list[_OnDevices]:
+def _flexible(up: UpSettings, coordinator: ServerSettings, flags: Layer, sources: Sources) -> list[_OnDevices]:
     """Workers of either role, each named by its number."""
     return [
         *_of_both_roles("worker", up.prefill, coordinator, flags, sources, "prefill"),
@@ -178,7 +177,7 @@ def _flexible(up: UpSettings, coordinator: CoordinatorSettings, flags: Layer, so
 
 
 def _of_both_roles(
-    called: str, count: int, coordinator: CoordinatorSettings, flags: Layer, sources: Sources, start_as: str, first: int = 0
+    called: str, count: int, coordinator: ServerSettings, flags: Layer, sources: Sources, start_as: str, first: int = 0
 ) -> list[_OnDevices]:
     """An option for one role is for that role's part of a worker's settings."""
     if not count:
@@ -197,7 +196,7 @@ def _of_both_roles(
 
 
 def _worker(
-    model: type[PrefillSettings] | type[DecodeSettings], name: str, coordinator: CoordinatorSettings, flags: Layer, sources: Sources
+    model: type[PrefillSettings] | type[DecodeSettings], name: str, coordinator: ServerSettings, flags: Layer, sources: Sources
 ) -> _OnDevices:
     """A worker's settings: flags for its role, flags for all workers, environment and file; then what ``up`` decides."""
     prefix = f"{model.role}_"

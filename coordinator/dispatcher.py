@@ -8,9 +8,7 @@ import logging
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import msgspec
 
@@ -25,7 +23,7 @@ from .lifecycle.lifecycle import Lifecycle
 from .lifecycle.membership import DRAINED
 from .lifecycle.request import Ended, Request, Sink
 from .lifecycle.worker import Worker, WorkerId
-from .listeners import Listeners
+from .listeners import ListenerFailures, Listeners
 from .metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
 from .process_watch import ProcessWatch
 
@@ -39,8 +37,14 @@ _log = logging.getLogger(__name__)
 class SocketDispatcher:
     """Carries out what the lifecycle decides. Lives on one event loop; ``start`` and ``stop`` are called there."""
 
-    def __init__(self, lifecycle: Lifecycle, control_address: str, key: ClusterKey | None) -> None:
-        """Binds at once. Raises AddressError."""
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        control_address: str,
+        key: ClusterKey | None,
+        failures: ListenerFailures | None = None,
+    ) -> None:
+        """Bind at once. Raises AddressError."""
         self._core = lifecycle
         self._channel = RouterChannel.bind(control_address, key, FROM_WORKER)
         self._channel.watch_connections()
@@ -52,10 +56,8 @@ class SocketDispatcher:
         self._longest = 0
         self._known: dict[tuple[str, int], str] = {}
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
-        self.listeners: Listeners[[Request, Ended]] = Listeners()
+        self.listeners: Listeners[[Request, Ended]] = Listeners(failures)
         """Called for each sequence that is over."""
-        self.steering: Callable[[], dict[str, Any]] | None = None
-        """What the pool controller has to say, where there is one."""
 
     def start(self) -> None:
         """Begins to listen to the workers."""
@@ -132,7 +134,6 @@ class SocketDispatcher:
             "last_retries": list(self._core.outcomes.last_retries),
             "last_recoveries": [asdict(recovery) for recovery in self._core.outcomes.last_recoveries],
             "flips": self.flips(),
-            "steering": self.steering() if self.steering is not None else None,
             "channel": asdict(self._channel.counters),
             "workers": [
                 {**_describe(worker, now), "requests": self._core.request_ids(worker)}
@@ -149,7 +150,6 @@ class SocketDispatcher:
             workers=[_measure(worker) for worker in self._core.pools.workers.values()],
             counters=self._core.counters(),
             stages=dict(Counter(request.state for request in self._core.requests.values())),
-            steering=self.steering() if self.steering is not None else None,
             reasons_lost={worker_id: reason for (worker_id, _), reason in self._core.pools.reasons_lost.items()},
             last_retries=tuple(self._core.outcomes.last_retries),
         )
@@ -274,38 +274,6 @@ class ClosedSink:
     def push_prompt_logprobs(self, logprobs: object) -> None: ...
     def flush(self) -> None: ...
     def end(self, ended: object) -> None: ...
-
-
-class ProbeSink(ClosedSink):
-    """Sets ``done`` at a probe's end."""
-
-    def __init__(self) -> None:
-        self.done = asyncio.Event()
-
-    def end(self, ended: object) -> None:
-        self.done.set()
-
-
-async def prove(dispatcher: SocketDispatcher, make: Callable[[int, Sink], Request], every_s: float = 0.25) -> None:
-    """While the system is not ready, sends small requests down the whole path until one has passed it. Runs until it is cancelled."""
-    number, was_ready = 0, False
-    while True:
-        if (ready := dispatcher.ready()) != was_ready:
-            was_ready = ready
-            if ready:
-                _log.info("ready: a request has gone prefill, handoff and decode")
-            else:
-                _log.warning("not ready: %s", dispatcher.gap() or dispatcher.failing())
-        if not ready and not dispatcher.gap():
-            number += 1
-            sink = ProbeSink()
-            request = make(number, sink)
-            dispatcher.submit(request)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(10.0):
-                    await sink.done.wait()
-            dispatcher.cancel(request.request_id)
-        await asyncio.sleep(every_s)
 
 
 def _describe(worker: Worker, now: float) -> dict[str, object]:

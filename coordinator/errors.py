@@ -1,4 +1,4 @@
-"""Errors as clients see them, in OpenAI's shape.
+"""Errors as clients see them, in OpenAI's shape; and ``CannotStart``, where no client ever will.
 
     ApiError                     status, message, param, code, Retry-After
     ├── InvalidRequest           400
@@ -32,6 +32,10 @@ from .lifecycle.request import Ended, ErrorKind
 
 Headers = list[tuple[bytes, bytes]]
 RETRY_AFTER_S = 1.0
+
+
+class CannotStart(Exception):
+    """The coordinator cannot serve with these settings. The message says why, and what to do."""
 
 
 class ApiError(Exception):

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from .errors import CannotStart
 from .http.listening_server import bind
 from .settings import CoordinatorSettings
 
@@ -29,10 +30,6 @@ CANNOT_START = 78
 _log = logging.getLogger(__name__)
 
 
-class CannotStart(Exception):
-    """A coordinator cannot serve with these settings. The message says why."""
-
-
 class Place(NamedTuple):
     """One of several: which, where the others listen to workers, and where it announces itself."""
 
@@ -41,7 +38,8 @@ class Place(NamedTuple):
     run_folder: Path | None = None
 
 
-Serve = Callable[[CoordinatorSettings, Place], None]
+Serve = Callable[[Any, Place], None]
+"""Runs one of several processes; takes its settings."""
 
 
 def settings_of(settings: CoordinatorSettings, index: int) -> CoordinatorSettings:

@@ -16,7 +16,6 @@ import fcntl
 import os
 import shutil
 import tempfile
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -24,6 +23,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..transport.process.private_files import write_private
+from .http.access.url import is_loopback
 
 LOCK = "lock"
 ADMIN_KEY = "admin.key"
@@ -68,7 +68,7 @@ class RunFolder:
 
 
 def announce(folder: Path, number: int, door: Door) -> None:
-    """Lets commands on this host find coordinator process ``number``."""
+    """Let commands on this host find coordinator process ``number``. Raises OSError."""
     write_private(folder / DOOR.format(number), door.model_dump_json())
 
 
@@ -80,7 +80,7 @@ def find_door(url: str) -> Door | None:
     asked = urlsplit(url)
     for door in _doors():
         for known in map(urlsplit, (door.url, door.admin_url)):
-            if asked.port == known.port and (asked.hostname == known.hostname or _is_loopback(asked.hostname or "")):
+            if asked.port == known.port and (asked.hostname == known.hostname or is_loopback(asked.hostname or "")):
                 return door
     return None
 
@@ -131,10 +131,3 @@ def _is_held(folder: Path, kind: Literal["shared", "exclusive"]) -> bool:
     except FileNotFoundError:
         return False
     return False
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

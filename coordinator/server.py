@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -15,23 +17,28 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from ..transport.channels.host import allow_many_files
+from ..transport.process.otel import Tracing
+from .background import Spawn, unwatched
 from .batch.routes import BatchRoutes
 from .batch.runner import BatchOptions, BatchRunner
 from .dashboard.routes import Dashboard
-from .errors import Unavailable
+from .errors import CannotStart, Unavailable
 from .generate.generate import GenerationApi
 from .http.access.access import Access
 from .http.access.forwarded import TrustedProxies
 from .http.access.operators import Operators
 from .http.access.tls import TlsFiles
+from .http.access.url import is_loopback, listed
 from .http.access_gate import AccessGate
 from .http.limits import HttpLimits
 from .http.listening_server import ListeningServer, bind, context_of
 from .http.overload import Overload
 from .http.protocol import HttpProtocol
 from .http.websocket_protocol import WebSocketProtocol
-from .listeners import Listeners
+from .listeners import ListenerFailures, Listeners
+from .metrics.body_log import BodyLog
 from .metrics.metrics import Metrics
+from .metrics.objectives import Objectives
 from .metrics.sampler import Sampler
 from .metrics.system_snapshot import SystemSnapshot
 from .routes.admin import AdminRoutes, Fleet
@@ -39,12 +46,14 @@ from .routes.gate import Gate
 from .routes.health import Health
 from .routes.routes import OrdinaryRoutes
 from .routes.websocket_stream import WebSocketStreams
+from .settings import CoordinatorSettings
 from .tenants.tenancy import Tenancy
 from .text.served_model import ServedModel
 
 BACKLOG = 4096
 KEEP_ALIVE_S = 75
 POLL_S = 0.02
+DAY_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -58,15 +67,40 @@ class FrontDoor:
     proxies: TrustedProxies = field(default_factory=TrustedProxies)
 
 
+def front_door_of(settings: CoordinatorSettings) -> FrontDoor:
+    """Raises CannotStart."""
+    origins = listed(settings.allowed_origins)
+    hosts = [*listed(settings.allowed_hosts), settings.host, socket.gethostname()]
+    private_names = not is_loopback(settings.listen_host)
+
+    def access(keyed: bool) -> Access:
+        any_host = ["*"] if keyed and not settings.allowed_hosts else []
+        return Access([*hosts, *any_host], origins, private_names=private_names)
+
+    try:
+        tls = None if settings.tls_cert is None else TlsFiles(settings.tls_cert, settings.tls_key)
+    except ValueError as error:
+        raise CannotStart(f"--tls-cert: {error}") from error
+    proxies = TrustedProxies(listed(settings.trusted_proxies))
+    return FrontDoor(access(settings.tenants_file is not None), access(True), tls, proxies)
+
+
+def batches_of(settings: CoordinatorSettings) -> BatchOptions | None:
+    """None: there are no batches."""
+    if settings.batch_file is None:
+        return None
+    return BatchOptions(settings.batch_file, settings.batch_max_running, settings.batch_retention_days * DAY_S)
+
+
 class HttpApp:
-    """Requests for tokens go to ``generation`` straight from the protocol; all else comes here as ASGI, and goes through starlette."""
+    """The ASGI application. Requests for tokens skip it: the protocol hands them to ``generation``."""
 
     def __init__(
         self,
         dispatcher: Fleet,
         model: ServedModel,
-        limits: HttpLimits,
-        system: Callable[[], SystemSnapshot],
+        limits: HttpLimits | None = None,
+        system: Callable[[], SystemSnapshot] = SystemSnapshot,
         operators: Operators | None = None,
         tenancy: Tenancy | None = None,
         more_admin: Sequence[Route] | None = None,
@@ -74,26 +108,48 @@ class HttpApp:
         price_per_hour: float | None = None,
         front: FrontDoor | None = None,
         overload: Overload | None = None,
+        *,
+        failures: ListenerFailures | None = None,
+        objectives: Objectives | None = None,
+        folders: Mapping[str, Path] | None = None,
+        bodies: BodyLog | None = None,
+        tracing: Tracing | None = None,
+        times_tokens: bool = False,
     ) -> None:
-        """``operators``: who they are; None: nobody can be one. ``more_admin``: the admin API has a port of its own, and these routes
-        beside its usual ones."""
-        self.front = front or FrontDoor()
-        self.metrics = Metrics(model.name, system, price_per_hour)
-        self.dashboard = Dashboard(model.name, system, self.metrics)
+        """Put the parts of the application together.
+
+        ``system`` is called at each scrape of /metrics. ``operators`` None: nobody can be one. ``more_admin`` not None:
+        the admin API has a port of its own, with these routes beside its usual ones. ``folders``: where this process
+        writes, by option, for /health. ``bodies``, ``tracing``, ``times_tokens``: see ``GenerationApi``.
+        """
+        self.front, tenancy = front or FrontDoor(), tenancy or Tenancy()
+        self.metrics = Metrics(model.name, system, price_per_hour, failures)
+        self.dashboard = Dashboard(model.name, system, self.metrics, objectives)
         self.metrics.listeners.add("dashboard", self.dashboard.view.note)
         sampled: Listeners[[float, SystemSnapshot]] = Listeners(self.metrics.failures)
         sampled.add("dashboard", self.dashboard.view.sample)
         sampled.add("efficiency", self.metrics.efficiency.sample)
-        self.health = Health(dispatcher, self.metrics.failures)
+        self.health = Health(dispatcher, self.metrics.failures, folders)
         sampled.add("health", self.health.sample)
         self.sampler = Sampler(system, sampled)
         self.overload = overload or Overload()
         self.metrics.registry.register(self.overload)
-        self.generation = GenerationApi(dispatcher, model, limits, self.metrics, tenancy, self.overload)
-        self.generation.access, self.generation.proxies = self.front.access, self.front.proxies
-        self.batches = None if batches is None else BatchRunner(batches, self.generation, (tenancy or Tenancy()).directory)
-        if self.batches is not None:
-            self.batches.failures = self.metrics.failures
+        self.generation = GenerationApi(
+            dispatcher,
+            model,
+            limits or HttpLimits(),
+            self.metrics,
+            tenancy,
+            self.overload,
+            self.front.access,
+            self.front.proxies,
+            bodies,
+            tracing,
+            times_tokens,
+        )
+        self.batches = (
+            None if batches is None else BatchRunner(batches, self.generation, tenancy.directory, self.metrics.failures)
+        )
         clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]
         if self.batches is not None:
             clients += BatchRoutes(self.batches, self.overload).routes()
@@ -102,9 +158,10 @@ class HttpApp:
 
         def pages(more: Sequence[Route]) -> Starlette:
             own = [*operators.routes(), *self.dashboard.routes(), *clients, *more]
-            return OrdinaryRoutes(dispatcher, model, self.generation, self.metrics, self.health, own).application()
+            routes = OrdinaryRoutes(dispatcher, model, self.generation, self.metrics, self.health, own, system)
+            return routes.application()
 
-        gate = Gate(pages(admin_routes if more_admin is None else ()), operators, (tenancy or Tenancy()).directory)
+        gate = Gate(pages(admin_routes if more_admin is None else ()), operators, tenancy.directory)
         self._pages = AccessGate(gate, self.front.access, self.front.proxies)
         self.admin = AccessGate(Gate(pages(admin_routes), operators, None), self.front.admin_access, self.front.proxies)
         """All pages and the admin API, for a port of their own."""
@@ -123,24 +180,8 @@ class HttpApp:
             exchange.fail(refusal)
 
 
-def create_app(
-    dispatcher: Fleet,
-    model: ServedModel,
-    limits: HttpLimits | None = None,
-    system: Callable[[], SystemSnapshot] = SystemSnapshot,
-    operators: Operators | None = None,
-    tenancy: Tenancy | None = None,
-    more_admin: Sequence[Route] | None = None,
-    batches: BatchOptions | None = None,
-    price_per_hour: float | None = None,
-    front: FrontDoor | None = None,
-    overload: Overload | None = None,
-) -> HttpApp:
-    """The application. ``system`` is asked at each scrape of /metrics; ``operators``, ``more_admin``: see
-    ``HttpApp``; ``tenancy``: keys and limits; default: none; ``batches``: where they are kept; default: none are;
-    ``front``: hosts, origins, TLS, proxies; default: for loopback; ``overload``: what all clients together may hold."""
-    limits = limits or HttpLimits()
-    return HttpApp(dispatcher, model, limits, system, operators, tenancy, more_admin, batches, price_per_hour, front, overload)
+def create_app(*args: Any, **options: Any) -> HttpApp:
+    return HttpApp(*args, **options)
 
 
 class HttpServer:
@@ -170,31 +211,26 @@ class HttpServer:
         )
         self._socket = sock or bind(host, port, shared=shared)
         self._server = ListeningServer(config, self._socket)
+        self._running: list[asyncio.Task[None]] = []
 
     @property
     def port(self) -> int:
         """The port it listens on."""
         return self._server.port
 
-    async def start(self) -> None:
-        """Returns once connections are accepted."""
+    async def start(self, spawn: Spawn = unwatched) -> None:
+        """Return once connections are accepted; ``spawn`` starts what runs until ``stop``."""
         allow_many_files()
-        await self._server.start()
-        self._following = [asyncio.create_task(self.app.sampler.follow()), asyncio.create_task(self._hurry())]
+        await self._server.start(spawn)
+        self._running = [spawn("samples", self.app.sampler.follow()), spawn("slow senders", self._hurry())]
         if self.app.front.tls is not None:
-            self._following.append(asyncio.create_task(self.app.front.tls.follow()))
+            self._running.append(spawn("TLS certificate", self.app.front.tls.follow()))
         if self.app.batches is not None:
-            self.app.batches.start()
-
-    @property
-    def background(self) -> list[asyncio.Task[None]]:
-        """Tasks of which none may fail; after ``start``."""
-        batches = self.app.batches.task if self.app.batches is not None else None
-        return [*self._following, *([batches] if batches is not None else [])]
+            self.app.batches.start(spawn)
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Ends open requests as ``HttpApp.drain`` says, then all connections."""
-        for task in self._following:
+        """End open requests as ``HttpApp.drain`` says, then all connections; also before ``start``."""
+        for task in self._running:
             task.cancel()
         if self.app.batches is not None:
             await self.app.batches.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..steering.latency_bounds import attainment, notation, parse_bounds
+from ..transport.latency_bounds import attainment, notation, parse_bounds
 from .errors import SimulationError
 from .simulator.tallies import Slo
 

@@ -11,15 +11,14 @@ wait count too, of which nothing is known but the prompt.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from typing import NamedTuple
 
-from ..coordinator.lifecycle.request import Ended, Request
-from .latency_bounds import LatencyBound
+from ..coordinator.lifecycle.snapshot import FinishedRequest, RunningRequest
+from ..transport.latency_bounds import LatencyBound
 from .options import SteeringOptions
 
 PRIOR_REQUESTS = 8.0  # that the newest ended ones of a kind weigh in its mean
@@ -83,18 +82,13 @@ class LoadWatch:
         self._options = options
         self._ended: deque[Note] = deque(maxlen=MEMORY)
 
-    def note(self, request: Request, ended: Ended, now: float) -> None:
-        """A request is over. One that was never taken in, or refused, says nothing of the workers."""
-        if ended.ledger is None or ended.error in ("refused", "unavailable"):
-            return
-        stages, count, prompt = ended.stages, ended.num_output_tokens, len(request.prompt_token_ids)
-        failed = ended.error is not None  # then it was not served in time, however soon its first token came
-        ttft_s = math.inf if failed else stages.parse + stages.queue + stages.prefill
-        tpot_s = (stages.handoff + stages.decode) / (count - 1) if count > 1 else None
-        self._ended.append(Note(request.arrival, prompt, min(ended.num_cached_tokens, prompt), count, now, ttft_s, tpot_s, count > 0))
+    def note(self, request: FinishedRequest, now: float) -> None:
+        """Take in a request that is over."""
+        count, prompt, cached = request.num_output_tokens, request.num_prompt_tokens, request.num_cached_tokens
+        self._ended.append(Note(request.arrival, prompt, cached, count, now, request.ttft_s, request.tpot_s, count > 0))
 
-    def look(self, requests: Iterable[Request], now: float) -> LoadPicture:
-        """``requests``: all that have not ended."""
+    def look(self, requests: Iterable[RunningRequest], now: float) -> LoadPicture:
+        """Return the load now; ``requests`` are all that have not ended."""
         options = self._options
         running = [_note_of(request, now) for request in requests]
         notes = [*self._ended, *running]
@@ -196,10 +190,10 @@ def _so_far(running: list[Note]) -> float:
     return 2 * sum(begun) / len(begun) if begun else 0.0
 
 
-def _note_of(request: Request, now: float) -> Note:
-    count = len(request.tokens)
-    waited = 0.0 if count else now - request.arrival  # how long it took to the first token is judged at the end
-    paced = request.state == "decode" and count > MIN_TOKENS and request.token_at > request.entered
-    tpot_s = (request.token_at - request.entered) / (count - 1) if paced else None
-    prompt = len(request.prompt_token_ids)
-    return Note(request.arrival, prompt, min(request.num_cached_tokens or 0, prompt), count, None, waited, tpot_s, count > 0)
+def _note_of(request: RunningRequest, now: float) -> Note:
+    count, began = request.num_output_tokens, request.entered
+    waited = 0.0 if count else now - request.arrival  # the time to a first token that came is judged at the end
+    paced = request.state == "decode" and count > MIN_TOKENS and request.token_at > began
+    tpot_s = (request.token_at - began) / (count - 1) if paced else None
+    prompt, cached = request.num_prompt_tokens, request.num_cached_tokens
+    return Note(request.arrival, prompt, cached, count, None, waited, tpot_s, count > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .latency_bounds import LatencyBound
+from ..transport.latency_bounds import LatencyBound
 
 Mode = Literal["off", "advise", "act"]
 

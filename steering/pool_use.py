@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from ..coordinator.lifecycle.worker import Worker
+from ..coordinator.lifecycle.snapshot import WorkerState
 from ..transport.messages.messages import Role
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -22,11 +22,11 @@ class PoolUse:
         self._over_s = over_s
         self._looks: dict[Role, deque[tuple[float, float]]] = {role: deque() for role in ROLES}
 
-    def look(self, workers: Iterable[Worker], now: float) -> dict[Role, float]:
+    def look(self, workers: Iterable[WorkerState], now: float) -> dict[Role, float]:
         """0 to 1; a role that has no worker is not in it."""
         of_role: dict[Role, list[float]] = {role: [] for role in ROLES}
         for worker in workers:
-            if not worker.draining:
+            if not worker.is_draining:
                 of_role[worker.role].append(_in_use(worker))
         return {role: self._mean(role, now, sum(uses) / len(uses)) for role, uses in of_role.items() if uses}
 
@@ -38,7 +38,7 @@ class PoolUse:
         return sum(use for _, use in looks) / len(looks)
 
 
-def _in_use(worker: Worker) -> float:
+def _in_use(worker: WorkerState) -> float:
     load = worker.load
     if load is None:
         return 0.0

@@ -13,9 +13,9 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Literal
 
+from ..transport.latency_bounds import DEFAULT_PERCENT, LatencyBound
 from ..transport.messages.messages import Role
 from .capacity import Capacity
-from .latency_bounds import DEFAULT_PERCENT, LatencyBound
 from .load_watch import MIN_JUDGED, LoadPicture
 from .options import SteeringOptions
 

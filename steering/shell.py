@@ -11,10 +11,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..coordinator.lifecycle.lifecycle import Lifecycle
-from ..coordinator.lifecycle.request import Ended, Request
+from ..coordinator.lifecycle.snapshot import FinishedRequest, Snapshot
 from ..transport.messages.messages import Role
 from .controller import Decision
 from .hooks import Hooks
@@ -33,15 +33,18 @@ class Workers(Protocol):
 class SteeringShell:
     """``run`` until cancelled; ``note`` hears of every sequence that ends."""
 
-    def __init__(self, steering: Steering, lifecycle: Lifecycle, workers: Workers, hooks: Hooks) -> None:
-        self._core, self._lifecycle, self._workers, self._hooks = steering, lifecycle, workers, hooks
+    def __init__(
+        self, steering: Steering, snapshot: Callable[[], Snapshot], workers: Workers, hooks: Hooks
+    ) -> None:
+        self._core, self._snapshot, self._workers, self._hooks = steering, snapshot, workers, hooks
         self._leaving: dict[str, str] = {}  # workers that have been told to, and what the command knows them by
         self._broken = ""
         self.counts: Counter[str] = Counter()
         """Decisions by kind."""
 
-    def note(self, request: Request, ended: Ended) -> None:
-        self._core.note(request, ended, time.monotonic())
+    def note(self, request: FinishedRequest) -> None:
+        """Take in a request that is over."""
+        self._core.note(request, time.monotonic())
 
     async def run(self) -> None:
         try:
@@ -60,14 +63,14 @@ class SteeringShell:
         return {**said, "state": self._broken or said["state"], "counts": dict(self.counts)}
 
     def _turn(self) -> None:
-        decisions = self._core.look(self._lifecycle, time.monotonic())
-        for decision in decisions:
+        snapshot = self._snapshot()
+        for decision in self._core.look(snapshot, time.monotonic()):
             self.counts[decision.kind] += 1
             self._say(decision)
             self._hooks.decided(decision, self._core.controller.wanted)
             if self._core.options.mode == "act":
-                self._act(decision)
-        self._look_after_leaving()
+                self._act(decision, snapshot)
+        self._look_after_leaving(snapshot)
 
     def _say(self, decision: Decision) -> None:
         verb = {"flip": f"{decision.worker} should become a {decision.role} worker", "scale_up": f"one more {decision.role} worker"}
@@ -75,7 +78,7 @@ class SteeringShell:
         what = verb.get(decision.kind, f"one {decision.role} worker fewer, {decision.worker}")
         _log.info("steering (%s): %s: %s", self._core.options.mode, what, decision.reason)
 
-    def _act(self, decision: Decision) -> None:
+    def _act(self, decision: Decision, snapshot: Snapshot) -> None:
         if decision.kind == "flip" and decision.role != "mixed":
             done = self._workers.flip(decision.worker, decision.role, None)
             if not isinstance(done, dict):
@@ -85,15 +88,15 @@ class SteeringShell:
         elif decision.kind == "scale_down" and not self._hooks.starts_workers:
             _log.info("steering: %s stays: without --steer-command nobody could start it again", decision.worker)
         elif decision.kind == "scale_down":
-            self._let_go(decision.worker)
+            self._let_go(decision.worker, snapshot)
 
-    def _let_go(self, name: str) -> None:
-        """It drains first; the command is run when it has."""
-        worker = next((w for w in self._lifecycle.pools.workers.values() if w.hello.worker_id == name), None)
+    def _let_go(self, name: str, snapshot: Snapshot) -> None:
+        """Have a worker drain; the command runs once the worker has left."""
+        worker = next((w for w in snapshot.workers if w.worker_id == name), None)
         if worker is not None and self._workers.drain(name, None) is not None:
-            self._leaving[name] = worker.hello.process or name
+            self._leaving[name] = worker.process or name
 
-    def _look_after_leaving(self) -> None:
-        here = {w.hello.worker_id for w in self._lifecycle.pools.workers.values()}
+    def _look_after_leaving(self, snapshot: Snapshot) -> None:
+        here = {w.worker_id for w in snapshot.workers}
         for name in sorted(self._leaving.keys() - here):
             self._hooks.worker_gone(self._leaving.pop(name))

@@ -1,4 +1,4 @@
-"""One coordinator's steering: what the lifecycle knows, as the pool controller wants to see it. Pure; times in seconds."""
+"""One coordinator's steering: from the lifecycle's snapshot to the pool controller's decisions. Pure; times in seconds."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..coordinator.lifecycle.flips import FlipRecord
-from ..coordinator.lifecycle.lifecycle import Lifecycle
-from ..coordinator.lifecycle.request import Ended, Request
-from ..coordinator.lifecycle.worker import Worker
+from ..coordinator.lifecycle.snapshot import FinishedRequest, Snapshot, WorkerState
 from ..engine.latency_profile import Profile
 from ..transport.messages.messages import Role
 from .controller import Decision, Fleet, PoolController
 from .load_watch import LoadWatch
 from .options import SteeringOptions
-from .pool_use import PoolUse
+from .pool_use import ROLES, PoolUse
 
 
 class Steering:
-    """``note`` every request that ends, ``look`` every ``options.every_s``."""
+    """Call ``note`` for every request that ends, and ``look`` every ``options.every_s`` seconds."""
 
     def __init__(self, options: SteeringOptions, profile: Profile | None) -> None:
         self.options = options
@@ -28,15 +25,15 @@ class Steering:
         self._in_use: dict[Role, float] = {}
         self.controller = PoolController(options, profile)
 
-    def note(self, request: Request, ended: Ended, now: float) -> None:
-        """A request is over."""
-        self._watch.note(request, ended, now)
+    def note(self, request: FinishedRequest, now: float) -> None:
+        """Take in a request that is over."""
+        self._watch.note(request, now)
 
-    def look(self, lifecycle: Lifecycle, now: float) -> list[Decision]:
-        """What is to be done. Flips are carried out by ``Lifecycle.flip``, where the mode is act."""
-        self._in_use = self._use.look(lifecycle.pools.workers.values(), now)
-        fleet = replace(fleet_of(lifecycle, self.options.keep), in_use=self._in_use)
-        return self.controller.decide(self._watch.look(lifecycle.requests.values(), now), fleet, now)
+    def look(self, snapshot: Snapshot, now: float) -> list[Decision]:
+        """Return what should be done; the caller carries it out."""
+        self._in_use = self._use.look(snapshot.workers, now)
+        fleet = replace(fleet_of(snapshot, self.options.keep), in_use=self._in_use)
+        return self.controller.decide(self._watch.look(snapshot.requests, now), fleet, now)
 
     def as_json(self, now: float) -> dict[str, Any]:
         """For /debug/state and the dashboard."""
@@ -55,34 +52,35 @@ class Steering:
         }
 
 
-def fleet_of(lifecycle: Lifecycle, keep: Sequence[str] = ()) -> Fleet:
-    """Who takes new work, and who of those could change its role, or go: not those whose name is in ``keep`` or of a pattern there."""
-    pools = lifecycle.pools
-    mixed = [w for w in pools.open_of_role("decode") if w.hello.mixed]
-    prefills, decodes = ([w for w in pools.open_of_role(role) if not w.hello.mixed] for role in ("prefill", "decode"))
-    by_load: dict[Role, list[Worker]] = {"prefill": _by_load(prefills), "decode": _by_load(decodes)}
-    changing = lifecycle.flips.under_way
+def fleet_of(snapshot: Snapshot, keep: Sequence[str] = ()) -> Fleet:
+    """Return the workers that take new work, and those of them that could change role or leave.
+
+    A worker whose name matches a pattern in ``keep`` never leaves.
+    """
+    takes_work = [w for w in snapshot.workers if w.is_open]
+    by_load: dict[Role, list[WorkerState]] = {role: _by_load(takes_work, role) for role in ROLES}
     return Fleet(
-        len(prefills),
-        len(decodes),
-        {role: _flexible(workers, changing) for role, workers in by_load.items()},
-        sum(record.began_s is None for record in changing.values()),
-        min((w.hello.max_batch_tokens for w in prefills), default=512),
-        min((w.hello.max_num_seqs for w in decodes), default=64),
+        len(by_load["prefill"]),
+        len(by_load["decode"]),
+        {role: _flexible(workers, snapshot.changing) for role, workers in by_load.items()},
+        sum(not has_begun for has_begun in snapshot.changing.values()),
+        min((w.max_batch_tokens for w in by_load["prefill"]), default=512),
+        min((w.max_num_seqs for w in by_load["decode"]), default=64),
         {role: going[0] for role, workers in by_load.items() if len(workers) > 1 and (going := _may_go(workers, keep))},
-        len(mixed),
+        sum(w.is_mixed and w.role == "decode" for w in takes_work),
     )
 
 
-def _may_go(workers: list[Worker], keep: Sequence[str]) -> list[str]:
-    names = [(w.hello.worker_id, w.hello.process or w.hello.worker_id) for w in workers]
+def _may_go(workers: list[WorkerState], keep: Sequence[str]) -> list[str]:
+    names = [(w.worker_id, w.process or w.worker_id) for w in workers]
     return [worker_id for worker_id, name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
 
 
-def _by_load(workers: list[Worker]) -> list[Worker]:
-    """Those with least to do first."""
-    return sorted(workers, key=lambda w: (len(w.dispatches), w.id))
+def _by_load(workers: list[WorkerState], role: Role) -> list[WorkerState]:
+    """Return the workers of one role, those with the fewest dispatches first."""
+    of_role = [w for w in workers if w.role == role and not w.is_mixed]
+    return sorted(of_role, key=lambda w: (w.num_dispatches, w.worker_id))
 
 
-def _flexible(workers: list[Worker], changing: Mapping[str, FlipRecord]) -> list[str]:
-    return [w.hello.process for w in workers if w.hello.process and w.hello.process not in changing]
+def _flexible(workers: list[WorkerState], changing: Mapping[str, bool]) -> list[str]:
+    return [w.process for w in workers if w.process and w.process not in changing]

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
+from ..background import Spawn, unwatched
 from ..errors import Headers, StorageFull
 from ..full_disk import is_full
 from ..generate.bodies.timeouts import ON_TIMEOUT_HEADER
@@ -54,7 +55,13 @@ class BatchOptions(NamedTuple):
 class BatchRunner:
     """``start`` and ``stop`` in the loop that serves. Of several processes with one file, the first runs the batches."""
 
-    def __init__(self, options: BatchOptions, generation: CallHandler, directory: Directory) -> None:
+    def __init__(
+        self,
+        options: BatchOptions,
+        generation: CallHandler,
+        directory: Directory,
+        failures: ListenerFailures | None = None,
+    ) -> None:
         """Raises OSError or sqlite3.Error where the file cannot be used."""
         self._path, self._max_running, self._keep_s = options
         self._generation, self._directory = generation, directory
@@ -65,7 +72,7 @@ class BatchRunner:
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self.task: asyncio.Task[None] | None = None
         self._lock: IO[bytes] | None = None
-        self.failures = ListenerFailures()
+        self.failures = failures or ListenerFailures()
 
     async def call(self, work: Callable[[BatchStore], T]) -> T:
         """Something done with the store, on its thread. Raises StorageFull."""
@@ -80,8 +87,8 @@ class BatchRunner:
         """Something has changed in the store."""
         self._changed.set()
 
-    def start(self) -> None:
-        self.task = asyncio.create_task(self._run())
+    def start(self, spawn: Spawn = unwatched) -> None:
+        self.task = spawn("batches", self._run())
 
     async def stop(self) -> None:
         """What runs is given up; it will run again."""

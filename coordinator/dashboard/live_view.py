@@ -35,7 +35,13 @@ class LiveView:
     """``now`` at its start; ``wall``: that moment in seconds since 1970, for the charts' time axis. ``answered``: cumulative counts of
     requests by endpoint and status, of which the HTTP side is the owner; refused requests are in it too."""
 
-    def __init__(self, now: float, wall: float, answered: Mapping[tuple[str, str], int] | None = None) -> None:
+    def __init__(
+        self,
+        now: float,
+        wall: float,
+        answered: Mapping[tuple[str, str], int] | None = None,
+        objectives: Objectives | None = None,
+    ) -> None:
         self._began, self._wall = now, wall
         self._answered = {} if answered is None else answered
         self._sampled_at = now
@@ -45,7 +51,7 @@ class LiveView:
         self._routes: deque[tuple[float, str, str]] = deque()
         self._tenants: dict[str, dict[str, int]] = {}
         self._statuses: Counter[str] = Counter()  # when the last point was made
-        self._load = LoadWindow()
+        self._load = LoadWindow(objectives)
         self._events = EventLog(wall - now)
         self._num_requests = self._num_points = 0
         self._growth = CounterGrowth(*COUNTED.values())
@@ -54,10 +60,6 @@ class LiveView:
     def objectives(self) -> Objectives:
         """The operator's."""
         return self._load.objectives
-
-    @objectives.setter
-    def objectives(self, objectives: Objectives) -> None:
-        self._load.objectives = objectives
 
     def note(self, record: RequestRecord) -> None:
         """A request is over."""

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...steering.latency_bounds import attainment, notation, parse_bounds
+from ...transport.latency_bounds import attainment, notation, parse_bounds
 from ..errors import InvalidRequest, NotFound
 from ..metrics.metrics import Metrics
 from ..metrics.objectives import Objectives
@@ -38,8 +38,14 @@ HEADERS = {
 class Dashboard:
     """Keeps the history and serves the page. ``system`` is asked once for each second that somebody looks."""
 
-    def __init__(self, model_name: str, system: Callable[[], SystemSnapshot], metrics: Metrics) -> None:
-        self.view = LiveView(monotonic(), time.time(), metrics.counts.requests)
+    def __init__(
+        self,
+        model_name: str,
+        system: Callable[[], SystemSnapshot],
+        metrics: Metrics,
+        objectives: Objectives | None = None,
+    ) -> None:
+        self.view = LiveView(monotonic(), time.time(), metrics.counts.requests, objectives)
         self._model_name, self._system, self._metrics = model_name, system, metrics
         self._boot = time.time_ns()
         self._files = {path: (body, TYPES[path.rpartition(".")[2]]) for path, body in _read_files().items()}

@@ -70,22 +70,26 @@ class GenerationApi:
         metrics: Metrics,
         tenancy: Tenancy | None = None,
         overload: Overload | None = None,
+        access: Access | None = None,
+        proxies: TrustedProxies | None = None,
+        bodies: BodyLog | None = None,
+        tracing: Tracing | None = None,
+        times_tokens: bool = False,
     ) -> None:
+        """``access``: which names of this host and which origins requests may come under; ``bodies``: the log of
+        requests and answers; ``times_tokens``: note when each token came, for the trace file."""
         self.limits = limits
-        self.access = Access()
-        """Whose requests are taken, by their names of this host and their origins."""
-        self.proxies = TrustedProxies()
+        self.access = access or Access()
+        self.proxies = proxies or TrustedProxies()
         self.overload = overload or Overload()
         self.reader = BodyReader(model, self.overload)
         self._tenancy = tenancy or Tenancy()
         self.open: dict[Call, HttpExchange] = {}
         self.refusal: ApiError | None = None
         """Set while no new request is taken."""
-        self.bodies: BodyLog | None = None
-        """Where requests and answers are written; None: nowhere."""
-        self.times_tokens = False
-        """Whether the time of each token is noted, for the trace file."""
-        self.tracing: Tracing | None = None
+        self.bodies = bodies
+        self.times_tokens = times_tokens
+        self.tracing = tracing
         self._dispatcher = dispatcher
         self._model = model
         self._metrics = metrics

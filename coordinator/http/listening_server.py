@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from ..background import Spawn, unwatched
 from .access.tls import TlsFiles
 
 
@@ -28,20 +29,30 @@ class ListeningServer(uvicorn.Server):
         port: int = self._socket.getsockname()[1]
         return port
 
-    async def start(self) -> None:
-        """Returns once connections are accepted."""
+    async def start(self, spawn: Spawn = unwatched) -> None:
+        """Return once connections are accepted; ``spawn`` watches what runs until ``stop``."""
         self._task = asyncio.create_task(self.serve([self._socket]))
         started = asyncio.create_task(self._accepting.wait())
         await asyncio.wait({self._task, started}, return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
             started.cancel()
             await self._task  # raises what went wrong
+        spawn("HTTP server", self._watch())
+
+    async def _watch(self) -> None:
+        """Return once the server has been stopped. Raises what ended it otherwise."""
+        assert self._task is not None, "start() comes first"
+        await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Ends all connections."""
-        assert self._task is not None, "start() comes first"
+        """End all connections, and close the socket."""
+        if self._task is None:
+            self._socket.close()
+            return
         self.should_exit = True
-        await self._task
+        await asyncio.wait({self._task})
+        if self._task.exception() is not None:  # it is in the log, and uvicorn has closed nothing
+            await self.shutdown([self._socket])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

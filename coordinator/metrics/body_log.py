@@ -18,11 +18,12 @@ from typing import Any
 
 import orjson
 
-from ...transport.process.private_files import private, require_private
-from ..errors import Headers
+from ...transport.process.private_files import OpenToOthers, private, require_private
+from ..errors import CannotStart, Headers
 from ..http.call import Call
 from ..listeners import ListenerFailures
 from ..tenants.api_key import bearer
+from .settings import RecordSettings
 
 MAX_BYTES = 1 << 20
 """Of a request's body, and of an answer's text."""
@@ -195,6 +196,23 @@ class BodyLog:
     def _open(self) -> tuple[int, int]:
         file = private(str(self._path), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
         return file, os.fstat(file).st_size
+
+
+def body_log_of(settings: RecordSettings, number: int | None, failures: ListenerFailures) -> BodyLog | None:
+    """Open the log of --log-bodies, if there is one; ``number``: of this process, where there are several.
+
+    Raises OpenToOthers or CannotStart.
+    """
+    if (path := settings.log_bodies) is None:
+        return None
+    own = path if number is None else path.with_name(f"{path.name}-{number}")
+    try:
+        return BodyLog(own, int(settings.log_bodies_mib * 2**20), failures)
+    except OpenToOthers:
+        raise
+    except OSError as error:
+        why = f"cannot write {own} ({error.strerror or error}); name a file in a folder that is there"
+        raise CannotStart(f"--log-bodies: {why}") from error
 
 
 def _json_or_text(body: bytes) -> Any:

@@ -96,8 +96,8 @@ class Window:
 class LoadWindow:
     """Keeps a minute of tallies."""
 
-    def __init__(self) -> None:
-        self.objectives = Objectives()
+    def __init__(self, objectives: Objectives | None = None) -> None:
+        self.objectives = objectives or Objectives()
         """The operator's."""
         self.tallies: deque[Tally] = deque()
         self._worker_growth = CounterGrowth(*WORKERS)

@@ -45,13 +45,19 @@ STAGES = {
 class Metrics:
     """All metrics of one coordinator."""
 
-    def __init__(self, model_name: str, system: Callable[[], SystemSnapshot], price_per_hour: float | None = None) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        system: Callable[[], SystemSnapshot],
+        price_per_hour: float | None = None,
+        failures: ListenerFailures | None = None,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.counts = Counts()
         self.num_open = 0  # HTTP requests for tokens that have not ended
         self.efficiency = Efficiency(price_per_hour)
-        self.failures = ListenerFailures()
-        """Of every listener in this coordinator."""
+        self.failures = failures or ListenerFailures()
+        """Failures of every listener in this coordinator."""
         self.listeners: Listeners[[RequestRecord]] = Listeners(self.failures)
         """Called for each request that is over."""
         self.model_name = model_name

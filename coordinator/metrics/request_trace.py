@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+
+from ...transport.process.otel import Tracing
 from ...transport.process.worker_trace import Attribute
 from ..lifecycle.time_ledger import NAMES
 from .request_record import RequestRecord
+from .settings import RecordSettings
+
+
+def tracing_of(settings: RecordSettings, port: int) -> Tracing | None:
+    """Make what exports spans, if there is an --otlp-endpoint. Raises TracingUnavailable."""
+    if settings.otlp_endpoint is None:
+        return None
+    name = f"{socket.gethostname()}:{port}"
+    return Tracing.open(settings.otlp_endpoint, "coordinator", name, settings.trace_sample_ratio)
 
 
 def end_trace(record: RequestRecord) -> None:

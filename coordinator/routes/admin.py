@@ -14,7 +14,7 @@ from starlette.routing import Route
 from ...transport.messages.messages import Role
 from ..errors import InvalidRequest, NotFound
 from ..lifecycle.request import Dispatcher
-from ..settings import LogLevel
+from ..metrics.settings import LogLevel
 
 _log = logging.getLogger(__name__)
 

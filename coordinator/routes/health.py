@@ -25,8 +25,10 @@ class Health:
     """``folders``: where files are written, by the option that says so. Reasons name options and workers' roles, never a path or a request:
     anybody may read them."""
 
-    def __init__(self, dispatcher: Dispatcher, failures: ListenerFailures) -> None:
-        self.folders: dict[str, Path] = {}
+    def __init__(
+        self, dispatcher: Dispatcher, failures: ListenerFailures, folders: Mapping[str, Path] | None = None
+    ) -> None:
+        self.folders = folders or {}
         self.stopping = False
         self._dispatcher, self._failures = dispatcher, failures
         self._counts: Counter[str] = Counter()

@@ -27,6 +27,7 @@ from ..http.call import Endpoint
 from ..http.limits import LARGE_BODY_BYTES
 from ..lifecycle.request import Dispatcher
 from ..metrics.metrics import CONTENT_TYPE, Metrics
+from ..metrics.system_snapshot import SystemSnapshot
 from ..text.served_model import ServedModel
 from .health import Health
 from .openapi import document
@@ -45,6 +46,7 @@ class OrdinaryRoutes:
         metrics: Metrics,
         health: Health,
         more: Sequence[BaseRoute] = (),
+        system: Callable[[], SystemSnapshot] = SystemSnapshot,
     ) -> None:
         self._dispatcher = dispatcher
         self._model = model
@@ -52,6 +54,7 @@ class OrdinaryRoutes:
         self._metrics = metrics
         self._health_checks = health
         self._more = more
+        self._system = system
         self._unknown = UnknownFields()
 
     def application(self) -> Starlette:
@@ -118,7 +121,7 @@ class OrdinaryRoutes:
 
     async def _debug_state(self, request: Request) -> Response:
         http = {"open_requests": self._metrics.num_open}
-        return _json({**self._dispatcher.snapshot(), "http": http})
+        return _json({**self._dispatcher.snapshot(), "steering": self._system().steering, "http": http})
 
     async def _openapi(self, request: Request) -> Response:
         return _json(document(batches=any(getattr(route, "path", "") == "/v1/batches" for route in self._more)))

@@ -21,7 +21,8 @@ from starlette.routing import Route
 
 from ..errors import InvalidRequest
 from ..tenants.errors import TenantsFileError
-from ..tenants.usage_database import SQLITE, By, open_database
+from ..tenants.settings import SQLITE
+from ..tenants.usage_database import By, open_database
 
 
 def usage_routes(url: str | None) -> list[Route]:

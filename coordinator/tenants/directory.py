@@ -55,6 +55,14 @@ class KeyDirectory:
         self._path = path
         self._version = self._store.version()
         self._accounts = self._store.accounts(time.time())
+        if self._store.frozen:
+            _log.error(
+                "there is no space beside the tenants file %s: its keys are gone by as they are now, and changes are "
+                "seen later",
+                path,
+            )
+        if not self._accounts:
+            _log.warning("the tenants file %s has no key that opens: every request is refused until there is one", path)
 
     @property
     def frozen(self) -> bool:
@@ -107,15 +115,3 @@ class KeyDirectory:
 
     def close(self) -> None:
         self._store.close()
-
-
-def directory_of(path: Path | None) -> Everyone | KeyDirectory:
-    """As configured. Raises TenantsFileError."""
-    if path is None:
-        return Everyone()
-    directory = KeyDirectory(path)
-    if directory.frozen:
-        _log.error("there is no space beside the tenants file %s: its keys are gone by as they are now, and changes are seen later", path)
-    if not directory.num_keys:
-        _log.warning("the tenants file %s has no key that opens: every request is refused until there is one", path)
-    return directory

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from ..background import Spawn, unwatched
 from ..errors import ApiError, Headers, RateLimited
 from .buckets import Room, Shortage
 from .limits import Account
@@ -45,8 +46,8 @@ class Limiter(Protocol):
     def settle(self, admission: Admission, tokens: int) -> None:
         """It has ended, and used so many."""
 
-    async def start(self) -> None:
-        """Before the first request."""
+    async def start(self, spawn: Spawn = unwatched) -> None:
+        """Call it before the first request; ``spawn`` starts its background work."""
 
     async def stop(self) -> None:
         """After the last one."""
@@ -63,7 +64,7 @@ class NoLimits:
 
     def settle(self, admission: Admission, tokens: int) -> None: ...
 
-    async def start(self) -> None: ...
+    async def start(self, spawn: Spawn = unwatched) -> None: ...
 
     async def stop(self) -> None: ...
 

@@ -50,12 +50,13 @@ class Meter:
         write_every_s: float = WRITE_EVERY_S,
         soon: Soon = at_once,
         keep_s: float | None = None,
+        failures: ListenerFailures | None = None,
     ) -> None:
         """``folder`` and ``stem``: where journals lie, and how their names begin. ``soon``: how journal lines are put off to the
         end of a turn of the loop. ``keep_s``: age at which records are deleted; None: never. Raises TenantsFileError."""
         self._keep_s, self._prune_at = keep_s, 0.0
-        self.failures = ListenerFailures()
-        """Of the journal and of records that are dropped; a coordinator counts them with its other listeners'."""
+        self.failures = failures or ListenerFailures()
+        """Failures of the journal, and records that are dropped."""
         self._soon: Soon = lambda write: soon(lambda: self.failures.call("usage journal", write))
         self._database: UsageDatabase = open_database(url)
         self._folder, self._stem, self._every_s = folder, stem, write_every_s

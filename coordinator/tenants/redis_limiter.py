@@ -18,6 +18,7 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from ..background import Spawn, unwatched
 from .buckets import FILLED_AT, NUM_FIELDS, Holder, Room, Shortage, month_of, room, shortage_of, tokens_alone
 from .errors import TenantsFileError
 from .limiter import Admission, Answer
@@ -111,12 +112,13 @@ class RedisLimiter:
         self._script = self._redis.register_script(SCRIPT)
         self._process = secrets.token_hex(8)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._alive: asyncio.Task[None] | None = None
         self._complained = float("-inf")
 
-    async def start(self) -> None:
+    async def start(self, spawn: Spawn = unwatched) -> None:
         """Gives its first sign of life, and more from then on."""
         await self._say_alive()
-        self._spawn(self._stay_alive(), "alive")
+        self._alive = spawn("limits in Redis", self._stay_alive())
 
     def admit(self, account: Account, tokens: int, answer: Answer) -> None:
         holders = self._holders(account)
@@ -137,10 +139,9 @@ class RedisLimiter:
 
     async def stop(self) -> None:
         """Says what is still to be said, and goes."""
-        pending = [task for task in self._tasks if task.get_name() != "alive"]
-        if pending:
-            await asyncio.wait(pending, timeout=TIMEOUT_S)
-        for task in self._tasks:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=TIMEOUT_S)
+        for task in (*self._tasks, *([self._alive] if self._alive is not None else [])):
             task.cancel()
         with contextlib.suppress(RedisError, OSError):
             await self._redis.delete(f"{self._prefix}alive:{self._process}")
@@ -204,8 +205,8 @@ class RedisLimiter:
         both = ((f"tenant:{account.tenant_id}", account.tenant_limits), (account.key, account.key_limits))
         return [(key, limits) for key, limits in both if limits.bounded]
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str | None = None) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ..background import Spawn, unwatched
 from ..full_disk import is_full
 from .buckets import NUM_FIELDS, Holder, Room, Shortage, admit, correct, settle
 from .errors import TenantsFileError
@@ -100,7 +101,7 @@ class SharedLimiter:
                 settle(holders, admission.tokens, tokens, self._clock())
                 self._store(rows, holders, -1.0)
 
-    async def start(self) -> None:
+    async def start(self, spawn: Spawn = unwatched) -> None:
         """It is ready as it is."""
 
     async def stop(self) -> None:

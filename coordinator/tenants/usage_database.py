@@ -11,12 +11,13 @@ from typing import Any, Literal, Protocol, get_args
 from ...transport.process.private_files import OpenToOthers, make_private
 from ..full_disk import is_full
 from .errors import TenantsFileError
+from .settings import SQLITE
 from .usage_record import FIELDS, SUMS, UsageRecord
 
 By = Literal["tenant", "key", "model", "endpoint", "priority_class", "status", "day"]
 CONNECT_TIMEOUT_S = 5
 _log = logging.getLogger(__name__)
-SQLITE, POSTGRES = "sqlite:///", ("postgresql://", "postgres://")
+POSTGRES = ("postgresql://", "postgres://")
 REAL = {"started", "kv_byte_seconds", *(name for name in FIELDS if name.endswith("_s"))}
 INTEGER = {name for name in FIELDS if name.endswith("_tokens")}
 _TYPES = {name: "DOUBLE PRECISION" if name in REAL else "BIGINT" if name in INTEGER else "TEXT" for name in FIELDS}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..chat_output.style import ChatStyle, ReasoningOption, ToolParserOption
-from ..errors import NotFound
+from ..errors import CannotStart, NotFound
 from .chat_template import ChatTemplate
 from .tokenizer import Tokenizer, read_json
 
@@ -62,8 +62,24 @@ class ServedModel:
         max_model_len: int | None = None,
         tool_parser: ToolParserOption = "auto",
         reasoning_parser: ReasoningOption = "auto",
+        workers_hold: Callable[[], int] = lambda: 0,
     ) -> ServedModel:
-        """From a checkpoint folder. Raises FileNotFoundError or ValueError that say what is missing or wrong."""
+        """Read a checkpoint folder. Raises CannotStart that says what is missing or wrong."""
+        try:
+            return cls._load(folder, name, max_model_len, tool_parser, reasoning_parser, workers_hold)
+        except (OSError, ValueError) as error:
+            raise CannotStart(str(error)) from error
+
+    @classmethod
+    def _load(
+        cls,
+        folder: Path,
+        name: str,
+        max_model_len: int | None,
+        tool_parser: ToolParserOption,
+        reasoning_parser: ReasoningOption,
+        workers_hold: Callable[[], int],
+    ) -> ServedModel:
         config = read_json(folder / "config.json")
         longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
         if not isinstance(longest, int) or not isinstance(vocab_size, int):
@@ -80,6 +96,7 @@ class ServedModel:
             longest=max_model_len or longest,
             vocab_size=vocab_size,
             defaults=SamplingDefaults.of(read_json(folder / "generation_config.json")),
+            workers_hold=workers_hold,
         )
 
     def check_name(self, name: str | None) -> None:

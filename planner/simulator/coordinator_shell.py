@@ -9,6 +9,7 @@ from ...coordinator.lifecycle.actions import Action, End, Push, Send
 from ...coordinator.lifecycle.lifecycle import Lifecycle
 from ...coordinator.lifecycle.limits import LifecycleLimits
 from ...coordinator.lifecycle.request import Request
+from ...coordinator.lifecycle.snapshot import finished, snapshot_of
 from ...steering.steering import Steering
 from ...transport.handoff.actions import TellTokens
 from ...transport.handoff.handoff import PeerId
@@ -100,7 +101,7 @@ class CoordinatorShell:
         """Decode workers that jump over steps tell of their tokens now, so that they are known at the next look."""
         now = self._queue.now
         self._queue.after(steering.options.every_s, self._steer, steering)
-        for decision in steering.look(self.core, now):
+        for decision in steering.look(snapshot_of(self.core), now):
             if steering.options.mode == "act" and decision.kind == "flip" and decision.role != "mixed":
                 self._carry_out(self.core.flip(decision.worker, decision.role, None, now)[1])
         for decode in list(self._simulation.decode_workers.values()):
@@ -117,8 +118,8 @@ class CoordinatorShell:
             elif type(action) is End:
                 record = opened.pop(action.request.request_id)
                 waiting.pop(action.request.request_id, None)
-                if self._steering is not None:
-                    self._steering.note(action.request, action.ended, now)
+                if self._steering is not None and (over := finished(action.request, action.ended)) is not None:
+                    self._steering.note(over, now)
                 record.close(action.ended, now)
                 self._simulation.ended(record)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...coordinator.lifecycle.lifecycle import Lifecycle
+from ...coordinator.lifecycle.snapshot import Snapshot
 from ...engine.latency_profile import Profile
 from ...steering.controller import Decision
 from ...steering.options import SteeringOptions
@@ -25,8 +25,8 @@ class RecordedSteering(Steering):
         super().__init__(options, profile)
         self.decided: list[Decision] = []
 
-    def look(self, lifecycle: Lifecycle, now: float) -> list[Decision]:
-        found = super().look(lifecycle, now)
+    def look(self, snapshot: Snapshot, now: float) -> list[Decision]:
+        found = super().look(snapshot, now)
         self.decided += found
         return found
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from splitserve.cli.config import COMMON, SECTIONS, SERVICE_VARIABLE, ConfigError, Sources, Value, known_names, load, variable_of
-from splitserve.coordinator.settings import CoordinatorSettings
+from splitserve.cli.settings import ServerSettings
 
 FLAGS = {"model": Value("/models/flag", "--model"), "insecure": Value("true", "--insecure")}
 
 
-def coordinator(flags: dict[str, str] | None = None, env: dict[str, str] | None = None, file: Path | None = None) -> CoordinatorSettings:
+def coordinator(flags: dict[str, str] | None = None, env: dict[str, str] | None = None, file: Path | None = None) -> ServerSettings:
     layer = {**FLAGS, **{name: Value(value, f"--{name}") for name, value in (flags or {}).items()}}
     settings = load("coordinator", layer, Sources.read(file, env or {}))
-    assert isinstance(settings, CoordinatorSettings)
+    assert isinstance(settings, ServerSettings)
     return settings
 
 

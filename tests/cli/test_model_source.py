@@ -19,8 +19,7 @@ import pytest
 
 from splitserve.cli.config import ConfigError
 from splitserve.cli.model_source import HUB_ID, resolved, with_folder
-from splitserve.cli.settings import DEMO_MODEL
-from splitserve.coordinator.settings import CoordinatorSettings
+from splitserve.cli.settings import DEMO_MODEL, ServerSettings
 from splitserve.engine.model.model_folder import check_model_folder
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -172,7 +171,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_model_in_s3_is_fetched_once_and_again_when_it_has_changed(s3: Any, tmp_path: Path) -> None:
     for name, data in {**FILES, "pytorch_model.bin": b"pickle", "sub/config.json": b"{}"}.items():
         s3.put_object(Bucket="models", Key=f"team/tiny/{name}", Body=data)
-    settings = CoordinatorSettings(model=Path("s3://models/team/tiny"), insecure=True)  # a Path has one slash less
+    settings = ServerSettings(model=Path("s3://models/team/tiny"), insecure=True)  # a Path has one slash less
     with_texts = with_folder(settings, weights=False)
     assert with_texts.model_name == "tiny"
     assert not list(with_texts.model.glob("*.safetensors"))

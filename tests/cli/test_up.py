@@ -17,9 +17,8 @@ from splitserve.cli.config import ConfigError, Sources, Value, load
 from splitserve.cli.gpus import shared
 from splitserve.cli.local_cluster import commands, curl_example, prefixed_log
 from splitserve.cli.main import cli
-from splitserve.cli.settings import DEMO_MODEL
+from splitserve.cli.settings import DEMO_MODEL, ServerSettings
 from splitserve.cli.up import Plan, plan
-from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.worker.settings import DecodeSettings, FlexibleSettings
 
 
@@ -134,7 +133,7 @@ def test_each_process_reads_exactly_the_planned_settings(model: Path, tmp_path: 
     made = planned(model, tmp_path, decode_lease_s="4", threads="2")
     processes = commands(made)
     assert [process.name for process in processes] == ["coordinator", "prefill-0", "decode-0"]
-    assert CoordinatorSettings(**yaml.safe_load((made.run_dir / "coordinator.yaml").read_text())["coordinator"]) == made.coordinator
+    assert ServerSettings(**yaml.safe_load((made.run_dir / "coordinator.yaml").read_text())["coordinator"]) == made.coordinator
     assert DecodeSettings(**yaml.safe_load((made.run_dir / "decode-0.yaml").read_text())["decode"]) == made.workers[1]
     assert all("SPLITSERVE_PORT" not in process.env for process in processes)
     assert [process.env["OMP_NUM_THREADS"] for process in processes] == ["1", "2", "2"]

@@ -7,7 +7,7 @@ import random
 import pytest
 from planner.test_simulator import assert_no_block_is_lost
 
-from splitserve.coordinator.lifecycle.lifecycle import Lifecycle
+from splitserve.coordinator.lifecycle.snapshot import Snapshot
 from splitserve.engine.latency_profile import HandoffModel, Memory, Piece, Profile, StepModel
 from splitserve.planner.simulator.cluster import Cluster, Pool, PoolRole
 from splitserve.planner.simulator.records import RequestRecord
@@ -39,8 +39,8 @@ class AtRandom(Steering):
         super().__init__(SteeringOptions(1.0, 0.1, mode="act", every_s=0.5), None)
         self._draw = random.Random(seed)
 
-    def look(self, lifecycle: Lifecycle, now: float) -> list[Decision]:
-        able = [(name, role) for role, names in fleet_of(lifecycle).flexible.items() for name in names]
+    def look(self, snapshot: Snapshot, now: float) -> list[Decision]:
+        able = [(name, role) for role, names in fleet_of(snapshot).flexible.items() for name in names]
         if not able:
             return []
         name, role = self._draw.choice(able)
@@ -79,13 +79,13 @@ class OneFlip(Steering):
         self._at_s, self.seen_s = at_s, 0.0
         self._ordered = False
 
-    def look(self, lifecycle: Lifecycle, now: float) -> list[Decision]:
-        if fleet_of(lifecycle).prefill == 3 and not self.seen_s:
+    def look(self, snapshot: Snapshot, now: float) -> list[Decision]:
+        if fleet_of(snapshot).prefill == 3 and not self.seen_s:
             self.seen_s = now - self._at_s
         if now < self._at_s or self._ordered:
             return []
         self._ordered = True
-        return [Decision(now, "flip", fleet_of(lifecycle).flexible["decode"][0], "prefill", "once")]
+        return [Decision(now, "flip", fleet_of(snapshot).flexible["decode"][0], "prefill", "once")]
 
 
 @pytest.mark.parametrize("flip_s", [None, 0.8])

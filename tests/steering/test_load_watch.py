@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from splitserve.coordinator.lifecycle.request import Ended, Request
+from splitserve.coordinator.lifecycle.snapshot import RunningRequest, finished
 from splitserve.coordinator.lifecycle.time_ledger import TimeLedger
-from splitserve.steering.latency_bounds import LatencyBound
 from splitserve.steering.load_watch import LoadPicture, LoadWatch
 from splitserve.steering.options import SteeringOptions
+from splitserve.transport.latency_bounds import LatencyBound
 from splitserve.transport.messages.messages import Sampling
 
 OPTIONS = SteeringOptions(ttft_s=1.0, tpot_s=0.1)
@@ -27,14 +28,6 @@ def request(arrival: float, prompt: int = 10) -> Request:
     return Request("r", [1] * prompt, Sampling(max_tokens=5), Sink(), arrival, arrival + 1e3)
 
 
-def decoding(request: Request, since: float, num_tokens: int, token_at: float) -> Request:
-    """One that has decoded since then."""
-    request.admit(since)
-    request.enter("decode", since)
-    request.tokens, request.token_at = [1] * num_tokens, token_at
-    return request
-
-
 def end(watch: LoadWatch, arrival: float, ttft_s: float, tpot_s: float, output: int, prompt: int = 10, **more: object) -> None:
     """A request that came then and took so long to its first token and for each further one."""
     ledger = TimeLedger("queue", arrival)
@@ -42,7 +35,9 @@ def end(watch: LoadWatch, arrival: float, ttft_s: float, tpot_s: float, output: 
     ledger.enter("decode", arrival + ttft_s)
     now = arrival + ttft_s + tpot_s * (output - 1)
     ledger.close(now)
-    watch.note(request(arrival, prompt), Ended("length", num_output_tokens=output, ledger=ledger, **more), now)  # type: ignore[arg-type]
+    over = finished(request(arrival, prompt), Ended("length", num_output_tokens=output, ledger=ledger, **more))  # type: ignore[arg-type]
+    assert over is not None
+    watch.note(over, now)
 
 
 def constant(rate: float, seconds: float, until: float = 100.0) -> LoadPicture:
@@ -72,23 +67,25 @@ def test_good_is_what_met_both_objectives() -> None:
 
 def test_what_waits_too_long_is_bad_before_it_has_ended() -> None:
     watch = LoadWatch(OPTIONS)
-    waiting = [request(arrival) for arrival in (98.0, 99.8)]
-    running = decoding(request(97.0), 97.5, 11, 99.5)
+    waiting = [queued(arrival) for arrival in (98.0, 99.8)]
+    running = RunningRequest(97.0, 10, 0, 11, "decode", 97.5, token_at=99.5)
     picture = watch.look([*waiting, running], 100.0)
     assert (picture.num_waiting, picture.num_decoding) == (2, 1)
     assert (picture.num_judged, picture.attainment) == (2, 0.0)  # one waits for 2 s, one has a token every 0.2 s
 
 
 def test_those_that_were_never_taken_in_are_no_load() -> None:
-    watch = LoadWatch(OPTIONS)
-    watch.note(request(99.0), Ended(error="unavailable", ledger=TimeLedger("queue", 99.0)), 99.0)
-    watch.note(request(99.0), Ended(error="overloaded"), 99.0)
-    assert watch.look([], 100.0).num_requests == 0
+    assert finished(request(99.0), Ended(error="unavailable", ledger=TimeLedger("queue", 99.0))) is None
+    assert finished(request(99.0), Ended(error="overloaded")) is None
 
 
-def running(arrival: float, output: int, now: float, prompt: int = 10) -> Request:
-    """It has had a token every 0.1 s until now."""
-    return decoding(request(arrival, prompt), now - 0.1 * output, output, now - 0.1)
+def queued(arrival: float, prompt: int = 10) -> RunningRequest:
+    return RunningRequest(arrival, prompt, 0, 0, "queue", arrival, 0.0)
+
+
+def running(arrival: float, output: int, now: float, prompt: int = 10) -> RunningRequest:
+    """A sequence that has had a token every 0.1 s until now."""
+    return RunningRequest(arrival, prompt, 0, output, "decode", now - 0.1 * output, now - 0.1)
 
 
 def test_in_a_steady_state_outputs_are_tokens_generated_over_requests_ended() -> None:
@@ -120,7 +117,7 @@ def test_what_waits_counts_as_requests_with_such_prompts_did_before() -> None:
         end(watch, i / 10, 0.01, 0.01, 30, prompt=3000)
         end(watch, 30 + i / 10, 0.01, 0.01, 450, prompt=500)
     talk = [running(80.0, 150, 95.1, prompt=500) for _ in range(100)]
-    code = [request(95.0 + i / 20, 3000) for i in range(100)]
+    code = [queued(95.0 + i / 20, 3000) for i in range(100)]
     picture = watch.look([*talk, *code], 100.0)
     assert picture.output_tokens == pytest.approx(30, rel=0.2)
     assert picture.remaining_tokens > 200, "of those that run"
@@ -133,6 +130,6 @@ def test_which_share_keeps_the_bounds_of_the_scaling_rules() -> None:
         end(watch, 95.0, 2.5 if number < 10 else 0.5, 0.02 if number < 4 else 0.005, 5)
     assert watch.look([], 100.0).ttft_kept == pytest.approx(0.75)
     assert watch.look([], 100.0).tpot_kept == pytest.approx(0.9)
-    waiting = [request(97.5) for _ in range(10)]
+    waiting = [queued(97.5) for _ in range(10)]
     assert watch.look(waiting, 100.0).ttft_kept == pytest.approx(0.6)
     assert watch.look([], 200.0).ttft_kept == 1.0, "of none it is not said"

@@ -10,9 +10,9 @@ import pytest
 from splitserve.bench.studies.steer_workload import worker
 from splitserve.steering.capacity import Capacity
 from splitserve.steering.controller import Decision, Fleet, PoolController
-from splitserve.steering.latency_bounds import LatencyBound
 from splitserve.steering.load_watch import LoadPicture
 from splitserve.steering.options import SteeringOptions
+from splitserve.transport.latency_bounds import LatencyBound
 from splitserve.transport.messages.messages import Role
 
 OPTIONS = SteeringOptions(ttft_s=4.0, tpot_s=0.15, mode="act")

@@ -13,9 +13,10 @@ import pytest
 from pydantic import ValidationError
 from support.lifecycle_bench import Bench
 
+from splitserve.cli.settings import ServerSettings
+from splitserve.coordinator.lifecycle.snapshot import snapshot_of
 from splitserve.coordinator.metrics.system_collector import SystemCollector
 from splitserve.coordinator.metrics.system_snapshot import SystemSnapshot
-from splitserve.coordinator.settings import CoordinatorSettings
 from splitserve.planner.slo import parse_slo
 from splitserve.steering.controller import Decision
 from splitserve.steering.hooks import Hooks
@@ -39,7 +40,7 @@ class Scripted(Steering):
         super().__init__(SteeringOptions(1.0, 0.1, mode=mode, every_s=0.01), None)
         self._script = list(decisions)
 
-    def look(self, lifecycle: Any, now: float) -> list[Decision]:
+    def look(self, snapshot: Any, now: float) -> list[Decision]:
         script, self._script = self._script, []
         return script
 
@@ -85,7 +86,7 @@ async def carry_out(mode: Any, tmp_path: Path, commanded: bool = True) -> tuple[
     bench, workers = Bench(), Workers()
     bench.hello("p2", "prefill")
     hooks = Hooks(mode, f"http://127.0.0.1:{port}/", f'{sys.executable} -c "{script}"' if commanded else None)
-    shell = SteeringShell(Scripted(mode, *DECISIONS), bench.core, workers, hooks)
+    shell = SteeringShell(Scripted(mode, *DECISIONS), lambda: snapshot_of(bench.core), workers, hooks)
     task = asyncio.create_task(shell.run())
     await asyncio.wait_for(heard.wait(), PATIENCE_S)
     if mode == "act" and commanded:
@@ -132,10 +133,10 @@ async def test_decisions_are_logged_with_their_reasons(tmp_path: Path, caplog: p
 
 async def test_an_error_of_its_own_ends_steering_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Scripted):
-        def look(self, lifecycle: Any, now: float) -> list[Decision]:
+        def look(self, snapshot: Any, now: float) -> list[Decision]:
             raise ZeroDivisionError("no workers")
 
-    shell = SteeringShell(Broken("act"), Bench().core, Workers(), Hooks("act", None, None))
+    shell = SteeringShell(Broken("act"), lambda: snapshot_of(Bench().core), Workers(), Hooks("act", None, None))
     await asyncio.wait_for(shell.run(), PATIENCE_S)
     assert "no workers" in shell.as_json()["state"]
     assert "roles stay as they are" in caplog.text
@@ -184,7 +185,7 @@ def test_metrics() -> None:
 )
 def test_settings_that_cannot_work_are_refused(more: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
-        CoordinatorSettings(model=Path("m"), insecure=True, **more)
+        ServerSettings(model=Path("m"), insecure=True, **more)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_settings_that_cannot_work_are_refused(more: dict[str, Any], said: str) 
     ],
 )
 def test_objectives_are_read_as_the_planner_reads_them(said: str, attainment: float) -> None:
-    settings = CoordinatorSettings(model=Path("m"), insecure=True, steer="act", steer_slo=said, steer_profile=Path("x"))
+    settings = ServerSettings(model=Path("m"), insecure=True, steer="act", steer_slo=said, steer_profile=Path("x"))
     assert settings.steering is not None
     assert (settings.steering.ttft_s, settings.steering.tpot_s, settings.steering.attainment) == (2.0, 0.05, attainment)
     level = parse_slo(said)
@@ -206,7 +207,7 @@ def test_objectives_are_read_as_the_planner_reads_them(said: str, attainment: fl
 
 def test_settings_as_options() -> None:
     more: dict[str, Any] = {"steer": "advise", "steer_slo": "ttft=1.5,tpot=0.05@p95", "steer_profile": "x", "steer_max_workers": 12}
-    options = CoordinatorSettings(model=Path("m"), insecure=True, steer_cooldown_s=5, **more).steering
+    options = ServerSettings(model=Path("m"), insecure=True, steer_cooldown_s=5, **more).steering
     assert options is not None
     assert (options.ttft_s, options.tpot_s, options.attainment, options.mode, options.max_workers) == (1.5, 0.05, 0.95, "advise", 12)
     assert (options.scale_cooldown_s, options.scale_down_below) == (5, 0.6)

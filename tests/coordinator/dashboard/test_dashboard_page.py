@@ -158,11 +158,13 @@ async def test_it_tells_what_is_in_the_way_and_shows_many_workers(dispatcher: Fa
     busy = [worker._replace(busy=0.95) for worker in crowd("prefill")]
     snapshot = SystemSnapshot(ready=True, workers=[*busy, *crowd("decode")])
     operators = Operators(ADMIN_KEY)
-    app = create_app(dispatcher, model, system=lambda: snapshot, operators=operators, price_per_hour=2.0)
+    bound = Objectives(ttft_s=1.0)
+    app = create_app(
+        dispatcher, model, system=lambda: snapshot, operators=operators, price_per_hour=2.0, objectives=bound
+    )
     server = HttpServer(app)
     await server.start()
     view = app.dashboard.view
-    view.objectives = Objectives(ttft_s=1.0)
     now = view._sampled_at
     view.sample(
         now + 2, SystemSnapshot(ready=True, workers=[*snapshot.workers, WorkerSnapshot(HOSTILE, "decode", 1, 1, 0, 0, 0, 0, 0, 0, 0)])

@@ -70,8 +70,7 @@ def test_each_point_says_what_happened_since_the_one_before() -> None:
 
 
 def test_the_window_is_the_last_minute_and_the_findings_go_by_it() -> None:
-    view = LiveView(0.0, wall=5000.0)
-    view.objectives = Objectives(ttft_by_class={"standard": 5.0})
+    view = LiveView(0.0, wall=5000.0, objectives=Objectives(ttft_by_class={"standard": 5.0}))
     system = SystemSnapshot(ready=True, workers=[worker("decode", 30), worker("prefill", 5)])
     assert [finding["kind"] for finding in view.state(0.0, system)["findings"]] == ["idle"]
     for second in range(0, 120, 2):

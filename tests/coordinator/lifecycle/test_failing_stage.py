@@ -7,10 +7,11 @@ import asyncio
 import pytest
 from support.lifecycle_bench import Bench
 
-from splitserve.coordinator.dispatcher import SocketDispatcher, prove
+from splitserve.coordinator.dispatcher import SocketDispatcher
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
-from splitserve.coordinator.lifecycle.request import Ended, Request, Sink
-from splitserve.transport.messages.messages import RequestFailed, Sampling
+from splitserve.coordinator.lifecycle.request import Ended, Request
+from splitserve.coordinator.readiness import prove
+from splitserve.transport.messages.messages import RequestFailed
 
 BROKEN = "the decode worker has been started anew"
 
@@ -79,16 +80,13 @@ async def test_probes_are_sent_until_one_passes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dispatcher, "gap", lambda: "")
     monkeypatch.setattr(dispatcher, "submit", probes.put_nowait)
 
-    def make(number: int, sink: Sink) -> Request:
-        return Request(f"probe-{number}", [0], Sampling(max_tokens=2), sink, 0.0, 10.0)
-
-    task = asyncio.create_task(prove(dispatcher, make, every_s=0.001))
+    task = asyncio.create_task(prove(dispatcher, 7, every_s=0.001))
     await asyncio.sleep(0.01)
     assert probes.empty(), "it is ready"
     is_ready = False
     for number in (1, 2):
         probe = await asyncio.wait_for(probes.get(), 60)
-        assert probe.request_id == f"probe-{number}"
+        assert probe.request_id == f"probe-7-{number}"
         is_ready = number == 2
         probe.sink.end(Ended())
     await asyncio.sleep(0.01)

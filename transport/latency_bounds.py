@@ -1,5 +1,7 @@
-"""Bounds on latency as people write them, to the planner and to the pool controller: ``ttft=0.5,tpot=0.05@p90`` or
-``ttft=0.5@p90,tpot=0.05@p90``."""
+"""Bounds on latency as people write them: ``ttft=0.5,tpot=0.05@p90`` or ``ttft=0.5@p90,tpot=0.05@p90``.
+
+The planner, the pool controller and the dashboard read this one notation.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,20 @@ DEFAULT_PERCENT = 90.0
 
 @dataclass(frozen=True, slots=True)
 class LatencyBound:
-    """So many seconds, for which share of the requests; None: it was not said."""
+    """``seconds`` that a ``share`` of the requests must keep; ``share`` is None where no percentile was given."""
 
     seconds: float
     share: float | None
 
 
 def notation(*names: str) -> str:
-    """The pattern of bounds with these names; the empty text is of it."""
+    """Return the regular expression of bounds with these names; it also matches the empty text."""
     bound = rf"({'|'.join(names)})=\d*\.?\d+(@p\d+(\.\d+)?)?"
     return rf"^$|^{bound}(,{bound})*$"
 
 
 def parse_bounds(text: str) -> dict[str, LatencyBound]:
-    """By name; ``text`` is of the notation. Raises ValueError."""
+    """Return the bounds by name; ``text`` matches ``notation``. Raises ValueError."""
     bounds: dict[str, LatencyBound] = {}
     for part in text.split(",") if text else []:
         name, _, value = part.partition("=")
@@ -37,5 +39,5 @@ def parse_bounds(text: str) -> dict[str, LatencyBound]:
 
 
 def attainment(bounds: dict[str, LatencyBound]) -> float:
-    """Which share of the requests must be within all bounds at once: the largest that was said, for any of them."""
+    """Return the share of requests that must keep all bounds at once: the largest share given for any of them."""
     return max((bound.share for bound in bounds.values() if bound.share is not None), default=DEFAULT_PERCENT / 100)

@@ -1,0 +1,70 @@
+"""``splitserve coordinator``: the coordinator together with its pool controller."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+
+from ..coordinator.dispatcher import SocketDispatcher
+from ..coordinator.errors import CannotStart
+from ..coordinator.http.access.operators import admin_key
+from ..coordinator.lifecycle.lifecycle import Lifecycle
+from ..coordinator.lifecycle.snapshot import snapshot_of
+from ..coordinator.main import run, run_one
+from ..coordinator.processes import CANNOT_START, Place
+from ..coordinator.tenants.errors import TenantsError
+from ..deploy.process_log import log_to_stderr
+from ..engine.errors import EngineError
+from ..engine.latency_profile import Profile
+from ..steering.hooks import Hooks
+from ..steering.shell import SteeringShell
+from ..steering.steering import Steering
+from ..transport.errors import TransportError
+from .checks import require_model, require_port
+from .config import ConfigError
+from .model_source import with_folder
+from .settings import ServerSettings
+
+_log = logging.getLogger(__name__)
+
+
+def main(settings: ServerSettings) -> None:
+    """Run the coordinator until a signal. Raises ConfigError where these settings do not let it serve."""
+    log_to_stderr(settings.log_level, settings.log_format, "coordinator")
+    settings = with_folder(settings, weights=False)
+    require_model(settings.model, weights=False)
+    require_port(settings.listen_host, settings.port)
+    if settings.admin_key_file is not None:
+        try:
+            admin_key(settings.admin_key_file)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None)
+            why = f"cannot read {settings.admin_key_file} ({reason})" if reason else error
+            raise ConfigError(f"--admin-key-file: {why}") from error
+    try:
+        run(settings, run_one_of_several, controller_of)
+    except (CannotStart, OSError) as error:  # an address in use, a file that cannot be written
+        raise ConfigError(str(error)) from error
+
+
+def run_one_of_several(settings: ServerSettings, place: Place) -> None:
+    """Run one of several coordinator processes, from its first line. Exit status CANNOT_START: its settings are wrong."""
+    log_to_stderr(settings.log_level, settings.log_format, f"coordinator-{place.number}")
+    try:
+        run_one(settings, place, controller_of)
+    except (CannotStart, EngineError, TenantsError, TransportError, OSError) as error:
+        _log.error("cannot start: %s", error)
+        sys.exit(CANNOT_START)
+
+
+def controller_of(
+    settings: ServerSettings, lifecycle: Lifecycle, dispatcher: SocketDispatcher
+) -> SteeringShell | None:
+    """Make the pool controller; None: it is off. Raises ProfileError."""
+    options = settings.steering
+    if options is None or settings.steer_profile is None:
+        return None
+    steering = Steering(options, Profile.read(settings.steer_profile))
+    hooks = Hooks(options.mode, settings.steer_webhook, settings.steer_command)
+    return SteeringShell(steering, partial(snapshot_of, lifecycle), dispatcher, hooks)

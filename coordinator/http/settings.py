@@ -1,0 +1,150 @@
+"""Settings of the HTTP server: where it listens, what it accepts from the network, how much clients may ask of it."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from .access.url import listed
+from .limits import HttpLimits
+from .overload import OverloadLimits
+
+HOST_PATTERN = re.compile(r"[\w.*-]+|\[?[0-9A-Fa-f:.]+\]?")
+ORIGIN_PATTERN = re.compile(r"\*|null|[\w.+-]+://[\w.*:\[\]-]+")
+
+
+class HttpSettings(BaseModel):
+    """The HTTP server."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address on which the HTTP server listens; 0.0.0.0 for all.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 lets the system choose.")
+    open_access: bool = Field(default=False, description="Without API keys, listen on --host all the same: whoever reaches it may use it.")
+    allowed_hosts: str = Field(
+        default="",
+        max_length=65_536,
+        description="Names of this server that requests may have in Host, with commas between; * in one stands for anything, alone for "
+        "all. Always allowed: IP addresses, localhost, the name of this machine, --host; with --open-access on other than loopback also "
+        "names without a dot or of a private domain (.svc, .cluster.local, .internal, .local, .home.arpa). Default: all where API keys are "
+        "asked for, else no others.",
+    )
+    allowed_origins: str = Field(
+        default="",
+        max_length=65_536,
+        description="Origins of web pages that may use the API from browsers (CORS), with commas between, such as https://app.example; * "
+        "in one stands for anything, alone for all. Default: pages of this server alone.",
+    )
+    trusted_proxies: str = Field(
+        default="",
+        max_length=65_536,
+        description="Addresses or networks of proxies, with commas between, whose X-Forwarded-For, X-Forwarded-Proto and Forwarded headers "
+        "are believed. Default: none are.",
+    )
+    tls_cert: Path | None = Field(
+        default=None,
+        description="Certificate in PEM, with its chain: HTTP, WebSocket and the admin port then speak TLS only. It is read again when it "
+        "changes.",
+    )
+    tls_key: Path | None = Field(default=None, description="Private key of --tls-cert in PEM. Default: it is in that file, too.")
+    admin_key_file: Path | None = Field(
+        default=None,
+        description="File (mode 0600) with the key that operators' pages ask for: /metrics, /debug/state, the dashboard's data, /admin. "
+        "Default: a new key, in a file that the log names; commands on this host find it by themselves.",
+    )
+    admin_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of the admin API (tenants, keys, usage, drain, metrics); 0 lets the system choose. Default: no such port, and "
+        "only /admin/drain, on the HTTP server's.",
+    )
+    admin_host: str = Field(default="127.0.0.1", min_length=1, description="Address on which the admin API listens.")
+    request_timeout_s: float = Field(
+        default=600,
+        gt=0,
+        le=86_400,
+        description="Longest life of a request in seconds; then it ends with what it has generated, or with 504 where that is nothing. A "
+        "request may ask for less.",
+    )
+    deadline_error: bool = Field(
+        default=False,
+        description="A request that passes a deadline is a 504, or in mid-stream an error event, whatever it has generated; a request may "
+        "ask for its text all the same (`on_timeout`).",
+    )
+    receive_timeout_s: float = Field(
+        default=30,
+        gt=0,
+        le=86_400,
+        description="Longest time in seconds that a client may take to send a request, and one second more for each 16 KiB of its body; "
+        "then 408.",
+    )
+    max_body_mib: float = Field(default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413.")
+    max_held_mib: float = Field(
+        default=64,
+        gt=0,
+        le=65_536,
+        description="Bytes in MiB of all clients' request bodies that may be held at a time, and of their WebSocket messages as many "
+        "again; beyond it the slowest unfinished ones are given up with 503. Half of it: large requests that wait to be read; then 429.",
+    )
+    max_connections: int = Field(
+        default=20_000,
+        ge=16,
+        le=1_000_000,
+        description="Most client connections, as far as the process may open so many files; beyond it idle ones are closed, and where "
+        "there are none new ones are refused with 503, but for health checks.",
+    )
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of both HTTP ports."""
+        return "http" if self.tls_cert is None else "https"
+
+    @property
+    def http_limits(self) -> HttpLimits:
+        return HttpLimits(
+            max_body_bytes=int(self.max_body_mib * 2**20),
+            request_timeout_s=self.request_timeout_s,
+            deadline_error=self.deadline_error,
+            receive_timeout_s=self.receive_timeout_s,
+        )
+
+    @property
+    def overload_limits(self) -> OverloadLimits:
+        return OverloadLimits(self.max_connections, int(self.max_held_mib * 2**20))
+
+    @model_validator(mode="after")
+    def _consistent_http(self) -> Self:
+        if self.max_held_mib < 2 * self.max_body_mib:
+            raise ValueError(f"--max-held-mib must be at least twice --max-body-mib: {2 * self.max_body_mib:g} or more")
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ValueError("--tls-key is the key of a certificate: give --tls-cert, too")
+        for host in listed(self.allowed_hosts):
+            if not HOST_PATTERN.fullmatch(host):
+                raise ValueError(
+                    f"--allowed-hosts: {host!r} is no host's name; give it without scheme, port and path: llm.example.org"
+                )
+        for origin in listed(self.allowed_origins):
+            if not ORIGIN_PATTERN.fullmatch(origin):
+                raise ValueError(
+                    f"--allowed-origins: {origin!r} is no origin; SCHEME://HOST or SCHEME://HOST:PORT is: "
+                    "https://app.example.org"
+                )
+        for network in listed(self.trusted_proxies):
+            if not _is_network(network):
+                raise ValueError(
+                    f"--trusted-proxies: {network!r} is neither an address nor a network such as 10.0.0.0/8"
+                )
+        return self
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,43 @@
+"""Settings of tenants: their keys, what they may use, and where it is recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SQLITE = "sqlite:///"
+
+
+class TenantSettings(BaseModel):
+    """Tenants, keys, limits and metering."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tenants_file: Path | None = Field(
+        default=None,
+        description="Tenants and API keys, made by `splitserve keys`. Default: no keys are asked for, and the HTTP server listens "
+        "on this host's loopback only.",
+    )
+    usage_url: str | None = Field(
+        default=None,
+        pattern=r"^(sqlite:///|postgres(ql)?://).+$",
+        description="Database for one record of each request: sqlite:///PATH or postgresql://USER@HOST/DATABASE (needs `pip install "
+        "splitserve[postgres]`). Default: a SQLite file beside the tenants file, where there is one; else nothing is metered.",
+    )
+    usage_retention_days: float | None = Field(
+        default=None, gt=0, le=36_500, description="Days after which usage records are deleted. Default: they are kept for good."
+    )
+    redis_url: str | None = Field(
+        default=None,
+        pattern=r"^rediss?://\S+$|^unix://\S+$",
+        description="Redis that keeps what keys and tenants have left of their limits, for coordinators on several hosts: "
+        "redis://HOST:6379/0 (needs `pip install splitserve[redis]`). Default: a file beside the tenants file, for one host.",
+    )
+
+    @property
+    def metered_to(self) -> str | None:
+        """The database for usage records; None: nothing is metered."""
+        if self.usage_url is None and self.tenants_file is not None:
+            return f"{SQLITE}{self.tenants_file}-usage"
+        return self.usage_url
