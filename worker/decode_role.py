@@ -5,14 +5,19 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+import zmq
+
 from ..decode.core import DecodeCore
 from ..decode.scheduler import DecodeScheduler
+from ..transport.channels.host import advertised_host
+from ..transport.environment import Environment
 from ..transport.handoff.actions import Join, Supersede, TellTokens, ToPeer
 from ..transport.handoff.handoff import HandoffTimes
 from ..transport.handoff.receiver import HandoffReceiver
+from ..transport.handoff.receiving_end import RECEIVING, ReceivingEnd
 from ..transport.messages.messages import FROM_DECODE, SECRET_BYTES
-from .played_role import PlayedRole, Process
-from .receiving_end import RECEIVING, ReceivingEnd
+from ..transport.movers.opening import offered, open_targets
+from .played_role import PlayedRole
 from .settings import DecodeSettings
 from .steps import DecodeSteps
 
@@ -25,8 +30,23 @@ class DecodeRole(PlayedRole):
     steps: DecodeSteps
     _receiving: ReceivingEnd
 
-    def __init__(self, settings: DecodeSettings, process: Process) -> None:
-        super().__init__(settings, process, ReceivingEnd(settings, process.model, process.key, process.shared))
+    def _open_receiving(self, environment: Environment) -> ReceivingEnd:
+        settings, process = self._settings, self._process
+        assert isinstance(settings, DecodeSettings)
+        model, plaintext = process.model, settings.plaintext_kv or settings.insecure
+        host = advertised_host(settings.listen, settings.advertise_host, settings.coordinators[0])
+        movers = open_targets(
+            offered(settings.mover, plaintext, model.device.type == "cuda"),
+            model.pool,
+            process.shared,
+            settings.data_listen,
+            host,
+            plaintext,
+            model.device_blocks,
+        )
+        for fd in movers.fds:
+            self.poller.register(fd, zmq.POLLIN)
+        return ReceivingEnd(environment, movers, settings.listen, host)
 
     def carry_out(self, now: float) -> None:
         super().carry_out(now)
@@ -36,7 +56,7 @@ class DecodeRole(PlayedRole):
 
     def report(self, now: float) -> None:
         if self._reports.beat_is_due(now):
-            self._receiving.bury_dead_writers(self.core, now)
+            self._receiving.release_dead_writers(self.core, now)
         super().report(now)
 
     def _make_core(self) -> None:

@@ -22,16 +22,18 @@ from ..prefill.core import PrefillCore
 from ..transport.channels.coordinator_links import CoordinatorLinks
 from ..transport.channels.host import host_identity
 from ..transport.channels.keys import ClusterKey
+from ..transport.environment import Environment
 from ..transport.handoff.actions import ToCoordinator
+from ..transport.handoff.receiving_end import ReceivingEnd
 from ..transport.handoff.sender import HandoffSender
 from ..transport.handoff.sending_end import SendingEnd
+from ..transport.live_environment import live_environment
 from ..transport.messages.messages import Flip, Goodbye, Hello, Meet, ModelIdentity, Role
 from ..transport.movers.opening import offered
 from ..transport.movers.shm import SharedPool
 from ..transport.process.otel import Tracing
 from ..transport.process.worker_trace import WorkerTrace
 from .gpu_telemetry import GpuTelemetry
-from .receiving_end import ReceivingEnd
 from .reports import WorkerReports
 from .roles import Departure, RoleHost
 from .settings import DecodeSettings, PrefillSettings
@@ -65,27 +67,24 @@ class PlayedRole(ABC):
     sender: HandoffSender
     max_batch_tokens: int
 
-    def __init__(self, settings: PrefillSettings | DecodeSettings, process: Process, receiving: ReceivingEnd | None = None) -> None:
-        """``receiving``: the end where other workers hand over to this one, of a role that has one."""
-        self._settings, self._process, self._receiving, model = settings, process, receiving, process.model
+    def __init__(self, settings: PrefillSettings | DecodeSettings, process: Process) -> None:
+        self._settings, self._process, model = settings, process, process.model
         self._identity = msgspec.convert(model.identity, ModelIdentity)
         self._ticked = 0.0
-        self.poller = self._make_poller()
+        self.poller = zmq.Poller()
+        environment = live_environment(model, process.key, self.poller, settings.plaintext_kv or settings.insecure)
+        self._receiving = self._open_receiving(environment)
         self.links = CoordinatorLinks(
             settings.coordinators,
-            process.key,
+            environment.network,
             settings.worker_id,
             self,
             process.incarnations,
-            self.poller,
             settings.orphaned_after_s,
         )
         self._make_core()
         self.departure = Departure(self.core, self.role, process.host)
-        incarnation, plaintext = self.links.incarnation, settings.plaintext_kv or settings.insecure
-        self.sending = SendingEnd(
-            self.sender, settings.worker_id, incarnation, process.key, model, self.poller, plaintext
-        )
+        self.sending = SendingEnd(self.sender, settings.worker_id, self.links.incarnation, environment)
         endpoint = settings.otlp_endpoint
         self._tracing = Tracing.open(endpoint, self.role, settings.worker_id) if endpoint else None
         trace = WorkerTrace(self._tracing.emit) if self._tracing is not None else None
@@ -96,6 +95,10 @@ class PlayedRole(ABC):
         self._grammars = GrammarThread(model.grammars, process.wake)
 
     # --- what differs by role --------------------------------------------------------------------
+
+    def _open_receiving(self, environment: Environment) -> ReceivingEnd | None:
+        """Return the end where other workers hand over to this one, of a role that has one."""
+        return None
 
     @abstractmethod
     def _make_core(self) -> None:
@@ -238,17 +241,9 @@ class PlayedRole(ABC):
         """See ``LinkedWorker``. The old incarnation's last messages to its peers leave before its channels close."""
         self.core.drop_others(-1)
         self.carry_out(time.monotonic())
-        self.poller = self._make_poller()
-        self.links.watch_by(self.poller)
-        self.sending.rename(incarnation, self.poller)
+        self.sending.rename(incarnation)
         self._rename(incarnation)
 
     def orphaned(self) -> None:
         """See ``LinkedWorker``."""
         self.core.drop_others(*self.links.coordinators)
-
-    def _make_poller(self) -> zmq.Poller:
-        poller = zmq.Poller()
-        if self._receiving is not None:
-            self._receiving.watch_by(poller)
-        return poller

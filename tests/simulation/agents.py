@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from simulation.movers import Item, Source
+from simulation.movers import Source
 from simulation.network import LATE_S
 
 from splitserve.transport.errors import MoverError
+from splitserve.transport.movers.interface import Arrival, Item, OneSidedTarget
 
 if TYPE_CHECKING:
     from simulation.decode_process import DecodeProcess
@@ -43,10 +44,10 @@ class Agent:
             process.world.violated(f"{process.name}: block {block} was written under lease {lease}, and its process has another role now")
 
 
-class AgentTarget:
+class AgentTarget(OneSidedTarget):
     """The receiving side."""
 
-    one_sided = lingers = True
+    lingers = True
 
     def __init__(self, process: DecodeProcess) -> None:
         self._process, self._world = process, process.world
@@ -99,7 +100,7 @@ class AgentSource(Source):
         self._writes: list[Write] = []
         self._closed = False
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
+    def _put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
         if self.world.strikes(self.faults.mover_error, "mover errors"):
             raise MoverError("the adversary says so")
         write = Write(lease, self.writer.now + PUT_S)
@@ -109,13 +110,17 @@ class AgentSource(Source):
 
     def writing(self, lease: int) -> bool:
         """Whether a put of this lease is not known to have landed."""
-        return any(write.lease == lease for write in self._writes)
+        return self._asked_about(lease, [write.lease for write in self._writes])
 
-    def poll(self) -> None:
+    def poll(self) -> list[Arrival]:
         """Raises MoverError."""
         for write in self._writes:
             if write.failed or self.writer.now > write.until:
                 raise MoverError(write.failed or "a put was not complete in time")
+        return []
+
+    def pending(self) -> int:
+        return len(self._writes)
 
     def cancel(self, lease: int) -> None:
         """What is under way cannot be called back."""

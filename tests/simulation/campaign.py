@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 import traceback
 from collections import Counter
@@ -18,6 +19,8 @@ from splitserve.transport.process.huge_heap import collapse_heap
 
 REQUESTS = 500
 """Requests a world."""
+STARTS_WITHIN_S = 5.0
+"""Requests come when each coordinator has workers of both roles, or after so long: a Hello that was lost is repeated after a second."""
 FAULTS_GO_ON_S = 6.0
 """After the last arrival, until most have been served among faults; in so many (virtual) seconds at most."""
 COLLAPSE_EVERY = 4
@@ -29,16 +32,21 @@ REST_S = 60.0
 def simulate(seed: int, scenario: Scenario, requests: int = REQUESTS) -> World:
     """Requests arrive among faults; then the faults stop, and everything must come to rest. Stops at the first violation."""
     world = World(seed, scenario)
+    before = logging.root.manager.disable
+    logging.disable()  # the shells log every fault
     try:
         _live(world, requests)
     except Exception as error:  # an invariant inside a core spoke first
         world.violated(repr(error))
         world.traceback = traceback.format_exc()
+    finally:
+        logging.disable(before)
     return world
 
 
 def _live(world: World, requests: int) -> None:
     world.queue.run(0.5)
+    world.queue.run_until(lambda: not any(each.core.pools.gap for each in world.coordinators.values()), STARTS_WITHIN_S)
     number = 0
     while number < requests and not world.violations:
         number += world.clients.arrive(number)

@@ -30,6 +30,7 @@ class Checks:
         for wait in worker.core.waits():
             if not worker.now < wait.until < inf:
                 self.world.violated(f"{worker.name}: {wait.key} waits for {wait.what} until {wait.until}, and it is {worker.now}")
+        worker.reach_check.look()
         if thorough:
             worker.audit()
 

@@ -13,15 +13,14 @@ from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from simulation.model import NUM_LAYERS
-from simulation.movers import PARCEL, Item, Source
+from simulation.movers import PARCEL, BookTarget, Source
 from simulation.network import LATE_S
 
 from splitserve.transport.errors import MoverError
-from splitserve.transport.handoff import actions as act
 from splitserve.transport.messages.messages import Message
+from splitserve.transport.movers.interface import Arrival, Item
 from splitserve.transport.movers.nccl_receiver import BeginSession, HearEntry, Receive, ReceivingSession, ReceivingSessions
 from splitserve.transport.movers.nccl_sender import LeavingParcel, SendingSession
-from splitserve.transport.movers.parcels import LeaseBook
 
 if TYPE_CHECKING:
     from simulation.decode_process import DecodeProcess
@@ -137,6 +136,7 @@ class RendezvousSource(Source):
     def __init__(self, writer: WorkerProcess, peer: str, process: int, stir: Callable[[RendezvousSource], None]) -> None:
         super().__init__(writer, peer, process)
         self._stir = stir
+        self.failed: Callable[[], None] = _nothing
         self.session = SendingSession(self.world.next_number(), PATIENCE_S, writer.now)
         self._end = CommunicatorEnd(writer, self._met, self._broke, _nothing)
         self.session.entry("0", str(self._end.number).encode())
@@ -145,8 +145,9 @@ class RendezvousSource(Source):
         self._is_watched = False
         self._watch()
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
+    def _put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
         if self.world.strikes(self.faults.mover_error, "mover errors"):
+            self.failed()
             raise MoverError("the adversary says so")
         self.session.put(lease, secret, items, slice(first, end), PARCEL)
         self._given.update({(lease, block): self.writer.blocks.times_given[block] for _, block, _ in items})
@@ -156,9 +157,16 @@ class RendezvousSource(Source):
         if (entry := self.session.hear(message)) is not None:
             self._end.hear(entry.value)
 
-    def poll(self) -> None:
-        """Raises MoverError."""
-        self.session.poll(self.writer.now)
+    def words(self) -> list[Message]:
+        return self.session.words()
+
+    def poll(self) -> list[Arrival]:
+        try:
+            self.session.poll(self.writer.now)
+        except MoverError:
+            self.failed()
+            raise
+        return []
 
     def cancel(self, lease: int) -> None:
         self._cancelled.add(lease)
@@ -241,12 +249,13 @@ class RendezvousSource(Source):
             self._watch()
 
 
-class RendezvousTarget:
+class RendezvousTarget(BookTarget):
     """The receiving end of all writers."""
 
     def __init__(self, process: DecodeProcess) -> None:
-        self._process, self._world = process, process.world
-        self.book = LeaseBook(NUM_LAYERS, process.memory.block_size)
+        super().__init__(process)
+        self._world = process.world
+        self._words: list[tuple[PeerId, Message]] = []
         self.sessions = ReceivingSessions(self.book, NUM_LAYERS, process.memory.block_size, PARCEL * NUM_LAYERS * process.memory.block_size)
         self._ends: dict[ReceivingSession, CommunicatorEnd] = {}
 
@@ -260,9 +269,18 @@ class RendezvousTarget:
         self.sessions.hear(peer, message)
         self.settle()
 
-    def shut_out(self, peer: PeerId) -> None:
+    def address(self, peer: PeerId) -> bytes:
+        self.sessions.meet(peer)
+        return b""
+
+    def shut_out(self, peer: PeerId) -> bool:
         self.sessions.shut_out(peer)
         self.settle()
+        return True
+
+    def words(self) -> list[tuple[PeerId, Message]]:
+        words, self._words = self._words, []
+        return words
 
     def settle(self) -> None:
         """Whatever the sessions want done, and said."""
@@ -277,8 +295,9 @@ class RendezvousTarget:
             else:
                 self._ends.pop(session).is_torn = True
                 self._world.counts["communicators torn down"] += 1
-        for peer, word in self.sessions.words():
-            self._process.do(act.ToPeer(peer, word))
+        self._words += self.sessions.words()
+        if self._words:
+            self._process.after(0.0, self._process.poll)
 
     def _begin(self, session: ReceivingSession) -> None:
         def go_on() -> None:
@@ -315,11 +334,9 @@ class RendezvousTarget:
                 self._broke(session, "a piece of another size came")
                 return
             self._process.written_by_itself(parcel.claim.header.lease, parcel.claim.blocks, parcel.claim.header.offset, piece.slices)
-            for lease, position in self.sessions.written(parcel):
-                self._process.core.receiver.arrived(lease, position)
+            self._have_arrived(self.sessions.written(parcel))
         piece.received()
         self._go_on(session)
-        self._process.turn()
 
 
 def _nothing() -> None:

@@ -6,14 +6,16 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from simulation.channels import VirtualNetwork
 from simulation.process import Process
-from simulation.worker_process import HEARTBEAT_S, PeerId
+from simulation.worker_process import HEARTBEAT_S
 
 from splitserve.coordinator.lifecycle.actions import Action, End, Push, PushPromptLogprobs, Send
 from splitserve.coordinator.lifecycle.flips import FlipRecord
 from splitserve.coordinator.lifecycle.lifecycle import Lifecycle, LifecycleLimits
 from splitserve.coordinator.lifecycle.request import Request
-from splitserve.transport.messages.messages import Message, Prefill, Role
+from splitserve.transport.channels.coordinator_link import identity_of, worker_of
+from splitserve.transport.messages.messages import FROM_WORKER, Message, Prefill, Role
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -42,6 +44,7 @@ class CoordinatorProcess(Process):
         siblings = tuple(other for other in world.coordinator_names if other != name)
         limits = replace(PRODUCT_LIMITS if world.scenario.product_limits else LIMITS, siblings=siblings)
         self.number = world.next_number()  # of this process, among those of its name
+        self._listener = VirtualNetwork(self, HOST).listen(name, FROM_WORKER)
         self.core = Lifecycle(world.hosts[HOST].incarnations()(), world.scenario.cluster.policy, limits)
         self._num_ticks = 0
         # Half of them see that a worker's connection is gone, as ZeroMQ tells; the others go by its silence.
@@ -68,8 +71,17 @@ class CoordinatorProcess(Process):
         if self._sees_connections:
             self.core.connection_lost()
 
-    def hear(self, worker: PeerId, message: Message) -> None:
-        self._carry_out(self.core.receive(worker, message, self.now))
+    def poll(self) -> None:
+        for identity, message in self._listener.receive(1000):
+            if (worker := worker_of(identity)) is not None:
+                self._check_owner(message)
+                self._carry_out(self.core.receive(worker, message, self.now))
+
+    def _check_owner(self, message: Message) -> None:
+        """A request is its coordinator's alone."""
+        others = {other.core.incarnation for other in self.world.coordinators.values() if other.name != self.name}
+        if getattr(message, "coordinator", 0) in others:
+            self.world.violated(f"{self.name}: got a {type(message).__name__} about a request of another coordinator")
 
     def _tick(self) -> None:
         self.after(TICK_S, self._tick)
@@ -95,16 +107,8 @@ class CoordinatorProcess(Process):
     def _send(self, send: Send) -> None:
         if type(send.message) is Prefill:
             self.world.clients.tried(send.message, send.worker)
-        worker = self.world.workers.get(send.worker[0])
+        sent = self._listener.send(identity_of(*send.worker), send.message)
         if self._sees_connections:
-            self._see_connection(send.worker, worker is not None and worker.alive and worker.id == send.worker)
-        if worker is not None:
-            self.world.network.send(
-                self.name, worker.name, send.message, worker.run, worker.hear_coordinator, self.name, self.number, send.worker
-            )
-
-    def _see_connection(self, worker: PeerId, connected: bool) -> None:
-        """Whether there is one to send to. (A partition, or a frozen process, leaves it as it is.)"""
-        if not connected and worker in self.core.pools.workers:
-            self.world.counts["connections found gone"] += 1
-        self.core.pools.reached(worker, connected, self.now)
+            if not sent and send.worker in self.core.pools.workers:
+                self.world.counts["connections found gone"] += 1
+            self.core.pools.reached(send.worker, sent, self.now)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from simulation.movers import Item, SharedMemorySource
+from simulation.movers import SharedMemorySource
 from simulation.network import LATE_S
 
 from splitserve.transport.errors import MoverError
+from splitserve.transport.movers.interface import Arrival, Item
 
 if TYPE_CHECKING:
     from simulation.decode_process import DecodeProcess
@@ -42,7 +43,7 @@ class CopySource(SharedMemorySource):
         self._copies: list[Copy] = []  # in the order of the stream
         self._free_at = 0.0  # the stream
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
+    def _put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
         target = self._about_to_write(items)
         self.world.counts["copies between devices"] += len(items)
         copy = Copy(target, lease, list(items), first, end, self.writer.now + PUT_S)
@@ -59,12 +60,16 @@ class CopySource(SharedMemorySource):
 
     def writing(self, lease: int) -> bool:
         """Whether a copy of this lease is not known to be over."""
-        return any(copy.lease == lease for copy in self._copies)
+        return self._asked_about(lease, [copy.lease for copy in self._copies])
 
-    def poll(self) -> None:
+    def poll(self) -> list[Arrival]:
         """Raises MoverError."""
         if self._copies and self.writer.now > self._copies[0].until:
             raise MoverError("a copy between devices was not complete in time")
+        return []
+
+    def pending(self) -> int:
+        return sum(len(copy.left) for copy in self._copies)
 
     def cancel(self, lease: int) -> None:
         """What is under way cannot be called back."""

@@ -63,12 +63,11 @@ class FlexibleProcess:
 
     def end(self, worker: WorkerProcess) -> None:
         """Nothing is left of this role; without any the process ends."""
+        if len(self.roles) > 1 and not self.leaving:
+            self.retiring.append(RetiringRole(worker, self))
         self._drop(worker)
         if not self.roles:
             self.world.kill_process(self)
-        elif not self.leaving:
-            self.retiring.append(role := RetiringRole(worker, self))
-            role.turn()
 
     def die(self) -> None:
         self.alive = False

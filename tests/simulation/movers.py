@@ -5,23 +5,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from simulation.memory import Memory
 from simulation.model import NUM_LAYERS
 from simulation.network import LATE_S
 
 if TYPE_CHECKING:
     from simulation.decode_process import DecodeProcess
-    from simulation.worker_process import WorkerProcess
+    from simulation.worker_process import PeerId, WorkerProcess
 
 from splitserve.transport.errors import MoverError
+from splitserve.transport.movers.interface import Arrival, Item, OneSidedTarget
 from splitserve.transport.movers.parcels import LeaseBook, ParcelHeader
 
-Item = tuple[int, int, int]
-"""(position in the lease, own block, the peer's block)"""
 PARCEL = 4
 """Blocks a parcel, at most."""
 
@@ -47,9 +45,23 @@ class Source(ABC):
             values = values[: len(values) // 2]
         return values
 
+    def put(
+        self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None
+    ) -> None:
+        end = NUM_LAYERS if num_layers is None else first_layer + num_layers
+        self._put(lease, secret, items, first_layer, end)
+
     @abstractmethod
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
+    def _put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
         """Layers [first, end) of these blocks."""
+
+    def poll(self) -> list[Arrival]:
+        """What has left is not told one by one here. Raises MoverError."""
+        return []
+
+    def pending(self) -> int:
+        """Blocks of puts that have not left yet."""
+        return 0
 
     @abstractmethod
     def cancel(self, lease: int) -> None:
@@ -59,6 +71,12 @@ class Source(ABC):
         """Whether puts of this lease may be landing by themselves."""
         return False
 
+    def _asked_about(self, lease: int, leases: Iterable[int]) -> bool:
+        """Whether this lease is among those that are being written: then a message waits."""
+        found = lease in leases
+        self.world.counts["words held back"] += found
+        return found
+
     @abstractmethod
     def close(self) -> Collection[int]:
         """The connection ends; what has not left is lost. The leases under which something may still land."""
@@ -67,7 +85,7 @@ class Source(ABC):
 class SharedMemorySource(Source):
     """Copies into the peer's memory by itself, half a block at a time: it may be stopped, or die, between any two halves."""
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
+    def _put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
         target = self._about_to_write(items)
         struck = int(self.random() * len(items))
         for i, (_, source, block) in enumerate(items):
@@ -126,7 +144,7 @@ class ParcelSource(Source):
         self._cancelled: set[int] = set()  # leases
         self._closed = False
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
+    def _put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
         if self.world.strikes(self.faults.mover_error, "mover errors"):
             raise MoverError("the adversary says so")
         for start in range(0, len(items), PARCEL):
@@ -160,7 +178,7 @@ class ParcelSource(Source):
 
     def _arrive(self, parcel: Parcel) -> None:
         if (target := self.target()) is not None:
-            target.run(target.on_parcel, parcel)
+            target.run(target.parcels.on_parcel, parcel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +192,73 @@ class Parcel:
     slices: list[tuple[int, list[int]]]
 
 
-class ParcelTarget:
-    """The receiving side: this process itself writes, what the real movers' lease book expects and nothing else. (A value counts as a
-    byte.)"""
+class MappedTarget(OneSidedTarget):
+    """The receiving side of a writer that has mapped the memory: open as long as that process lives."""
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self.book = LeaseBook(NUM_LAYERS, memory.block_size)
+    def address(self, peer: PeerId) -> bytes:
+        return b""
+
+    def shut_out(self, peer: PeerId) -> bool:
+        return False
+
+
+class BookTarget:
+    """The receiving side where this process itself writes what comes: what the real movers' lease book expects and nothing else. (A value
+    counts as a byte.)"""
+
+    one_sided = lingers = False
+
+    def __init__(self, process: DecodeProcess) -> None:
+        self._process, self._memory = process, process.memory
+        self.book = LeaseBook(NUM_LAYERS, process.memory.block_size)
+        self.fd = process.world.next_number()
+        self._arrivals: list[Arrival] = []
+
+    def open(self, lease: int, secret: bytes, targets: Mapping[int, int]) -> None:
+        self.book.open(lease, secret, targets)
+
+    def expect_again(self, lease: int, positions: Sequence[int]) -> None:
+        self.book.expect_again(lease, positions)
+
+    def close(self, lease: int) -> None:
+        self.book.close(lease)
+
+    def poll(self, limit: int) -> list[Arrival]:
+        arrivals, self._arrivals = self._arrivals[:limit], self._arrivals[limit:]
+        if not self._arrivals:
+            self._process.network.readable.discard(self.fd)
+        return arrivals
+
+    def close_all(self) -> None:
+        """The end of this role."""
+
+    def _have_arrived(self, arrivals: list[Arrival]) -> None:
+        self._arrivals += arrivals
+        self._process.network.readable.add(self.fd)
+        self._process.poll()
+
+
+class ParcelTarget(BookTarget):
+    """Of parcels."""
+
+    def address(self, peer: PeerId) -> bytes:
+        return b""
+
+    def shut_out(self, peer: PeerId) -> bool:
+        return True
+
+    def on_parcel(self, parcel: Parcel) -> None:
+        """Whole slices at places that are expected, or nothing."""
+        process = self._process
+        complete = self.take_in(parcel)
+        if complete is None:
+            process.world.counts["parcels refused"] += 1
+            return
+        if process.core.receiver.mover_of(parcel.lease) != "tcp":
+            process.world.violated(
+                f"{process.name}: a parcel of lease {parcel.lease} was written, which had ended or belongs to another mover"
+            )
+        self._have_arrived([(parcel.lease, position) for position in complete])
 
     def take_in(self, parcel: Parcel) -> list[int] | None:
         """Writes the parcel and returns the positions that are complete now; None where it is not expected (any more), or is cut short."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from splitserve.transport.errors import BadMessage
 from splitserve.transport.messages.codec import decode, encode
 from splitserve.transport.messages.messages import Message
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 LATE_S = 1.0
-ENCODED = 0.01
+ENCODED = 0.1
 """This share of all messages really goes through the codec: what a core says must be valid on the wire."""
 
 
@@ -25,12 +26,22 @@ class Network:
         self.faults, self.counts = world.scenario.faults, world.counts
         self.said: Counter[str] = Counter()  # messages by type
         self._cuts: dict[tuple[str, str], tuple[float, bool]] = {}  # until when, and whether messages are held back
+        self._cut_since: dict[tuple[str, str], float] = {}
         self._newest: dict[tuple[str, str], float] = {}  # when the latest of one's messages to another comes
         self.held_until = 0.0  # when the last comes that a partition has held back
 
     def cut(self, source: str, target: str, seconds: float, holds: bool) -> None:
         """From now on nothing passes from ``source`` to ``target``."""
+        if self._cuts.get((source, target), (0.0, False))[0] <= self.queue.now:
+            self._cut_since[(source, target)] = self.queue.now
         self._cuts[(source, target)] = (self.queue.now + seconds, holds)
+
+    def is_cut(self, one: str, other: str, seconds: float) -> bool:
+        """Whether one way or both have been cut for so long."""
+        now = self.queue.now
+        return any(
+            self._cuts.get(way, (0.0, False))[0] > now and now - self._cut_since[way] >= seconds for way in ((one, other), (other, one))
+        )
 
     def heal(self) -> None:
         self._cuts.clear()
@@ -50,6 +61,7 @@ class Network:
                 return
             if faults.mangle and random() < faults.mangle:
                 self.counts["messages mangled"] += 1
+                self._mangle(message)
                 return
             if faults.late and random() < faults.late:
                 self.counts["messages late"] += 1
@@ -58,6 +70,21 @@ class Network:
                 self.counts["messages doubled"] += 1
                 self.queue.after(delay + LATE_S * random() ** 4, receive, *args, message)
         self.queue.at(self._arrival(source, target, delay), receive, *args, message)
+
+    def _mangle(self, message: Message) -> None:
+        """Its bytes are changed or cut: the real codec refuses them, or makes a message of them, which the cipher would have refused. It
+        must raise BadMessage and nothing else."""
+        data = bytearray(encode(message))
+        if self.random.random() < 0.3:
+            del data[int(self.random.random() * len(data)) :]
+        for _ in range(1 + int(3 * self.random.random()) if data else 0):
+            data[int(self.random.random() * len(data))] ^= 1 + int(255 * self.random.random())
+        try:
+            decode(bytes(data), (type(message),))
+        except BadMessage:
+            self.counts["mangled messages refused by the codec"] += 1
+        else:
+            self.counts["mangled messages left to the cipher"] += 1
 
     def _arrival(self, source: str, target: str, delay: float) -> float:
         """One connection's messages come in order. Only the adversary changes that, where it makes messages late."""

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from simulation.model import EOS, NUM_LAYERS
-from simulation.sending_end import SendingEnd
-from simulation.worker_process import BLOCK_SIZE, DRAIN_S, MAX_MODEL_LEN, MODEL, TIMES, PeerId, WorkerProcess
+from simulation.worker_process import BLOCK_SIZE, DRAIN_S, MAX_MODEL_LEN, MODEL, TIMES, WorkerProcess
 
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.scheduler import PrefillScheduler
@@ -31,7 +30,7 @@ class PrefillProcess(WorkerProcess):
 
     def __init__(self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None) -> None:
         super().__init__(world, name, host, num_blocks, process)
-        self.sending = SendingEnd(self, self.core.sender)
+        self.start_sending(self.core.sender)
         self._num_layers = 0  # of the running step, written so far
 
     def make_core(self) -> PrefillCore:
@@ -73,19 +72,11 @@ class PrefillProcess(WorkerProcess):
             if sequence is None or not (sequence.in_step and sequence.doomed):
                 yield key
 
-    def take_new_incarnation(self) -> None:
-        """What the old incarnation still owes its peers is said before its channels close."""
-        self.core.drop_others(-1)
-        self.carry_out_all()
-        self.sending.close()
-        self.incarnation = self.next_incarnation()
+    def rename_core(self) -> None:
         self.core.rename(self.meet())
 
     def block_tables(self) -> Iterable[Sequence[int]]:
         return self.core.block_tables()
-
-    def hear_peer(self, peer: PeerId, channel: Any, message: Message) -> None:
-        raise AssertionError("nobody hands over to a prefill worker")
 
     def do(self, action: Any) -> None:
         self.sending.carry_out(action)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from simulation.clock import Event
@@ -20,10 +20,11 @@ class Process:
         drift = world.scenario.faults.clock_drift
         self._queue = world.queue
         self._clock_offset, self._clock_rate = world.random.uniform(0.0, 1e5), 1.0 + world.random.uniform(-drift, drift)
-        self._frozen_until = -1.0
+        self._frozen_since = self._frozen_until = -1.0
         self._backlog: deque[tuple[Event, tuple[Any, ...]]] = deque()
         self._rest: list[tuple[Event, tuple[Any, ...]]] = []  # of the event in whose middle the process froze
         self._inside = self._waking = False
+        self.num_broken: Counter[tuple[str, int]] = Counter()  # movers to each peer that failed since one of them handed something over
 
     @property
     def now(self) -> float:
@@ -39,7 +40,16 @@ class Process:
         """It lives, and has heard all that came."""
         return self.alive and not self.frozen and not self._backlog
 
+    def stands_still(self, seconds: float) -> bool:
+        """Whether it has been frozen for so long."""
+        return self.frozen and self._queue.now - self._frozen_since >= seconds
+
+    def poll(self) -> None:
+        """Messages have come, or something has happened to a mover: one turn of its loop."""
+
     def freeze(self, seconds: float) -> None:
+        if not self.frozen:
+            self._frozen_since = self._queue.now
         self._frozen_until = max(self._frozen_until, self._queue.now + seconds)
 
     def die(self) -> None:

@@ -54,10 +54,11 @@ def test_the_ends_add_up_to_the_requests() -> None:
 
 
 HAPPENS = """
-messages dropped|messages doubled|messages late|messages mangled|messages lost in a partition|messages held by a partition
+messages dropped|messages doubled|messages late|mangled messages refused by the codec|mangled messages left to the cipher
+messages lost in a partition|messages held by a partition
 puts corrupted|puts cut short|puts doubled|puts late|puts lost|parcels refused|corrupt blocks found|mover errors
 freezes in mid-put|deaths in mid-put|rendezvous failed|rendezvous behind a wall|rendezvous movers failed
-agents ended|puts after their agent's end|completions lost|writers shut out|words held back|leases left unsettled
+peers beyond reach|agents ended|puts after their agent's end|completions lost|writers shut out|words held back|leases left unsettled
 copies between devices|copies that hang|ended with a copy that hangs
 communicators made|communicators broken|communicators torn down|late collectives
 steps failed|steps out of memory|steps skipped|steps made ahead|prefill steps made ahead

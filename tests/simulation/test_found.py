@@ -43,10 +43,10 @@ def test_a_role_that_ended_cut_off_leaves_nothing_in_quarantine() -> None:
 def test_a_writer_that_was_shut_out_and_granted_one_lease_more_does_not_keep_its_blocks() -> None:
     """A prefill worker was silent for long, and its way in, by a mover whose puts linger, was closed. It came back, was granted a lease,
     failed at its first put, and met the decode worker anew, by another mover; of that lease it said nothing, and was asked for ever."""
-    world = simulate(6006, draw_scenario(6006), requests=350)
-    assert world.counts["agents ended"]
-    assert world.counts["leases left unsettled"]
-    assert not world.violations
+    worlds = [simulate(seed, draw_scenario(seed), requests=150) for seed in (6006, 6022, 6024)]
+    assert sum(world.counts["agents ended"] for world in worlds)
+    assert sum(world.counts["leases left unsettled"] for world in worlds) >= 3
+    assert not any(world.violations for world in worlds)
 
 
 def test_a_decode_step_that_ran_out_of_memory_is_made_again_with_the_blocks_it_has() -> None:

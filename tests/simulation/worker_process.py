@@ -1,4 +1,4 @@
-"""What the processes of both worker roles have in common: the loop around a core, as thin as the live one."""
+"""What the processes of both worker roles have in common: the loop around a core and the live shells."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
-from simulation.lines import Lines
+from simulation.channels import VirtualNetwork
+from simulation.environment import REACH, ReachCheck, environment_of
 from simulation.memory import Memory
 from simulation.model import VOCABULARY
 from simulation.process import Process
-from simulation.sending_end import SendingEnd
 from simulation.steps import FAILED, NO_MEMORY, SKIPPED, Steps
 from simulation.watched_blocks import WatchedBlocks
 
+from splitserve.transport.channels.coordinator_links import CoordinatorLinks
 from splitserve.transport.handoff.actions import ToCoordinator
 from splitserve.transport.handoff.handoff import HandoffTimes, Key
+from splitserve.transport.handoff.sender import HandoffSender
+from splitserve.transport.handoff.sending_end import SendingEnd
 from splitserve.transport.messages.messages import (
-    Alive,
     Cancel,
-    Fenced,
     Flip,
     Goodbye,
     Hello,
+    Load,
     Meet,
     Message,
     ModelIdentity,
     RequestFailed,
     Role,
-    Welcome,
     from_u32,
 )
 
@@ -45,6 +46,7 @@ TICK_S, HEARTBEAT_S = 0.1, 0.2
 TIMES = HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0, silence=2.5)
 DRAIN_S = 1.5
 LINGER_S = 0.45  # of a role that is over, in a process that goes on: its peers ask again every TIMES.resend
+ORPHANED_S = 1.5  # without a word of a coordinator
 PeerId = tuple[str, int]
 
 
@@ -54,15 +56,20 @@ class WorkerProcess(Process, ABC):
     role: Role
     base_step_s: float
     sending: SendingEnd
+    sender: HandoffSender
+    reach_check: ReachCheck
 
     def __init__(self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None) -> None:
         """``process``: whose role it is, where that can change; the memory is then that one's."""
         super().__init__(world, name)
         self.host, self.num_blocks, self.process = host, num_blocks, process
         self.next_incarnation = process.next_incarnation if process else world.hosts[host].incarnations()
-        self.incarnation = self.next_incarnation()
+        self.network = VirtualNetwork(self, host)
+        known = world.coordinators_known_to_a_worker()
+        self.links = CoordinatorLinks(known, self.network, name, self, self.next_incarnation, ORPHANED_S)  # type: ignore[arg-type]
         self.endpoint = world.next_number()  # survives a change of incarnation, not a restart
         self.pid = process.pid if process else self.endpoint
+        world.pids[self.pid] = process or self
         self.model = replace(MODEL, window=world.scenario.cluster.window)
         self.memory = process.memory if process else Memory(num_blocks, BLOCK_SIZE, world.scenario.cluster.window)
         self.blocks = process.blocks if process else WatchedBlocks(num_blocks, self)
@@ -73,7 +80,8 @@ class WorkerProcess(Process, ABC):
         self.hung_until = self.slow_until = 0.0
         self._reported, self._num_ticks = -1e9, 0
         self._rests_since: float | None = None
-        self.lines = Lines(self, world.coordinators_known_to_a_worker())
+        self._polls = False
+        self.environment = environment_of(self)
         one_sided = world.random.random() < world.scenario.cluster.one_sided
         rendezvous = world.scenario.cluster.rendezvous
         by_rendezvous = rendezvous > 0.0 and world.random.random() < rendezvous
@@ -119,11 +127,8 @@ class WorkerProcess(Process, ABC):
         """Those of which something is here that no step in flight uses."""
 
     @abstractmethod
-    def take_new_incarnation(self) -> None: ...
-
-    @abstractmethod
-    def hear_peer(self, peer: PeerId, channel: Any, message: Message) -> None:
-        """Of one that hands over to us."""
+    def rename_core(self) -> None:
+        """It has a new incarnation."""
 
     @abstractmethod
     def block_tables(self) -> Iterable[Sequence[int]]:
@@ -132,40 +137,65 @@ class WorkerProcess(Process, ABC):
     # --- the loop --------------------------------------------------------------------------------
 
     @property
+    def incarnation(self) -> int:
+        return self.links.incarnation
+
+    @property
     def id(self) -> PeerId:
         return (self.name, self.incarnation)
 
-    def hear_coordinator(self, name: str, speaker: int, addressee: PeerId, message: Message) -> None:
-        """``speaker``: the number of that coordinator's process. The socket belongs to an incarnation of ours: what was sent to an earlier
-        one is not heard."""
-        if addressee != self.id or not self.lines.hears(name, speaker, self.now):
-            return
-        if isinstance(message, Welcome):
-            self.lines.welcomed(name, message.coordinator, message.others)
-            self.core.drop_others(*self.lines.coordinators)
-            self._tell(self.core.block_events(everything=True))
-        elif isinstance(message, Fenced):
-            self._fenced(name)
-        elif isinstance(message, Alive):
-            return
-        elif isinstance(message, Flip):
-            self._flip(message)
-        else:
-            self.from_coordinator(message)
-        self.turn()
-        if isinstance(message, Cancel) and self.alive and not self.frozen:
-            for key in self.still_held({(message.coordinator, dispatch) for dispatch in from_u32(message.dispatches)}):
-                self.world.violated(f"{self.name}: {key} was cancelled, and a turn later something of it is held")
+    def start_sending(self, sender: HandoffSender) -> None:
+        """It hands over by this sender."""
+        self.sender = sender
+        self.sending = SendingEnd(sender, self.name, self.incarnation, self.environment, REACH)
+        self.reach_check = ReachCheck(self, sender)
 
-    def _fenced(self, name: str) -> None:
-        """By its only coordinator: it starts over. By one of several: the others' work is none of that one's business."""
-        alone = len(self.lines.lines) == 1
-        self.lines.lost(name)
-        if alone:
-            self.take_new_incarnation()
-        else:
-            self.world.counts["fenced by one of several"] += 1
-            self.core.drop_others(*self.lines.coordinators)
+    def poll(self) -> None:
+        """One turn of the loop, as the live one's: messages have come, or something has happened to a mover."""
+        if self._polls or not self.alive:
+            return
+        self._polls = True
+        ready, now = self.network.ready(), self.now
+        messages = self.links.receive(ready, now)
+        for message in messages:
+            if isinstance(message, Flip):
+                self._flip(message)
+            else:
+                self.from_coordinator(message)
+        self.receive_from_peers(ready, now)
+        self.sending.receive(ready, now)
+        self._polls = False
+        if not self.alive:  # it did not survive the end of a mover
+            return
+        self.turn()
+        for message in messages:
+            if isinstance(message, Cancel) and self.alive and not self.frozen:
+                self._check_cancelled({(message.coordinator, dispatch) for dispatch in from_u32(message.dispatches)})
+
+    def receive_from_peers(self, ready: set[object], now: float) -> None:
+        """From those that hand over to us."""
+
+    def _check_cancelled(self, keys: set[Key]) -> None:
+        for key in self.still_held(keys):
+            self.world.violated(f"{self.name}: {key} was cancelled, and a turn later something of it is held")
+
+    # --- what the links ask of the worker (see ``LinkedWorker``) ----------------------------------
+
+    def welcomed(self, coordinator: int) -> None:
+        self.core.drop_others(*self.links.coordinators)
+        self._tell(self.core.block_events(everything=True))
+
+    def fenced(self, incarnation: int) -> None:
+        """What the old incarnation still owes its peers is sent before its channels close."""
+        self.core.drop_others(-1)
+        self.carry_out_all()
+        self.sending.rename(incarnation)
+        self.num_broken.clear()
+        self.rename_core()
+
+    def orphaned(self) -> None:
+        self.world.counts["workers without a coordinator"] += 1
+        self.core.drop_others(*self.links.coordinators)
 
     def turn(self) -> None:
         """One turn of the loop."""
@@ -230,16 +260,14 @@ class WorkerProcess(Process, ABC):
     def carry_out_all(self) -> bool:
         """Whatever the core wants done now. False: nothing."""
         busy = False
-        run, do, queue = self.run, self.do, self._queue
+        run, queue = self.run, self._queue
         while self.core.stirs and (actions := self.take()):
-            busy, me = True, self.id
+            busy = True
             for action in actions:
                 if not self.alive or queue.now < self._frozen_until or not self._inside:
-                    run(self._carry_out, action, me)
-                elif type(action) is ToCoordinator:
-                    self._tell(action.message, me)
+                    run(self._carry_out, action)
                 else:
-                    do(action)
+                    self._carry_out(action)
         return busy
 
     def _collect(self) -> None:
@@ -265,9 +293,9 @@ class WorkerProcess(Process, ABC):
         """What is left of a step; its output."""
         return self.memory.execute(step.batch, self.steps.token_ids(step.batch))
 
-    def _carry_out(self, action: Any, me: PeerId) -> None:
+    def _carry_out(self, action: Any) -> None:
         if type(action) is ToCoordinator:
-            self._tell(action.message, me)
+            self._tell(action.message)
         else:
             self.do(action)
 
@@ -279,40 +307,38 @@ class WorkerProcess(Process, ABC):
         if self.told_to_leave:
             self.core.drain(now)
         self.core.tick(now)
-        for name in self.lines.silent(now):
-            self.world.counts["workers without a coordinator"] += 1
-            self.lines.lost(name)
-            self.core.drop_others(*self.lines.coordinators)
-        self.lines.say_hello(now)
-        if self.lines.coordinators and now - self._reported >= HEARTBEAT_S:
+        self.links.tick(now)
+        if self.links.coordinators and now - self._reported >= HEARTBEAT_S:
             self._reported = now
             self.heartbeat()
-        self.turn()
+        self.poll()
         self._num_ticks += 1
         if self._num_ticks % 4 == 0 and self.alive:
             self.world.checks.look(self, thorough=self._num_ticks % 16 == 0)
 
     def heartbeat(self) -> None:
-        self.lines.report(self.id)
+        self.links.report(self.core.load)
         self._tell(self.core.block_events())
 
-    def _tell(self, message: Message | None, me: PeerId | None = None) -> None:
+    def _tell(self, message: Message | None) -> None:
         if type(message) is RequestFailed:
             self.world.counts[f"given back: {message.kind}"] += 1
             if message.kind != "preempted":
                 self.world.given_back.add((message.coordinator, message.dispatch))
-        if message is not None:
-            self.lines.tell(message, me or self.id)
+        if type(message) is Load:
+            self.links.report(self.core.load)
+        elif message is not None:
+            self.links.send(message)
 
     def meet(self) -> Meet:
         """How it introduces itself to those that it hands over to."""
         return Meet(worker_id=self.name, incarnation=self.incarnation, host=self.host, pid=self.pid, model=self.model, movers=self._movers)
 
-    def hello(self) -> Hello:
+    def hello(self, incarnation: int) -> Hello:
         cluster = self.world.scenario.cluster
         return Hello(
             worker_id=self.name,
-            incarnation=self.incarnation,
+            incarnation=incarnation,
             role=self.role,
             host=self.host,
             pid=self.pid,

@@ -1,12 +1,13 @@
-"""The real cores of all three roles under virtual time, with a seeded adversary between them.
+"""The real cores of all three roles, and the shells between core and socket, under virtual time, with a seeded adversary between them.
 
-Nothing of a core is written again here. To be read in this order:
+Nothing that decides is written again here. To be read in this order:
 
     scenario.py              which faults, which cluster
     clock.py, process.py, host.py     events; processes that die, freeze and have clocks of their own; hosts whose clocks jump
     network.py, movers.py, agents.py, copies.py, communicators.py      what carries messages and KV blocks, badly
+    channels.py, environment.py      the four protocols of transport/environment.py over these
     model.py, memory.py      a model whose tokens show every wrong slot; its pure function is the oracle
-    worker_process.py, prefill_process.py, decode_process.py, coordinator_process.py, lines.py      shells, as thin as the live ones
+    worker_process.py, prefill_process.py, decode_process.py, coordinator_process.py      the loops of processes
     flexible_process.py      one that is of either role, and changes it
     adversary.py, poison.py  what befalls processes
     clients.py, watched_blocks.py, checks.py      what must be true
@@ -20,6 +21,7 @@ from random import Random
 
 from simulation.adversary import Adversary
 from simulation.agents import Agent
+from simulation.channels import NOTICED_S, VirtualListener
 from simulation.checks import Checks
 from simulation.clients import Clients
 from simulation.clock import EventQueue
@@ -31,10 +33,11 @@ from simulation.host import Host
 from simulation.network import Network
 from simulation.poison import Poison
 from simulation.prefill_process import PrefillProcess
+from simulation.process import Process
 from simulation.scenario import Faults, Scenario
 from simulation.worker_process import PeerId, WorkerProcess
 
-from splitserve.transport.messages.messages import Message, Role
+from splitserve.transport.messages.messages import Role
 
 
 class World:
@@ -53,6 +56,8 @@ class World:
         self.struck: Counter[PeerId] = Counter()  # how often each worker has ended, stood still or been cut off
         self.communicator_ends: dict[int, CommunicatorEnd] = {}  # by what each says of itself
         self.agents: dict[int, Agent] = {}  # likewise
+        self.listeners: dict[str, VirtualListener] = {}  # by address
+        self.pids: dict[int, WorkerProcess | FlexibleProcess] = {}
         self._number = 0
         self.queue = EventQueue()
         self.hosts = {name: Host(self.queue, Random(f"{seed} {name}")) for name in (f"host-{i}" for i in range(scenario.cluster.num_hosts))}
@@ -111,12 +116,12 @@ class World:
         names = list(self.coordinator_names)
         return names if len(names) == 1 or self.random.random() < 0.5 else [self.random.choice(names)]
 
-    def to_coordinator(self, name: str, worker: PeerId, message: Message) -> None:
-        self.network.send(worker[0], name, message, self._coordinator_hears, name, worker)
-
-    def _coordinator_hears(self, name: str, worker: PeerId, message: Message) -> None:
-        coordinator = self.coordinators[name]
-        coordinator.run(coordinator.hear, worker, message)
+    def connected(self, process: Process, address: str) -> bool:
+        """Whether a connection to the process that listens there is there."""
+        listener = self.listeners.get(address)
+        if listener is None or listener.closed or not listener.network.owner.alive:
+            return False
+        return not (listener.network.owner.stands_still(NOTICED_S) or self.network.is_cut(process.name, address, NOTICED_S))
 
     def kill(self, worker: WorkerProcess) -> None:
         """It is started again a little later."""

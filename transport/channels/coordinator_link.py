@@ -6,12 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import zmq
-
+from ..environment import Channel, Network
 from ..messages.fields import WIRE_VERSION
 from ..messages.messages import FROM_COORDINATOR, Alive, Fenced, Hello, Message, Welcome
-from .channels import DealerChannel
-from .keys import ClusterKey
 
 HELLO_EVERY_S = 1.0
 ORPHANED_AFTER_S = 10.0  # the coordinator answers every heartbeat
@@ -37,7 +34,7 @@ class LinkedWorker(Protocol):
 
 
 class LinkOwner(LinkedWorker, Protocol):
-    """Who has several links."""
+    """The owner of several links."""
 
     @property
     def alone(self) -> bool:
@@ -70,12 +67,12 @@ def opened_to(identity: bytes) -> int:
 
 
 class CoordinatorLink:
-    """One DEALER socket, made anew with each incarnation. ``incarnations`` gives a new one's number."""
+    """One channel, made anew with each incarnation. ``incarnations`` gives a new one's number."""
 
     def __init__(
         self,
         address: str,
-        key: ClusterKey | None,
+        network: Network,
         worker_id: str,
         worker: LinkOwner,
         incarnations: Callable[[], int],
@@ -83,8 +80,8 @@ class CoordinatorLink:
         incarnation: int | None = None,
     ) -> None:
         """``incarnation``: where the worker has one already."""
-        self._address, self._key, self._worker_id, self._worker, self._incarnations = address, key, worker_id, worker, incarnations
-        self._orphaned_after_s = orphaned_after_s
+        self._address, self._network, self._worker_id = address, network, worker_id
+        self._worker, self._incarnations, self._orphaned_after_s = worker, incarnations, orphaned_after_s
         self._heard = 0.0  # when the coordinator last spoke
         self.incarnation = incarnations() if incarnation is None else incarnation
         self.coordinator: int | None = None  # the coordinator's incarnation, once it has welcomed us
@@ -96,8 +93,8 @@ class CoordinatorLink:
         self._channel = self._connect()
 
     @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """For polling; changes with the incarnation."""
+    def socket(self) -> object:
+        """Names the channel among those that are ready; changes with the incarnation."""
         return self._channel.socket
 
     def send(self, *messages: Message) -> bool:
@@ -124,7 +121,8 @@ class CoordinatorLink:
         """Says hello again where it was not answered."""
         self._complain(now)
         if self.coordinator is not None and now - self._heard >= self._orphaned_after_s:
-            _log.warning("no word from the coordinator at %s for %.0f s: freeing all it had asked for", self._address, now - self._heard)
+            silent_s = now - self._heard
+            _log.warning("no word from the coordinator at %s for %.0f s: freeing all it had asked for", self._address, silent_s)
             self.coordinator, self._said_hello = None, float("-inf")
             self._worker.orphaned()
         if self.coordinator is None and now - self._said_hello >= HELLO_EVERY_S:
@@ -135,7 +133,8 @@ class CoordinatorLink:
         """Logs each change: a worker that gets no work looks healthy otherwise."""
         if misfit != self._misfit:
             self._misfit = misfit
-            _log.log(logging.WARNING if misfit else logging.INFO, "%s", misfit or "there is a worker of the other role that this one fits")
+            level = logging.WARNING if misfit else logging.INFO
+            _log.log(level, "%s", misfit or "there is a worker of the other role that this one fits")
 
     def _complain(self, now: float) -> None:
         """Says, less and less often, that nobody answers: a wrong key shows in no other way."""
@@ -156,11 +155,11 @@ class CoordinatorLink:
 
     def close(self, linger_s: float = 0.0) -> None:
         """``linger_s``: how long what was sent last may take to leave."""
-        self._channel.close(linger_s)
+        self._network.close(self._channel, linger_s)
 
-    def _connect(self) -> DealerChannel:
+    def _connect(self) -> Channel:
         identity = identity_of(self._worker_id, self.incarnation)
-        return DealerChannel.connect(self._address, identity, self._key, FROM_COORDINATOR)
+        return self._network.connect(self._address, identity, FROM_COORDINATOR)
 
     def _welcome(self, message: Welcome) -> None:
         if self.coordinator != message.coordinator:
@@ -176,7 +175,7 @@ class CoordinatorLink:
             self._worker.orphaned()
             return
         _log.warning("fenced by the coordinator (%s): dropping all work, starting over as a new incarnation", message.reason)
-        self._channel.close()
+        self.close()
         self.incarnation = self._incarnations()
         self.coordinator, self._said_hello = None, float("-inf")
         self._channel = self._connect()

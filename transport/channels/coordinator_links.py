@@ -12,11 +12,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import zmq
-
+from ..environment import Network
 from ..messages.messages import FirstToken, Hello, Joined, Load, Message, RequestFailed, StepTokens
 from .coordinator_link import ORPHANED_AFTER_S, CoordinatorLink, LinkedWorker
-from .keys import ClusterKey
 
 OF_A_REQUEST = (FirstToken, Joined, StepTokens, RequestFailed)
 _log = logging.getLogger(__name__)
@@ -28,16 +26,14 @@ class CoordinatorLinks:
     def __init__(
         self,
         addresses: Sequence[str],
-        key: ClusterKey | None,
+        network: Network,
         worker_id: str,
         worker: LinkedWorker,
         incarnations: Callable[[], int],
-        poller: zmq.Poller,
         orphaned_after_s: float = ORPHANED_AFTER_S,
     ) -> None:
-        """``poller``: all sockets are registered there, as they come and go."""
-        self._key, self._worker_id, self._worker, self._incarnations = key, worker_id, worker, incarnations
-        self._orphaned_after_s, self._poller = orphaned_after_s, poller
+        self._network, self._worker_id, self._worker, self._incarnations = network, worker_id, worker, incarnations
+        self._orphaned_after_s = orphaned_after_s
         self._links: dict[str, CoordinatorLink] = {}
         self._newcomers: list[str] = []
         self.incarnation = incarnations()
@@ -81,12 +77,6 @@ class CoordinatorLinks:
         for link in list(self._links.values()):
             link.tick(now)
 
-    def watch_by(self, poller: zmq.Poller) -> None:
-        """The sockets are to be registered there from now on."""
-        self._poller = poller
-        for link in self._links.values():
-            poller.register(link.socket, zmq.POLLIN)
-
     def close(self, linger_s: float = 0.0) -> None:
         """``linger_s``: how long what was sent last may take to leave."""
         for link in self._links.values():
@@ -121,6 +111,6 @@ class CoordinatorLinks:
         return next(link for link in self._links.values() if link.coordinator == coordinator)
 
     def _open(self, address: str) -> None:
-        link = CoordinatorLink(address, self._key, self._worker_id, self, self._incarnations, self._orphaned_after_s, self.incarnation)
-        self._links[address] = link
-        self._poller.register(link.socket, zmq.POLLIN)
+        self._links[address] = CoordinatorLink(
+            address, self._network, self._worker_id, self, self._incarnations, self._orphaned_after_s, self.incarnation
+        )

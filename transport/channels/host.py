@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import resource
 import socket
 from pathlib import Path
+
+from ..errors import AddressError
+
+_log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -40,3 +45,20 @@ def advertised_address(bound: str, host: str) -> str:
     """The address to give to others: ``bound`` (tcp://anything:port) with ``host`` in place of what was listened on."""
     port = bound.rpartition(":")[2]
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def advertised_host(listen: str, advertise_host: str, coordinator: str) -> str:
+    """The host that prefill workers connect to: where the worker listens on all addresses and names none, the one that the coordinator sees
+    it by. Raises AddressError where that cannot be found."""
+    listened = listen.removeprefix("tcp://").rpartition(":")[0]
+    if advertise_host or listened not in EVERYWHERE:
+        return advertise_host or listened.strip("[]")
+    try:
+        host = host_towards(coordinator)
+    except OSError as error:
+        raise AddressError(
+            f"--listen {listen} names no address that prefill workers can connect to, and this host's own cannot be told from "
+            f"the coordinator's, {coordinator} ({error}): give --advertise-host"
+        ) from error
+    _log.info("listening on all addresses (%s): prefill workers are told %s; --advertise-host names another", listen, host)
+    return host

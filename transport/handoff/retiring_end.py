@@ -1,9 +1,7 @@
-"""The sending end of a role that is over, in a process that goes on: decode workers that may hold blocks for it are told until they have
-heard."""
+"""The sending end of a role that is over, in a process that goes on: it tells decode workers that may hold blocks for it, until each has
+answered."""
 
 from __future__ import annotations
-
-import zmq
 
 from .actions import Undelivered
 from .sender import HandoffSender
@@ -18,9 +16,8 @@ class RetiringEnd:
     def __init__(self, end: SendingEnd, sender: HandoffSender) -> None:
         """``end``: of a worker at rest, of which nothing else is used any more."""
         self._end, self._sender = end, sender
-        self._poller = zmq.Poller()
-        self._ticked = 0.0
-        end.stop_writing(self._poller)
+        self._ticked = float("-inf")
+        self._network = end.stop_writing()
         sender.retire()
 
     @property
@@ -28,8 +25,8 @@ class RetiringEnd:
         return self._sender.has_retired
 
     def turn(self, now: float) -> None:
-        """Says what is due, and hears the answers."""
-        self._end.receive({socket for socket, _ in self._poller.poll(0)}, now)
+        """Send what is due, and receive the answers."""
+        self._end.receive(self._network.ready(), now)
         if now - self._ticked >= TICK_S:
             self._ticked = now
             self._sender.tick(now)

@@ -7,9 +7,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import zmq
 
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.channels.coordinator_link import CoordinatorLink
+from splitserve.transport.live_environment import LiveNetwork
 from splitserve.transport.messages.messages import FROM_WORKER, Alive, Fenced, Hello, Message, ModelIdentity, Welcome
 
 MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l", block_bytes=64)
@@ -47,7 +49,8 @@ class Line:
         self.router = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER)
         self.worker, self.now = Worker(), 0.0
         counter = itertools.count(5)
-        self.link = CoordinatorLink(self.router.address, None, "w", self.worker, lambda: next(counter), orphaned_after_s=10.0)
+        network = LiveNetwork(None, zmq.Poller())
+        self.link = CoordinatorLink(self.router.address, network, "w", self.worker, lambda: next(counter), orphaned_after_s=10.0)
 
     def hear_hello(self) -> bytes:
         """The identity that the worker's Hello came from."""
@@ -59,6 +62,7 @@ class Line:
 
     def say(self, identity: bytes, message: Message) -> None:
         self.router.send(identity, message)
+        assert isinstance(self.link.socket, zmq.Socket)
         assert self.link.socket.poll(60_000)
         assert self.link.receive(self.now) == []
 

@@ -10,6 +10,7 @@ import zmq
 
 from splitserve.transport.channels.channels import RouterChannel
 from splitserve.transport.channels.coordinator_links import CoordinatorLinks
+from splitserve.transport.live_environment import LiveNetwork
 from splitserve.transport.messages.messages import (
     FROM_WORKER,
     BlockEvents,
@@ -36,7 +37,8 @@ class Cluster:
         self.told: list[object] = []
         self.poller, counter = zmq.Poller(), itertools.count(5)
         known = [router.address for router in self.routers[:num_known]]
-        self.links = CoordinatorLinks(known, None, "w", self, lambda: next(counter), self.poller, orphaned_after_s=10.0)
+        network = LiveNetwork(None, self.poller)
+        self.links = CoordinatorLinks(known, network, "w", self, lambda: next(counter), orphaned_after_s=10.0)
         self.identity = b""
 
     def hello(self, incarnation: int) -> Hello:
@@ -47,7 +49,6 @@ class Cluster:
         self.told.append(("welcomed", coordinator))
 
     def fenced(self, incarnation: int) -> None:
-        self.links.watch_by(zmq.Poller())
         self.told.append(("fenced", incarnation))
 
     def orphaned(self) -> None:

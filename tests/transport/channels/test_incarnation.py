@@ -8,9 +8,9 @@ import pytest
 
 from splitserve.transport.channels.coordinator_link import identity_of, worker_of
 from splitserve.transport.channels.incarnation import has_ended, incarnations, is_earlier, same_process
+from splitserve.transport.handoff.receiving_end import _age
 from splitserve.transport.messages.codec import decode, encode
 from splitserve.transport.messages.messages import Goodbye
-from splitserve.worker.receiving_end import _age
 
 
 def test_numbers_of_a_process_grow_and_those_of_another_are_no_earlier_or_later() -> None:

@@ -17,9 +17,11 @@ from splitserve.transport.channels.incarnation import COUNT_BITS
 from splitserve.transport.errors import MoverError, PeerEnded
 from splitserve.transport.handoff.actions import CancelPuts, Connect, Put, SendHandoff, SendPlaced, ToPeer, Undelivered
 from splitserve.transport.handoff.handoff import PeerId
+from splitserve.transport.handoff.reachability import ReachTimes
 from splitserve.transport.handoff.retiring_end import RetiringEnd
 from splitserve.transport.handoff.sender import HandoffSender
-from splitserve.transport.handoff.sending_end import BEYOND_REACH_S, FORGOTTEN_S, SendingEnd
+from splitserve.transport.handoff.sending_end import SendingEnd
+from splitserve.transport.live_environment import live_environment
 from splitserve.transport.messages.messages import (
     FROM_PREFILL,
     Handoff,
@@ -44,11 +46,17 @@ MODEL = ModelIdentity(fingerprint="f", dtype="float32", block_size=16, layout="l
 
 class Blocks:
     pool: Pool = filled_pool(8)
-    num_layers = 4
     device_blocks = None
 
     def fetch(self, blocks: Sequence[int], first_layer: int = 0, num_layers: int | None = None) -> None:
         """They are there."""
+
+    def store(self, blocks: Sequence[int]) -> None:
+        """They are there."""
+
+
+def end_of(sender: HandoffSender) -> SendingEnd:
+    return SendingEnd(sender, "p", 1, live_environment(Blocks(), None, zmq.Poller(), True))
 
 
 class SlowMover:
@@ -86,6 +94,10 @@ class SlowMover:
 
 class Channel:
     socket = object()
+    ever_connected = True
+
+    def gone_since(self, now: float) -> None:
+        """It is there."""
 
     def __init__(self) -> None:
         self.said: list[Message] = []
@@ -98,7 +110,7 @@ class Channel:
 @pytest.fixture
 def end() -> SendingEnd:
     meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("nixl",))
-    end = SendingEnd(HandoffSender(meet), "p", 1, None, Blocks(), zmq.Poller(), True)
+    end = end_of(HandoffSender(meet))
     end._channels[PEER] = Channel()  # type: ignore[assignment]
     end._movers[PEER] = SlowMover()
     return end
@@ -178,7 +190,7 @@ class Reached:
         self.router = RouterChannel.bind(address, None, FROM_PREFILL)
         peer = Peer(worker_id=PEER[0], incarnation=PEER[1], address=self.router.address)
         self.sender = HandoffSender(Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",)))
-        self.end = SendingEnd(self.sender, "p", 1, None, Blocks(), zmq.Poller(), True)
+        self.end = end_of(self.sender)
         self.sender.offer(peer, SPEC, 1, [], time.monotonic())
         self.act()
         assert self.router.socket.poll(60_000), "it says Meet"
@@ -223,7 +235,7 @@ def test_of_two_processes_of_one_name_the_one_that_answers_is_there(number: int)
         assert reached.connect(one) == {PEER, process} if one == process else {PEER}
         reached.sender.offer(Peer(worker_id=one[0], incarnation=one[1], address=reached.router.address), SPEC, 1, [], 0.0)
         reached.act()
-        reached.end._hear(one, Met(worker_id=one[0], incarnation=one[1], mover="tcp", num_blocks=8), 0.0)
+        reached.end._receive(one, Met(worker_id=one[0], incarnation=one[1], mover="tcp", num_blocks=8), 0.0)
         reached.act()
         assert one in reached.end._channels
         assert other not in reached.end._channels
@@ -233,7 +245,7 @@ def test_of_two_processes_of_one_name_the_one_that_answers_is_there(number: int)
 
 def test_where_another_process_answers_nothing_more_is_said_to_the_one_before() -> None:
     reached, process = Reached(), (PEER[0], PEER[1] + (1 << COUNT_BITS))
-    reached.end._hear(PEER, Met(worker_id=PEER[0], incarnation=process[1]), 0.0)
+    reached.end._receive(PEER, Met(worker_id=PEER[0], incarnation=process[1]), 0.0)
     ((_, kind, _),) = reached.act()
     assert kind == "peer_lost"
     assert reached.end._channels == {}
@@ -247,7 +259,7 @@ def test_handoffs_to_who_has_gone_beyond_reach_are_given_back() -> None:
     assert reached.act() == []  # it is there, and may take its time
     reached.router.close()
     reached.until_gone()
-    reached.end.receive(set(), time.monotonic() + BEYOND_REACH_S + 61)
+    reached.end.receive(set(), time.monotonic() + ReachTimes().beyond_reach + 61)
     ((key, kind, message),) = reached.act()
     assert (key, kind) == ((SPEC.coordinator, SPEC.dispatch), "peer_lost")
     assert message == "decode worker d0 cannot be reached from here"
@@ -270,7 +282,9 @@ def test_a_role_that_is_over_says_so_until_it_is_answered() -> None:
         identity, _ = said.pop()
     assert not retiring.is_over
     assert reached.router.send(identity, Retired(incarnation=1))
-    assert reached.end._channels[PEER].socket.poll(60_000)
+    socket = reached.end._channels[PEER].socket
+    assert isinstance(socket, zmq.Socket)
+    assert socket.poll(60_000)
     retiring.turn(time.monotonic())
     assert retiring.is_over
     retiring.close()
@@ -305,10 +319,10 @@ def test_who_stays_away_is_forgotten_and_connected_to_anew_when_a_prompt_is_for_
     reached = Reached(address)
     reached.router.close()
     gone_since = reached.until_gone()
-    reached.end.receive(set(), gone_since + FORGOTTEN_S - 1)
+    reached.end.receive(set(), gone_since + ReachTimes().forgotten - 1)
     reached.act()
     assert PEER in reached.end._channels
-    reached.end.receive(set(), gone_since + FORGOTTEN_S + 1)
+    reached.end.receive(set(), gone_since + ReachTimes().forgotten + 1)
     assert reached.end._channels == {}
     with RouterChannel.bind(address, None, FROM_PREFILL) as again:
         reached.sender.offer(Peer(worker_id=PEER[0], incarnation=PEER[1], address=address), SPEC, 1, [], time.monotonic())

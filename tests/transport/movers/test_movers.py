@@ -32,7 +32,7 @@ from splitserve.transport.errors import MoverError, PeerEnded
 from splitserve.transport.messages.messages import Met
 from splitserve.transport.movers.checksum import RunningChecksums, block_checksum, checksums
 from splitserve.transport.movers.interface import Arrival, Pool, PutSource, PutTarget
-from splitserve.transport.movers.opening import MoverTargets, open_source
+from splitserve.transport.movers.opening import open_source, open_targets
 from splitserve.transport.movers.shm import SharedPool, ShmSource, ShmTarget
 from splitserve.transport.movers.tcp_target import TcpTarget
 
@@ -54,7 +54,7 @@ def shm_pair(stack: ExitStack, source_pool: Pool) -> tuple[ShmTarget, PutSource,
 
 
 def test_an_answer_that_names_no_mover_leaves_as_it_is() -> None:
-    targets = MoverTargets(("tcp",), empty_pool(), None, "tcp://127.0.0.1:*", "127.0.0.1", False)
+    targets = open_targets(("tcp",), empty_pool(), None, "tcp://127.0.0.1:*", "127.0.0.1", False)
     met = Met(worker_id="d0", incarnation=1)
     try:
         assert targets.complete(met, ("p0", 1)) is met

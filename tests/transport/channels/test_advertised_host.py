@@ -6,30 +6,27 @@ import logging
 
 import pytest
 
+from splitserve.transport.channels.host import advertised_host
 from splitserve.transport.errors import AddressError
-from splitserve.worker.receiving_end import advertised_host
-from splitserve.worker.settings import DecodeSettings
 
-
-def _settings(listen: str, coordinator: str = "tcp://127.0.0.1:7000", host: str = "") -> DecodeSettings:
-    return DecodeSettings.model_construct(listen=listen, coordinator=coordinator, advertise_host=host)
+COORDINATOR = "tcp://127.0.0.1:7000"
 
 
 @pytest.mark.parametrize("listen", ["tcp://0.0.0.0:7740", "tcp://*:7740", "tcp://[::]:7740"])
 def test_listening_everywhere_it_is_found_where_the_coordinator_sees_it(listen: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert advertised_host(_settings(listen)) == "127.0.0.1"
+    assert advertised_host(listen, "", COORDINATOR) == "127.0.0.1"
     (said,) = caplog.messages
     assert listen in said
     assert "127.0.0.1; --advertise-host names another" in said
-    assert advertised_host(_settings(listen, host="alpha")) == "alpha"
+    assert advertised_host(listen, "alpha", COORDINATOR) == "alpha"
 
 
 def test_an_address_is_told_as_it_is() -> None:
-    assert advertised_host(_settings("tcp://192.0.2.7:7740")) == "192.0.2.7"
-    assert advertised_host(_settings("tcp://[2001:db8::1]:7740")) == "2001:db8::1"
+    assert advertised_host("tcp://192.0.2.7:7740", "", COORDINATOR) == "192.0.2.7"
+    assert advertised_host("tcp://[2001:db8::1]:7740", "", COORDINATOR) == "2001:db8::1"
 
 
 def test_where_it_cannot_be_found_the_worker_says_what_to_do() -> None:
     with pytest.raises(AddressError, match=r"--listen tcp://0\.0\.0\.0:7740 names no address .* give --advertise-host"):
-        advertised_host(_settings("tcp://0.0.0.0:7740", "tcp://no-such-host.invalid:7000"))
+        advertised_host("tcp://0.0.0.0:7740", "", "tcp://no-such-host.invalid:7000")

@@ -1,0 +1,147 @@
+"""Bugs for test_teeth.py, put into code that only the shells have: both ends of the handoff, and the links to coordinators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import pytest
+
+from splitserve.transport.channels import coordinator_link
+from splitserve.transport.channels.coordinator_link import CoordinatorLink
+from splitserve.transport.channels.coordinator_links import CoordinatorLinks
+from splitserve.transport.handoff import receiving_end, sending_end
+from splitserve.transport.handoff.held_back import HeldBack
+from splitserve.transport.handoff.reachability import Reachability
+from splitserve.transport.handoff.receiving_end import ReceivingEnd
+from splitserve.transport.handoff.sending_end import SendingEnd
+
+Patch = pytest.MonkeyPatch
+
+
+# --- the sending end -------------------------------------------------------------------------------
+
+
+def release_a_lease_while_a_put_is_in_flight(patch: Patch) -> None:
+    patch.setattr(HeldBack, "send", lambda self, peer, lease, writing, send: send())
+
+
+def release_a_lease_whose_put_nobody_saw_end(patch: Patch) -> None:
+    close = HeldBack.close
+    patch.setattr(HeldBack, "close", lambda self, peer, unsettled: close(self, peer, ()))
+
+
+def send_the_last_of_what_is_held_back_first(patch: Patch) -> None:
+    written = HeldBack.written
+
+    def broken(self: Any, peer: Any, writing: Any) -> None:
+        if peer in self._queues:
+            self._queues[peer].reverse()
+        written(self, peer, writing)
+
+    patch.setattr(HeldBack, "written", broken)
+
+
+def give_up_a_peer_that_was_wanted_only_now(patch: Patch) -> None:
+    """Patience counted from when it was lost."""
+    judge = Reachability.judge
+
+    def broken(self: Any, peer: Any, gone_since: Any, *args: Any) -> Any:
+        self._wanted_at[peer] = -inf
+        return judge(self, peer, gone_since, *args)
+
+    patch.setattr(Reachability, "judge", broken)
+
+
+def give_up_a_peer_as_soon_as_it_is_away(patch: Patch) -> None:
+    """Patience counted from when it was wanted."""
+    judge = Reachability.judge
+
+    def broken(self: Any, peer: Any, gone_since: Any, *args: Any) -> Any:
+        return judge(self, peer, None if gone_since is None else -inf, *args)
+
+    patch.setattr(Reachability, "judge", broken)
+
+
+def wait_for_ever_for_a_peer_beyond_reach(patch: Patch) -> None:
+    patch.setattr(SendingEnd, "_give_up_unreachable", lambda self, now: None)
+
+
+def cut_off_the_later_incarnation_for_an_earlier_one(patch: Patch) -> None:
+    patch.setattr(sending_end, "is_earlier", lambda a, b: False)
+
+
+def go_on_with_a_process_that_has_been_replaced(patch: Patch) -> None:
+    patch.setattr(SendingEnd, "_replace", lambda self, peer, reason: None)
+
+
+# --- the receiving end -----------------------------------------------------------------------------
+
+
+def answer_on_whichever_channel_was_heard_last(patch: Patch) -> None:
+    patch.setattr(receiving_end, "_age", lambda identity, core: 0)
+
+
+def free_nothing_when_a_writer_has_died(patch: Patch) -> None:
+    patch.setattr(ReceivingEnd, "release_dead_writers", lambda self, core, now: None)
+
+
+def verify_some_blocks_and_forget_the_rest(patch: Patch) -> None:
+    check = ReceivingEnd.check
+
+    def broken(self: Any, core: Any, now: float) -> None:
+        check(self, core, now)
+        self._checks.clear()
+
+    patch.setattr(ReceivingEnd, "check", broken)
+
+
+# --- the links to coordinators ---------------------------------------------------------------------
+
+
+def come_back_under_the_same_number_when_fenced(patch: Patch) -> None:
+    fence = CoordinatorLink._fence
+
+    def broken(self: Any, message: Any) -> None:
+        self._incarnations = lambda: self.incarnation
+        fence(self, message)
+
+    patch.setattr(CoordinatorLink, "_fence", broken)
+
+
+def say_hello_once(patch: Patch) -> None:
+    patch.setattr(coordinator_link, "HELLO_EVERY_S", inf)
+
+
+def never_connect_to_the_coordinators_that_another_names(patch: Patch) -> None:
+    patch.setattr(CoordinatorLinks, "told_of", lambda self, addresses: None)
+
+
+def tell_one_coordinator_what_is_anothers(patch: Patch) -> None:
+    def broken(self: Any, *messages: Any) -> None:
+        for link in self._links.values():
+            if link.coordinator is not None:
+                link.send(*messages)
+
+    patch.setattr(CoordinatorLinks, "send", broken)
+
+
+BUGS: list[tuple[Callable[[Patch], None], str]] = [
+    (release_a_lease_while_a_put_is_in_flight, "copies"),
+    (release_a_lease_whose_put_nobody_saw_end, "agents"),
+    (send_the_last_of_what_is_held_back_first, "agents"),
+    (give_up_a_peer_that_was_wanted_only_now, "processes"),
+    (give_up_a_peer_as_soon_as_it_is_away, "processes"),
+    (wait_for_ever_for_a_peer_beyond_reach, "network"),
+    (cut_off_the_later_incarnation_for_an_earlier_one, "fences"),
+    (go_on_with_a_process_that_has_been_replaced, "fences"),
+    (answer_on_whichever_channel_was_heard_last, "fences"),
+    (free_nothing_when_a_writer_has_died, "meetings"),
+    (verify_some_blocks_and_forget_the_rest, "calm"),
+    (come_back_under_the_same_number_when_fenced, "network"),
+    (say_hello_once, "network"),
+    (never_connect_to_the_coordinators_that_another_names, "coordinators"),
+    (tell_one_coordinator_what_is_anothers, "coordinators"),
+]
+"""Each with the scenario in which it is found quickly."""

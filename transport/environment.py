@@ -1,0 +1,128 @@
+"""Everything that the shells of a worker may touch: four protocols, and one value that holds an implementation of each.
+
+The live ones are in ``live_environment.py``. The fault simulator hands the same shells a network, a device and movers of its own, under
+virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .messages.messages import Message, Met
+from .movers.interface import PutSource
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds of this process's monotonic clock."""
+
+
+class Channel(Protocol):
+    """A connection to one listening peer. It reconnects by itself, for ever, and never blocks."""
+
+    @property
+    def socket(self) -> object:
+        """Names this channel among those that are ready."""
+
+    @property
+    def ever_connected(self) -> bool: ...
+
+    def gone_since(self, now: float) -> float | None:
+        """When the connection was first found missing; None while it is there."""
+
+    def send(self, *messages: Message) -> bool:
+        """Queue messages, together; False where any had to be dropped."""
+
+    def receive(self, limit: int) -> list[Message]:
+        """What has arrived, of up to ``limit`` calls of ``send``."""
+
+
+class Listener(Protocol):
+    """The listening end of many channels; it knows each peer by the identity that the peer chose."""
+
+    @property
+    def socket(self) -> object:
+        """Names this listener among those that are ready."""
+
+    @property
+    def address(self) -> str:
+        """What it listens on."""
+
+    def send(self, peer: bytes, *messages: Message) -> bool:
+        """Queue messages for ``peer``; False where any had to be dropped."""
+
+    def receive(self, limit: int) -> list[tuple[bytes, Message]]:
+        """What has arrived, of up to ``limit`` calls of ``send``: messages, each with its sender's identity."""
+
+
+class LocalProcess(Protocol):
+    def alive(self) -> bool:
+        """False once it has ended."""
+
+
+class Network(Protocol):
+    """Channels to peers and coordinators, and what is known of this host's processes."""
+
+    @property
+    def host(self) -> str:
+        """Equal in two processes exactly if one can map the other's memory."""
+
+    def connect(self, address: str, identity: bytes, allowed: Collection[type[Message]]) -> Channel:
+        """Connect in the background. Raises AddressError for a malformed address."""
+
+    def listen(self, address: str, allowed: Collection[type[Message]]) -> Listener:
+        """Raises AddressError."""
+
+    def ready(self) -> set[object]:
+        """The ``socket`` of each channel and listener that has something to receive; does not wait."""
+
+    def close(self, channel: Channel | Listener, linger_s: float = 0.0) -> None:
+        """End a channel; messages that do not leave within ``linger_s`` seconds are lost."""
+
+    def hand_over(self, channels: Sequence[Channel]) -> Network:
+        """Another network of this process, to which these channels belong from now on."""
+
+    def process(self, pid: int) -> LocalProcess | None:
+        """The process of this host that has this id now; None where there is none. Raises OSError where that cannot be seen."""
+
+
+class Device(Protocol):
+    """The worker's KV blocks: where they are computed, where movers read and write them, and their checksums."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def fetch(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
+        """Bring these layers of these blocks to where this mover reads them."""
+
+    def add_sent(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
+        """Add these layers to the checksums of blocks that are being sent: layer 0 begins one anew, the others follow in order."""
+
+    def sent_checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
+        """Of blocks all of whose layers have been added."""
+
+    def checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
+        """Of blocks as they are where this mover has written them."""
+
+    def store(self, mover: str, blocks: Sequence[int]) -> None:
+        """Bring blocks that this mover has written to where they are computed on."""
+
+
+class Mover(Protocol):
+    def open(self, met: Met) -> PutSource:
+        """A way to put blocks into the pool of the peer that answered ``met``. Raises MoverError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What a worker's shells are given."""
+
+    clock: Clock
+    network: Network
+    device: Device
+    mover: Mover
