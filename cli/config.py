@@ -34,6 +34,7 @@ from ..planner.settings import (
     TraceMakeSettings,
     TraceStatsSettings,
 )
+from ..transport.process.private_files import OpenToOthers, require_private
 from ..worker.settings import DecodeSettings, FlexibleSettings, PrefillSettings
 from .key_settings import (
     KeysCreateSettings,
@@ -78,6 +79,8 @@ CONFIG_VARIABLE = "SPLITSERVE_CONFIG"
 SERVICE_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 """What Kubernetes sets for a Service, but for NAME_PORT, which can be a setting's name and is told by its value."""
 SERVICE_PORT_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+$")
+PASSWORD = re.compile(r"://[^/?#@]*:[^/?#@]+@|[?&]\w*(key|password|secret|sig|token)\w*=", re.IGNORECASE)
+"""In a URL."""
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -210,7 +213,17 @@ def _from_file(path: Path) -> dict[str, dict[str, Value]]:
             if name not in known[section]:
                 raise ConfigError(f"{path}: unknown setting {name!r} in section {section!r}{nearest(str(name), known[section])}")
             found.setdefault(section, {})[name] = Value(value, f"{path}: {section}.{name}")
+            _check_private(path, f"{section}.{name}", value)
     return found
+
+
+def _check_private(path: Path, setting: str, value: Any) -> None:
+    """Raises ConfigError where other users may read a password in this file."""
+    if isinstance(value, str) and PASSWORD.search(value):
+        try:
+            require_private(f"{setting} holds a password or key, and its file", [path])
+        except OpenToOthers as error:
+            raise ConfigError(str(error)) from None
 
 
 def _reason(error: Exception) -> str:

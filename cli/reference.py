@@ -37,6 +37,7 @@ decode:
 All names in the file and all variables that begin with `SPLITSERVE_` are checked, whichever command runs: an
 unknown one is an error that names the nearest known one. (The variables that Kubernetes sets for a Service
 called `splitserve` are skipped.) Settings are checked before anything starts, and never change while it runs.
+A file in which a URL has a password or key must have mode 0600.
 
 `splitserve up` takes its own settings and those of all roles. A worker option holds for all workers, or for
 one role with `--prefill-` or `--decode-` before its name (`--decode-device cuda:1`). Each worker gets a GPU

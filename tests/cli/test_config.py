@@ -109,6 +109,30 @@ def test_a_wrong_file_is_an_error_that_says_where(tmp_path: Path, text: str, mes
         Sources.read(written(tmp_path / "c.yaml", text), {})
 
 
+@pytest.mark.parametrize(
+    ("line", "is_secret"),
+    [
+        ("redis_url: redis://:hunter2@10.0.0.1/0", True),
+        ("usage_url: postgresql://usage:hunter2@db/usage", True),
+        ("steer_webhook: https://hooks.example/x?token=hunter2", True),
+        ("redis_url: redis://10.0.0.1:6379/0", False),
+        ("control_address: tcp://[::1]:7700", False),
+    ],
+)
+def test_a_file_with_a_password_must_be_private(tmp_path: Path, line: str, is_secret: bool) -> None:
+    path = tmp_path / "splitserve.yaml"
+    path.write_text(f"coordinator:\n  {line}\n")
+    path.chmod(0o644)
+    if is_secret:
+        with pytest.raises(ConfigError, match=r"holds a password or key.*chmod 600") as raised:
+            Sources.read(path, {})
+        assert "hunter2" not in str(raised.value)
+    else:
+        Sources.read(path, {})
+    path.chmod(0o600)
+    Sources.read(path, {})
+
+
 def test_a_missing_file_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration file /nowhere"):
         Sources.read(Path("/nowhere/c.yaml"), {})

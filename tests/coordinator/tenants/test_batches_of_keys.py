@@ -6,12 +6,15 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 from support.http_fakes import FakeDispatcher
 
+from splitserve.cli.key_settings import KeysRotateSettings
+from splitserve.coordinator.batch.routes import WINDOW_S
 from splitserve.coordinator.batch.runner import BatchOptions
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.tenants.directory import KeyDirectory
@@ -85,15 +88,22 @@ async def until(what: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("grace_s", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "end", [TenantStore.revoke_key, partial(TenantStore.revoke_key, grace_s=1.0), partial(TenantStore.rotate_key, grace_s=0.0)]
+)
 async def test_a_key_that_opens_no_more_ends_its_batches(
-    http: httpx.AsyncClient, store: TenantStore, directory: KeyDirectory, dispatcher: FakeDispatcher, key: NewKey, grace_s: float
+    http: httpx.AsyncClient,
+    store: TenantStore,
+    directory: KeyDirectory,
+    dispatcher: FakeDispatcher,
+    key: NewKey,
+    end: Callable[[TenantStore, str], object],
 ) -> None:
-    """Revoked at once, or expired later."""
+    """Revoked at once, expired later, or replaced at once: the new key takes no batch over, for the old one may have leaked."""
     dispatcher.hold = True
     batch = await submit(http, key)
     await dispatcher.until(lambda: len(dispatcher.running) == 4)
-    store.revoke_key(key.id, grace_s)
+    end(store, key.id)
     await until(lambda: not dispatcher.running)
     other = store.create_key("acme")
     await until(lambda: directory.account_of_key(int(other.id.removeprefix("key_"))) is not None)
@@ -105,6 +115,25 @@ async def test_a_key_that_opens_no_more_ends_its_batches(
     assert found["request_counts"] == {"total": NUM_LINES, "completed": 0, "failed": NUM_LINES}
     errors = (await http.get(f"/v1/files/{found['error_file_id']}/content")).text.splitlines()
     assert [json.loads(line)["error"]["code"] for line in errors] == ["invalid_api_key"] * NUM_LINES
+
+
+async def test_a_batch_outlives_the_rotation_of_its_key(
+    http: httpx.AsyncClient, store: TenantStore, directory: KeyDirectory, dispatcher: FakeDispatcher, key: NewKey
+) -> None:
+    """The old key opens for as long as a batch may take, unless somebody says otherwise."""
+    grace_s = KeysRotateSettings.model_fields["grace_s"].default
+    assert grace_s >= WINDOW_S
+    dispatcher.hold = True
+    batch = await submit(http, key)
+    await dispatcher.until(lambda: len(dispatcher.running) == 4)
+    fresh = store.rotate_key(key.id, grace_s)
+    await until(lambda: directory.account_of_key(int(fresh.id.removeprefix("key_"))) is not None)
+    dispatcher.hold = False
+    http.headers.update(bearer(fresh.key))
+    async with asyncio.timeout(60):
+        while (found := (await http.get(f"/v1/batches/{batch}")).json())["status"] in ("in_progress", "finalizing"):
+            await asyncio.sleep(0.02)
+    assert (found["status"], found["request_counts"]["completed"]) == ("completed", NUM_LINES)
 
 
 async def test_limits_that_change_hold_for_what_is_left(
