@@ -1,4 +1,4 @@
-"""The lifecycle's shell: the control socket that workers connect to, the clock, and the sinks that tokens go to."""
+"""The lifecycle's shell: the control socket that workers connect to, the clock, and the sinks of tokens."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import contextlib
 import logging
 import os
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import asdict
-
-import msgspec
 
 from ..transport.channels.channels import RouterChannel
 from ..transport.channels.coordinator_link import identity_of, worker_of
@@ -22,20 +20,23 @@ from .lifecycle.flips import FlipRecord
 from .lifecycle.lifecycle import Lifecycle
 from .lifecycle.membership import DRAINED
 from .lifecycle.request import Ended, Request, Sink
-from .lifecycle.worker import Worker, WorkerId
+from .lifecycle.worker import WorkerId
 from .listeners import ListenerFailures, Listeners
-from .metrics.system_snapshot import SystemSnapshot, WorkerSnapshot
+from .metrics.system_snapshot import SystemSnapshot
 from .process_watch import ProcessWatch
+from .system_view import debug_state, is_ready, system_snapshot
 
 TICK_S = 0.05
 TICK_LIMIT = 10_000  # messages
-LAST_WORDS_S = 0.05
-"""A process that has ended is heard for so long: what it said last is read and decrypted by another thread than the one that notices."""
+LAST_MESSAGES_S = 0.05
+"""After a process has ended its last messages are read for this time: another thread receives and decrypts
+them."""
 _log = logging.getLogger(__name__)
 
 
 class SocketDispatcher:
-    """Carries out what the lifecycle decides. Lives on one event loop; ``start`` and ``stop`` are called there."""
+    """Carries out the lifecycle's actions. Lives on one event loop; ``start`` and ``stop`` are called
+    there."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class SocketDispatcher:
         key: ClusterKey | None,
         failures: ListenerFailures | None = None,
     ) -> None:
-        """Bind at once. Raises AddressError."""
+        """Bind the control socket. Raises AddressError."""
         self._core = lifecycle
         self._channel = RouterChannel.bind(control_address, key, FROM_WORKER)
         self._channel.watch_connections()
@@ -52,33 +53,33 @@ class SocketDispatcher:
         self._attachment: Attachment | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._processes = ProcessWatch(self._process_ended)
-        self._partings: dict[WorkerId, asyncio.TimerHandle] = {}
+        self._endings: dict[WorkerId, asyncio.TimerHandle] = {}
         self._longest = 0
         self._known: dict[tuple[str, int], str] = {}
         self._outbox: defaultdict[WorkerId, list[Message]] = defaultdict(list)
         self.listeners: Listeners[[Request, Ended]] = Listeners(failures)
-        """Called for each sequence that is over."""
+        """Called for each request that has ended."""
 
     def start(self) -> None:
-        """Begins to listen to the workers."""
+        """Begin to receive from the workers."""
         loop = asyncio.get_running_loop()
         self._attachment = attach(loop, self._channel, self._receive)
         self._tick()
 
     def stop(self) -> None:
-        """Lets go of the socket. Workers notice, and reconnect when there is a coordinator again."""
+        """Close the socket. Workers notice, and reconnect when there is a coordinator again."""
         if self._timer is not None:
             self._timer.cancel()
         if self._attachment is not None:
             self._attachment.close()
-        self._empty_outbox()
+        self._send_outbox()
         self._processes.close()
-        for parting in self._partings.values():
-            parting.cancel()
+        for ending in self._endings.values():
+            ending.cancel()
         self._channel.close()
 
     def change_key(self, key: ClusterKey) -> None:
-        """See ``RouterChannel.change_key``."""
+        """Change the cluster's key; see ``RouterChannel.change_key``."""
         self._channel.change_key(key)
 
     # --- for the HTTP side (``Dispatcher``) ------------------------------------------------------
@@ -90,7 +91,7 @@ class SocketDispatcher:
         self._carry_out(self._core.cancel(request_id, time.monotonic()))
 
     def ready(self) -> bool:
-        return self._core.outcomes.proven and not self._core.pools.gap and not self._core.outcomes.failing
+        return is_ready(self._core)
 
     def failing(self) -> str:
         return self._core.outcomes.failing
@@ -103,8 +104,15 @@ class SocketDispatcher:
         self._carry_out(actions)
         if worker is None:
             return None
-        _log.info("%s worker %s is to leave; it holds %d requests", worker.role, worker_id, len(worker.dispatches))
-        return {"worker_id": worker_id, "role": worker.role, "draining": True, "requests": self._core.request_ids(worker)}
+        _log.info(
+            "%s worker %s is to leave; it holds %d requests", worker.role, worker_id, len(worker.dispatches)
+        )
+        return {
+            "worker_id": worker_id,
+            "role": worker.role,
+            "draining": True,
+            "requests": self._core.request_ids(worker),
+        }
 
     def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None:
         now = time.monotonic()
@@ -120,8 +128,7 @@ class SocketDispatcher:
         return [record.as_json(now) for record in self._core.flips.latest]
 
     def snapshot(self) -> dict[str, object]:
-        """For /debug/state."""
-        now = time.monotonic()
+        """Return the state for /debug/state, JSON-ready."""
         return {
             "coordinator": {
                 "pid": os.getpid(),
@@ -129,35 +136,19 @@ class SocketDispatcher:
                 "control_address": self.address,
                 "ready": self.ready(),
             },
-            "requests": {"queued": len(self._core.queue), "running": len(self._core.requests) - len(self._core.queue)},
-            "counters": self._core.counters(),
-            "last_retries": list(self._core.outcomes.last_retries),
-            "last_recoveries": [asdict(recovery) for recovery in self._core.outcomes.last_recoveries],
-            "flips": self.flips(),
             "channel": asdict(self._channel.counters),
-            "workers": [
-                {**_describe(worker, now), "requests": self._core.request_ids(worker)}
-                for worker in self._core.pools.workers.values()
-            ],
+            **debug_state(self._core, time.monotonic()),
         }
 
     def system(self) -> SystemSnapshot:
-        """For /metrics."""
-        return SystemSnapshot(
-            ready=self.ready(),
-            num_waiting=len(self._core.queue),
-            num_running=len(self._core.requests) - len(self._core.queue),
-            workers=[_measure(worker) for worker in self._core.pools.workers.values()],
-            counters=self._core.counters(),
-            stages=dict(Counter(request.state for request in self._core.requests.values())),
-            reasons_lost={worker_id: reason for (worker_id, _), reason in self._core.pools.reasons_lost.items()},
-            last_retries=tuple(self._core.outcomes.last_retries),
-        )
+        """Return the state for /metrics and the dashboard."""
+        return system_snapshot(self._core)
 
     # --- the workers -----------------------------------------------------------------------------
 
     def _receive(self, messages: list[tuple[bytes, Message]]) -> None:
-        """What has arrived together is written together: a coordinator that falls behind writes longer chunks, not more of them."""
+        """Receive messages that arrived together. Their tokens are written together, so that a coordinator
+        that falls behind writes longer chunks, not more of them."""
         now = time.monotonic()
         actions: list[Action] = []
         for identity, message in messages:
@@ -167,28 +158,31 @@ class SocketDispatcher:
         self._carry_out(actions)
 
     def _process_ended(self, worker: WorkerId) -> None:
-        """Whatever it said before is on its way, or here: that comes first."""
+        """Remove a worker whose process has ended, once its last messages were read."""
         self._core.process_ending(worker)
-        self._partings[worker] = asyncio.get_running_loop().call_later(LAST_WORDS_S, self._has_ended, worker)
+        self._endings[worker] = asyncio.get_running_loop().call_later(
+            LAST_MESSAGES_S, self._remove_ended, worker
+        )
 
-    def _has_ended(self, worker: WorkerId) -> None:
-        del self._partings[worker]
+    def _remove_ended(self, worker: WorkerId) -> None:
+        del self._endings[worker]
         self._receive(self._channel.receive(TICK_LIMIT))
         self._carry_out(self._core.process_ended(worker, time.monotonic()))
-        self._tell_changes()
+        self._log_changes()
 
     def _tick(self) -> None:
-        # The next one first: whatever this one raises, deadlines and dead workers are looked at again.
+        # The next tick is set first: whatever this one raises, deadlines and dead workers are checked again.
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        self._receive(self._channel.receive(TICK_LIMIT))  # after a stall, first hear who has spoken
+        self._receive(self._channel.receive(TICK_LIMIT))  # after a stall, read all messages first
         now = time.monotonic()
         if self._channel.lost_any(now):
             self._core.connection_lost()
         self._carry_out(self._core.tick(now))
-        self._tell_changes()
+        self._log_changes()
 
     def _carry_out(self, actions: list[Action]) -> None:
-        """All of them, whatever a sink or a listener raises: the lifecycle never says an action twice."""
+        """Carry out all actions, whatever a sink or a listener raises: the lifecycle returns each action
+        once."""
         touched: dict[Sink, Request] = {}
         for action in actions:
             if isinstance(action, Push):
@@ -201,7 +195,7 @@ class SocketDispatcher:
                     touched.pop(sink, None)
                     self._sink_failed(request)
             elif isinstance(action, Send):
-                self._post(action)
+                self._send_soon(action)
             else:
                 self._carry_out_rare(action, touched)
         for sink, request in touched.items():
@@ -224,20 +218,26 @@ class SocketDispatcher:
             self.listeners(request, action.ended)
 
     def _sink_failed(self, request: Request) -> None:
-        """A defect of ours ends this request alone, with an error; nothing more is pushed to its sink."""
+        """End this request alone with an error, for a defect of ours; nothing more is pushed to its sink."""
         _log.exception("%s: its tokens cannot be written; it ends with an error", request.request_id)
         sink, request.sink = request.sink, ClosedSink()
         with contextlib.suppress(Exception):  # logged above; its deadline ends the response
-            sink.end(Ended(error="failed", message=f"Internal error; the server's log says more under {request.request_id}."))
+            sink.end(
+                Ended(
+                    error="failed",
+                    message=f"Internal error; the server's log says more under {request.request_id}.",
+                )
+            )
         asyncio.get_running_loop().call_soon(self.cancel, request.request_id)
 
-    def _post(self, send: Send) -> None:
-        """What one turn of the loop has to say to a worker goes to it together: each message alone would wake two I/O threads."""
+    def _send_soon(self, send: Send) -> None:
+        """Send with the end of this turn of the loop, all messages to a worker together: each alone would
+        wake two I/O threads."""
         if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._empty_outbox)
+            asyncio.get_running_loop().call_soon(self._send_outbox)
         self._outbox[send.worker].append(send.message)
 
-    def _empty_outbox(self) -> None:
+    def _send_outbox(self) -> None:
         outbox, self._outbox = self._outbox, defaultdict(list)
         counters, now = self._channel.counters, time.monotonic()
         for worker, messages in outbox.items():
@@ -245,9 +245,11 @@ class SocketDispatcher:
             self._channel.send(identity_of(*worker), *messages)
             self._core.pools.reached(worker, counters.dropped_unknown == unknown, now)
 
-    def _tell_changes(self) -> None:
-        """One log line for each worker that came or went."""
-        now: dict[tuple[str, int], str] = {worker.id: worker.role for worker in self._core.pools.workers.values()}
+    def _log_changes(self) -> None:
+        """Log each worker that came or went."""
+        now: dict[tuple[str, int], str] = {
+            worker.id: worker.role for worker in self._core.pools.workers.values()
+        }
         for worker_id, role in now.items():
             if worker_id not in self._known:
                 self._processes.watch(self._core.pools.workers[worker_id].hello)
@@ -256,76 +258,30 @@ class SocketDispatcher:
             if worker_id not in now:
                 self._processes.forget(worker_id)
                 reason = self._core.pools.reasons_lost.get(worker_id, "lost")
-                _log.log(logging.INFO if reason == DRAINED else logging.WARNING, "%s worker %s is gone: %s", role, worker_id[0], reason)
+                _log.log(
+                    logging.INFO if reason == DRAINED else logging.WARNING,
+                    "%s worker %s is gone: %s",
+                    role,
+                    worker_id[0],
+                    reason,
+                )
         if now != self._known:
             for misfit in self._core.pools.misfits():
                 _log.warning(misfit)
         longest = self._core.pools.max_sequence_tokens
         if longest != self._longest:
             self._longest = longest
-            _log.info("requests may have %d tokens, prompt and output together, or fewer where --max-model-len says so", longest)
+            _log.info(
+                "requests may have %d tokens, prompt and output together; --max-model-len may lower it",
+                longest,
+            )
         self._known = dict(now)
 
 
 class ClosedSink:
-    """Takes everything and does nothing."""
+    """Ignores everything."""
 
     def push(self, token_id: int, logprobs: object) -> None: ...
     def push_prompt_logprobs(self, logprobs: object) -> None: ...
     def flush(self) -> None: ...
     def end(self, ended: object) -> None: ...
-
-
-def _describe(worker: Worker, now: float) -> dict[str, object]:
-    hello, load = worker.hello, worker.load
-    return {
-        "worker_id": hello.worker_id,
-        "process": hello.process,
-        "role": hello.role,
-        "pid": hello.pid,
-        "host": hello.host.partition("/")[0],
-        "incarnation": hello.incarnation,
-        "model": msgspec.structs.asdict(hello.model),
-        "silent_s": round(now - worker.last_seen, 3),
-        "blocks": {
-            "total": hello.num_blocks,
-            "free": load.blocks_free if load else hello.num_blocks,
-            "cached": load.blocks_cached if load else 0,
-            "used": load.blocks_used if load else 0,
-            "leased": load.blocks_leased if load else 0,
-        },
-        "running": load.num_running if load else 0,
-        "waiting": load.num_waiting if load else 0,
-        "accepting": load.accepting if load else True,
-        "draining": worker.draining,
-        "steps": load.steps if load else 0,
-        "counters": load.counters if load else {},
-        "cached_hashes": len(worker.cached),
-        "dispatches": sorted(worker.dispatches),
-        "held": sorted(worker.held),
-    }
-
-
-def _measure(worker: Worker) -> WorkerSnapshot:
-    hello, load = worker.hello, worker.load
-    return WorkerSnapshot(
-        worker_id=hello.worker_id,
-        role=hello.role,
-        blocks_total=hello.num_blocks,
-        blocks_free=load.blocks_free if load else hello.num_blocks,
-        blocks_cached=load.blocks_cached if load else 0,
-        blocks_used=load.blocks_used if load else 0,
-        blocks_leased=load.blocks_leased if load else 0,
-        num_running=load.num_running if load else 0,
-        num_waiting=load.num_waiting if load else 0,
-        num_waiting_tokens=load.num_waiting_tokens if load else 0,
-        draining=worker.draining,
-        host=hello.host.partition("/")[0],
-        pid=hello.pid,
-        max_num_seqs=hello.max_num_seqs,
-        device=hello.device,
-        gauges=load.gauges if load else {},
-        busy=worker.busy.share,
-        steps=load.steps if load else 0,
-        counters=load.counters if load else {},
-    )

@@ -13,10 +13,10 @@ from ..engine.cache.block_manager import BlockManager
 from ..engine.sampling.constraint import CompileGrammar, TokenMatcher
 from ..engine.step.batch import SamplingParams, SamplingState, StepOutput
 from ..engine.step.step_failures import StepFailures
-from ..transport.handoff.actions import Join, ReceiverAction, SenderAction, Supersede, TellTokens, ToCoordinator
-from ..transport.handoff.block_hash import root_hash
+from ..transport.handoff.actions import Join, ReceiverAction, SenderAction, Supersede, ToCoordinator
 from ..transport.handoff.handoff import Key, PeerId, Wait
 from ..transport.handoff.receiver import HandoffReceiver
+from ..transport.messages.block_hash import root_hash
 from ..transport.messages.messages import (
     BlockEvents,
     Cancel,
@@ -31,6 +31,7 @@ from ..transport.messages.messages import (
     from_u32,
     u32_array,
 )
+from ..transport.messages.token_runs import TellTokens
 from ..transport.process.draining import Draining
 from .foretold import Foretold
 from .heartbeat import Heartbeat

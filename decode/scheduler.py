@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from ..engine.cache.block_manager import BlockManager
 from ..engine.step.batch import SamplingState, StepOutput
 from ..engine.step.stopping import finish_reason, last_output_index, stop_set
-from ..transport.handoff.block_hash import chain
 from ..transport.handoff.handoff import Key, Wait
-from ..transport.handoff.sliding_window import NO_BLOCK, held, num_behind
+from ..transport.messages.block_hash import chain
 from ..transport.messages.messages import FinishReason, u32
+from ..transport.messages.sliding_window import NO_BLOCK, held, num_behind
 from .foretold import TOKEN_ID, Foretold
 from .rows import DecodeRows, DecodeSequence, DecodeStep
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..transport.handoff.actions import TellTokens, TokenRun
 from ..transport.messages.messages import FinishReason, StepTokens, TokenLogprobs
+from ..transport.messages.token_runs import TellTokens, TokenRun
 from ..transport.process.reports import logprobs_message
 from .foretold import TOKEN_ID
 from .rows import DecodeSequence

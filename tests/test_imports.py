@@ -62,12 +62,7 @@ def test_the_coordinator_starts_without_torch() -> None:
 
 
 PURE = [
-    "splitserve.coordinator.lifecycle.lifecycle",
-    "splitserve.coordinator.lifecycle.routing",
-    "splitserve.coordinator.lifecycle.pools",
-    "splitserve.coordinator.lifecycle.request_queue",
-    "splitserve.coordinator.lifecycle.fair_shares",
-    "splitserve.coordinator.lifecycle.admission",
+    *(f"splitserve.coordinator.lifecycle.{path.stem}" for path in sorted((ROOT / "coordinator/lifecycle").glob("*.py"))),
     "splitserve.coordinator.dashboard.diagnosis",
     "splitserve.coordinator.dashboard.event_log",
     "splitserve.coordinator.dashboard.queueing",
@@ -92,6 +87,12 @@ def test_the_pure_cores_know_no_sockets_and_no_torch() -> None:
 def test_the_pure_cores_ask_no_clock_and_draw_no_chance(name: str) -> None:
     path = ROOT.joinpath(*name.split(".")[1:]).with_suffix(".py")
     assert not {"time", "random", "secrets", "threading", "os"} & {imported.split(".")[0] for imported in imports_of(path)}
+
+
+def test_the_lifecycle_imports_messages_and_nothing_else_of_ours() -> None:
+    allowed = ("splitserve.coordinator.lifecycle", "splitserve.transport.messages")
+    found = {name for path in (ROOT / "coordinator/lifecycle").glob("*.py") for name in imports_of(path)}
+    assert not [name for name in found if name.startswith("splitserve") and not name.startswith(allowed)]
 
 
 PRODUCT = [*ALLOWED.keys() - {"bench"}]

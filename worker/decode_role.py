@@ -11,11 +11,12 @@ from ..decode.core import DecodeCore
 from ..decode.scheduler import DecodeScheduler
 from ..transport.channels.host import advertised_host
 from ..transport.environment import Environment
-from ..transport.handoff.actions import Join, Supersede, TellTokens, ToPeer
+from ..transport.handoff.actions import Join, Supersede, ToPeer
 from ..transport.handoff.handoff import HandoffTimes
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.handoff.receiving_end import RECEIVING, ReceivingEnd
 from ..transport.messages.messages import FROM_DECODE, SECRET_BYTES
+from ..transport.messages.token_runs import TellTokens
 from ..transport.movers.opening import offered, open_targets
 from .played_role import PlayedRole
 from .settings import DecodeSettings

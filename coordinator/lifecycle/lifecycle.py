@@ -19,7 +19,6 @@ workers has room.
 
 from __future__ import annotations
 
-from ...transport.handoff.actions import TellTokens
 from ...transport.messages.messages import (
     BlockEvents,
     FirstToken,
@@ -32,6 +31,7 @@ from ...transport.messages.messages import (
     Role,
     StepTokens,
 )
+from ...transport.messages.token_runs import TellTokens
 from .actions import Action, End
 from .admission import Admission, Forecast
 from .evacuation import Evacuation

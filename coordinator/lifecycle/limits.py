@@ -18,12 +18,8 @@ class LifecycleLimits:
 
     max_queue: int = 1024  # requests
     max_attempts: int = 4  # failed in a row, without progress
-    suspect_after: int = (
-        2  # worker deaths in a row while it ran; from then on a request runs apart from other suspects
-    )
-    max_deaths: int = (
-        4  # in a row; after as many in all, the progress that is needed between two doubles with each
-    )
+    suspect_after: int = 2  # deaths of workers that ran it, in a row; then it runs apart from other suspects
+    max_deaths: int = 4  # in a row; beyond as many in all, each doubles the progress that clears the request
     dead_after_s: float = 1.5  # of silence
     unreachable_s: float = 0.25  # of silence, where the connection is gone
     progress_timeout_s: float = 30.0  # busy without finishing a step

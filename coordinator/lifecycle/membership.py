@@ -130,10 +130,9 @@ class Membership:
         lost = f"{worker.role} worker {worker.hello.worker_id} was lost ({reason})"
         actions: list[Action] = []
         for request in self._machine.suspicion.charge(worker, self._machine.assignments.of(worker)):
-            ever = (
-                f" ({request.num_deaths_ever} in all)" if request.num_deaths_ever > request.num_deaths else ""
-            )
-            died = f"{request.num_deaths} workers in a row died while they ran this request{ever}"
+            deaths, in_all = request.num_deaths, request.num_deaths_ever
+            ever = f" ({in_all} in all)" if in_all > deaths else ""
+            died = f"{deaths} workers in a row died while they ran this request{ever}"
             message = (
                 f"{died}, the last time apart from other suspects; it is not tried again. The last: {lost}"
             )

@@ -54,9 +54,8 @@ class FailingStage:
         """A sentence without its full stop; empty while all is well."""
         if self._count < FAILURES_IN_A_ROW:
             return ""
-        reason = (
-            self._reason[:MAX_REASON] if "/" not in self._reason else "see the log"
-        )  # public: shows no path
+        is_public = "/" not in self._reason  # shows no path
+        reason = self._reason[:MAX_REASON] if is_public else "see the log"
         return f"the last {self._count} requests failed in the stage {self._stage}: {reason}"
 
 

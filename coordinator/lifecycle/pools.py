@@ -177,9 +177,7 @@ class Pools:
         limits, found = self._limits, []
         for worker in self.workers.values():
             silent_s = now - worker.last_seen
-            stuck_s = (
-                worker.last_seen - worker.progressed
-            )  # by its own reports: silence tells nothing of progress
+            stuck_s = worker.last_seen - worker.progressed  # silence tells nothing of progress
             if worker.ended:
                 continue
             if worker.unreached_since is not None and now - worker.unreached_since > limits.unreachable_s:

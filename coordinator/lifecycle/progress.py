@@ -3,7 +3,6 @@ Pure."""
 
 from __future__ import annotations
 
-from ...transport.handoff.actions import TellTokens
 from ...transport.messages.messages import (
     FinishReason,
     FirstToken,
@@ -13,6 +12,7 @@ from ...transport.messages.messages import (
     TokenLogprobs,
     from_u32,
 )
+from ...transport.messages.token_runs import TellTokens
 from .actions import Action, Push, PushPromptLogprobs
 from .limits import own_deadline
 from .request import Request

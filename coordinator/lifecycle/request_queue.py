@@ -57,9 +57,7 @@ class RequestQueue:
         self._retries: list[Entry] = []  # sorted by arrival
         self._num_added = 0
         self.version = 0  # incremented whenever a request is added or removed
-        self.order_version = (
-            0  # incremented whenever the order of the waiting requests may have changed otherwise
-        )
+        self.order_version = 0  # incremented whenever shares may have changed the order
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -242,12 +242,9 @@ class RequestStateMachine:
     def detach(self, request: Request, now: float) -> list[Action]:
         """End the attempt. Both workers drop its dispatch; what they still send of it is out of date."""
         self.stalls.book(request.ledger, request.state, now)
-        actions = (
-            self.cancel_at((request.prefill, request.decode), [request.dispatch])
-            if request.dispatch >= 0
-            else []
-        )
-        actions += self._cancel_move(request)
+        actions = self._cancel_move(request)
+        if request.dispatch >= 0:
+            actions = self.cancel_at((request.prefill, request.decode), [request.dispatch]) + actions
         self.assignments.unassign(request)
         return actions
 

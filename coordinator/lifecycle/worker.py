@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...transport.handoff.sliding_window import num_behind
 from ...transport.messages.messages import Drain, Flip, Hello, Load, Peer, Role
 from ...transport.messages.prompt_order import UNLIMITED, max_prompt_tokens
+from ...transport.messages.sliding_window import num_behind
 from .open_workers import OpenWorkers
 
 WorkerId = tuple[str, int]

@@ -11,9 +11,9 @@ from ...coordinator.lifecycle.limits import LifecycleLimits
 from ...coordinator.lifecycle.request import Request
 from ...coordinator.lifecycle.snapshot import finished, snapshot_of
 from ...steering.steering import Steering
-from ...transport.handoff.actions import TellTokens
 from ...transport.handoff.handoff import PeerId
 from ...transport.messages.messages import Alive, Message
+from ...transport.messages.token_runs import TellTokens
 from .cluster import Cluster
 from .decode_shell import DecodeShell
 from .events import EventQueue

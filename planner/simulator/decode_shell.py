@@ -14,6 +14,7 @@ from ...transport.handoff.handoff import PeerId
 from ...transport.handoff.receiver import HandoffReceiver, MoverEndpoints
 from ...transport.handoff.sender import HandoffSender
 from ...transport.messages.messages import SECRET_BYTES, Handoff, Message, Placed, Renew
+from ...transport.messages.token_runs import TellTokens
 from ...worker.roles import Departure, RoleHost
 from .cluster import Pool
 from .device import Device
@@ -116,7 +117,7 @@ class DecodeShell(WorkerShell):
                 self.queue.after(self.message_s, peer.hear_answer, action.peer, self.id, action.message)
         elif kind is act.Verify:
             self._check(action.lease, action.positions)
-        elif kind is act.TellTokens:
+        elif kind is TellTokens:
             self.queue.after(self.message_s, self.simulation.coordinator.hear_tokens, self.id, action)
         elif kind not in (act.OpenLease, act.ExpectAgain, act.CloseLease, act.Join, act.Supersede):
             raise TypeError(f"the simulator does not know the action {action}")

@@ -11,6 +11,7 @@ from ...transport.handoff import actions as act
 from ...transport.handoff.handoff import HandoffTimes, PeerId
 from ...transport.handoff.sender import HandoffSender
 from ...transport.messages.messages import Fenced, Flip, Goodbye, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
+from ...transport.messages.token_runs import TellTokens
 from ...worker.roles import Departure, RoleHost
 from .cluster import Pool
 from .device import Device
@@ -28,7 +29,7 @@ class CoordinatorLine(Protocol):
     def hear(self, worker: PeerId, message: Message) -> None:
         """Any message."""
 
-    def hear_tokens(self, worker: PeerId, told: act.TellTokens) -> None:
+    def hear_tokens(self, worker: PeerId, told: TellTokens) -> None:
         """Of a decode worker: what many steps have brought."""
 
 

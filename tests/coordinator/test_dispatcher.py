@@ -71,7 +71,7 @@ async def test_the_last_words_of_a_process_count_that_arrive_after_its_end_is_kn
     known_to_have_ended = asyncio.Event()
     watched = dispatcher._processes._on_end
     monkeypatch.setattr(dispatcher._processes, "_on_end", lambda worker: (watched(worker), known_to_have_ended.set()))
-    monkeypatch.setattr("splitserve.coordinator.dispatcher.LAST_WORDS_S", DEADLINE_S / 2)  # not until its Goodbye has been heard
+    monkeypatch.setattr("splitserve.coordinator.dispatcher.LAST_MESSAGES_S", DEADLINE_S / 2)  # not until its Goodbye has been heard
     with DealerChannel.connect(dispatcher.address, identity_of("p", 1), None, FROM_COORDINATOR) as worker:
         process = subprocess.Popen(["sleep", "600"])
         worker.send(_hello(host_identity(), process.pid))

@@ -19,8 +19,8 @@ from splitserve.transport.handoff.lease_table import LeaseTable
 from splitserve.transport.handoff.outgoing import Outgoing
 from splitserve.transport.handoff.receiver import HandoffReceiver
 from splitserve.transport.handoff.sender import HandoffSender
-from splitserve.transport.handoff.sliding_window import num_behind
 from splitserve.transport.handoff.ways_in import WaysIn
+from splitserve.transport.messages.sliding_window import num_behind
 from splitserve.transport.movers.nccl_sender import SendingSession
 from splitserve.transport.movers.parcels import Claim, LeaseBook
 

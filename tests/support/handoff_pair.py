@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from splitserve.engine.cache.block_manager import BlockManager
 from splitserve.transport.handoff import actions as act
-from splitserve.transport.handoff.block_hash import chain, root_hash
 from splitserve.transport.handoff.handoff import HandoffTimes
 from splitserve.transport.handoff.layer_slicing import WHOLE_BLOCKS, LayerSlicing
 from splitserve.transport.handoff.receiver import HandoffReceiver, MoverEndpoints
 from splitserve.transport.handoff.sender import HandoffSender
+from splitserve.transport.messages.block_hash import chain, root_hash
 from splitserve.transport.messages.messages import (
     Meet,
     Message,

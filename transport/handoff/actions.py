@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..messages.messages import FailureKind, FinishReason, Handoff, Joined, Message, Met, Peer, RequestSpec, TokenLogprobs
+from ..messages.messages import FailureKind, Handoff, Joined, Message, Met, Peer, RequestSpec, TokenLogprobs
 from .handoff import Key, PeerId
 
 
 class ToCoordinator(NamedTuple):
     message: Message
-
-
-class TokenRun(NamedTuple):
-    """Tokens of one dispatch from output index ``first`` on; ``finished``: the last of them ended it, ``decode_s`` after its join."""
-
-    dispatch: int
-    first: int
-    token_ids: list[int]
-    finished: FinishReason | None
-    decode_s: float
-
-
-class TellTokens(NamedTuple):
-    """What foretold steps have brought: in virtual time only, where a message for each step would be most of the work."""
-
-    coordinator: int
-    runs: list[TokenRun]
 
 
 class Connect(NamedTuple):

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from ..channels.incarnation import COUNT_BITS
 from ..messages.messages import Grant, ModelIdentity, Offer, from_hashes, u32
+from ..messages.sliding_window import NO_BLOCK, num_behind
 from .handoff import Key, PeerId
 from .incoming import Incoming
 from .past import remember
-from .sliding_window import NO_BLOCK, num_behind
 
 
 class BlockPool(Protocol):

@@ -27,13 +27,13 @@ from ..messages.messages import (
     from_u32,
     u64,
 )
+from ..messages.sliding_window import num_behind
 from .actions import CancelPuts, Connect, Delivered, OpenMover, Put, SenderAction, SendHandoff, SendPlaced, ToPeer, Undelivered
 from .contacts import Contacts
 from .handoff import FALLBACK_MOVER, FORMER_NAME, ONE_SIDED_MOVERS, HandoffTimes, Key, PeerId, Wait
 from .layer_slicing import WHOLE_BLOCKS, LayerSlicing, seen
 from .outgoing import Outgoing
 from .retirement import Retirement
-from .sliding_window import num_behind
 
 
 class HandoffSender:

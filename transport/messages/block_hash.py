@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 from hashlib import blake2b
 
-from ..messages.messages import HASH_BYTES
+from .messages import HASH_BYTES
 
 
 @lru_cache(maxsize=1024)  # of a few models and tenants
