@@ -200,7 +200,7 @@ class DecodeCore:
     @property
     def is_broken(self) -> bool:
         """Whether steps raise whoever is in them."""
-        return self._step_failures.say_broken
+        return self._step_failures.means_broken
 
     def shrink_step(self, step: DecodeStep) -> None:
         """The step ran out of memory: its younger sequences are given back to the coordinator, the others go on. One that was alone

@@ -22,7 +22,8 @@ def select_device(name: str) -> torch.device:
         raise ModelConfigError(f"device {name!r} is not supported (supported: auto, cpu, cuda, cuda:N)")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelConfigError(
-            "device cuda was asked for, but torch finds none; install a CUDA build of torch, or use --device cpu"
+            "device cuda was asked for, but torch finds none; install a CUDA build of torch, or use --device "
+            "cpu"
         )
     return device
 

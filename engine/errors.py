@@ -1,14 +1,14 @@
-"""What can go wrong between a model folder and a running engine.
+"""The engine's errors.
 
     EngineError
-    ├── ModelConfigError    the folder's config.json asks for something that is not supported, or cannot be read
+    ├── ModelConfigError    config.json cannot be read, or asks for what is not supported
     ├── WeightsError        weights missing, of the wrong shape, or in a format that is not loaded
     ├── ProfileError        a latency profile cannot be read or used (latency_profile.py)
-    ├── OutOfMemoryError    the KV cache does not fit; says how many blocks would, and which option to lower
-    ├── DeviceLostError     the GPU serves this process no longer; another has to take its place
+    ├── OutOfMemoryError    the KV cache does not fit; names what would fit, and the option to lower
+    ├── DeviceLostError     this process has lost its GPU; another process has to replace it
     └── GrammarError        a grammar that cannot be compiled or followed; the fault of one request
 
-Each message says what was wrong, what is allowed and what to do.
+Each message states what was wrong, what is allowed and what to do.
 """
 
 from __future__ import annotations

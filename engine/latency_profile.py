@@ -1,11 +1,12 @@
-"""How long steps take: the profile of a worker, as ``splitserve profile`` writes it. Read by the simulator
-and by paced runners. No torch.
+"""The latency profile of a worker, as ``splitserve profile`` writes it. Free of torch.
+
+The simulator, the pool controller and paced runners read it.
 
     seconds of a step = curve(units) + read_s * reads + seq_s * seqs + cached_s * cached
 
-              units                        reads                                                cached
-    prefill   new tokens of all chunks     pairs of a new token and a token that it attends to  tokens before the chunks
-    decode    sequences                    tokens in all their KV caches                        0
+              units                      reads                                       cached
+    prefill   new tokens of all chunks   pairs of a new token and one it attends to  tokens before the chunks
+    decode    sequences                  tokens in all their KV caches               0
 
 The curve is linear between its points and goes on as its last piece beyond them. A model may consist of
 several pieces by units (other kernels, other regimes). A chunk of ``n`` new tokens after ``c`` cached ones
@@ -76,7 +77,7 @@ class Piece(_Part):
         return self.at(units) + self.read_s * reads + self.seq_s * seqs + self.cached_s * cached
 
     def times(self, factor: float) -> Piece:
-        """All of it so many times as long."""
+        """Multiply every time by ``factor``."""
         curve = tuple((units, factor * seconds) for units, seconds in self.curve)
         costs = {
             "read_s": factor * self.read_s,
@@ -104,11 +105,11 @@ class StepModel(_Part):
     held_out: Residuals | None = None  # at steps that were measured and not fitted to
 
     def seconds(self, units: float, reads: float, seqs: float, cached: float = 0.0) -> float:
-        """Of one step; never negative."""
+        """Seconds of one step; never negative."""
         return max(0.0, self.piece(units).seconds(units, reads, seqs, cached))
 
     def piece(self, units: float) -> Piece:
-        """The one that holds for so many."""
+        """The piece that holds for this number of units."""
         return next(
             (piece for piece in self.pieces if piece.below is None or units < piece.below), self.pieces[-1]
         )
@@ -126,7 +127,7 @@ class StepModel(_Part):
         return known.mean if known is not None else None
 
     def times(self, factor: float) -> StepModel:
-        """Of steps that take so many times as long."""
+        """A model of steps that take ``factor`` times as long."""
         pieces = tuple(piece.times(factor) for piece in self.pieces)
         return self.model_copy(update={"pieces": pieces})
 
@@ -154,7 +155,9 @@ class HandoffModel(_Part):
     residuals: Residuals | None = None
 
     def seconds(self, num_bytes: float, num_slices: int = 0, bytes_per_s: float | None = None) -> float:
-        """Of one put. ``num_slices``: blocks of which it takes some layers only; ``bytes_per_s``: of a slower
+        """Seconds of one put.
+
+        ``num_slices``: number of blocks of which it moves some layers only; ``bytes_per_s``: rate of a slower
         link."""
         return self.put_s + num_slices * self.slice_s + num_bytes / (bytes_per_s or self.bytes_per_s)
 
@@ -180,7 +183,7 @@ class Numerics(_Part):
 
 
 class Power(_Part):
-    """Watts of one worker, by what it does."""
+    """Watts of one worker: idle, in prefill steps, in decode steps."""
 
     idle_w: Annotated[float, Field(ge=0)]
     prefill_w: Annotated[float, Field(ge=0)]
@@ -188,15 +191,14 @@ class Power(_Part):
 
 
 class Contention(_Part):
-    """How many times as long a step takes while *one* other worker of the same host computes a step, by what
-    both compute: cores share memory bandwidth, caches and the budget of power that sets their clock.
+    """How many times as long a step takes while *one* other worker of the same host computes.
+
+    Cores share memory bandwidth, caches and the power budget that sets their clock.
     ``decode_beside_prefill``: a decode step while another worker computes prompts.
 
-    ``splitserve profile`` measures it where the device is a CPU: the same steps in turn with a neighbour that
-    rests and with one that computes, each a process with its own cores, in processor time: waiting for a core
-    that others use is not meant. What several neighbours do was not measured and is extrapolated: what each
-    of them adds to a step's time is added up. Workers whose profiles have no such part neither slow others
-    nor are slowed."""
+    ``splitserve profile`` measures it on CPUs: the same steps in turn beside an idle and a busy neighbour,
+    each a process with its own cores, in processor time. Several neighbours are extrapolated: the sum of what
+    each adds. Workers whose profiles lack this part neither slow others nor are slowed."""
 
     version: Literal[1] = 1
     prefill_beside_prefill: Slowdown = 1.0
@@ -206,7 +208,8 @@ class Contention(_Part):
     ranges: dict[str, Range] = {}  # of each of these: the least and the most by the shape of the step
 
     def slowdown(self, role: StepRole, num_prefill: int, num_decode: int) -> float:
-        """Of a step of this role, while so many others compute prompts and so many others generate."""
+        """The slowdown of a step of this role beside ``num_prefill`` prefill and ``num_decode`` decode
+        workers."""
         if role == "prefill":
             by_prefill, by_decode = self.prefill_beside_prefill, self.prefill_beside_decode
         else:
@@ -251,7 +254,8 @@ class Profile(_Part):
         except OSError as error:
             known = ", ".join(shipped_names())
             raise ProfileError(
-                f"cannot read the profile {path}: {error.strerror or error}; make one with `splitserve profile`, or name one that is "
+                f"cannot read the profile {path}: {error.strerror or error}; make one with `splitserve "
+                "profile`, or name one that is "
                 f"shipped: {known}"
             ) from None
         except ValidationError as error:
@@ -310,20 +314,21 @@ class StepClock:
         return self.profile.prefill.seconds(tokens, pairs, len(chunks), cached)
 
     def decode(self, num_seqs: int, num_context_tokens: int) -> float:
-        """Seconds of a decode step over so many sequences with so many tokens in all."""
+        """Seconds of a decode step over these sequences, with ``num_context_tokens`` in all."""
         self._watch("decode", self.profile.decode, num_seqs, num_context_tokens, num_seqs)
         return self.profile.decode.seconds(num_seqs, num_context_tokens, num_seqs)
 
     def decode_run(self, num_seqs: int, num_context_tokens: int, num_steps: int) -> list[float]:
-        """Seconds of so many decode steps over the same sequences, each with a token more of each: bit for
-        bit what ``decode`` says. They are counted by ``count_decode_run``, once they have begun."""
+        """Seconds of ``num_steps`` decode steps over the same sequences, which grow by one token each step.
+
+        Equal to ``decode``, bit for bit. ``count_decode_run`` counts them once they have begun."""
         piece = self.profile.decode.piece(num_seqs)
         start, seqs = piece.at(num_seqs), piece.seq_s * num_seqs
         contexts = range(num_context_tokens, num_context_tokens + num_seqs * num_steps, num_seqs)
         return [max(0.0, start + piece.read_s * context + seqs) for context in contexts]
 
     def count_decode_run(self, num_seqs: int, num_context_tokens: int, num_steps: int) -> None:
-        """So many steps of a run, from the one with this context on, have begun."""
+        """Count ``num_steps`` steps of a run as begun, from the one with this context on."""
         contexts = range(num_context_tokens, num_context_tokens + num_seqs * num_steps, num_seqs)
         decode = self.profile.decode
         if contexts and any(

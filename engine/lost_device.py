@@ -1,9 +1,8 @@
-"""A GPU whose context is lost, after an address that is nobody's, say: what such an error looks like. The
-context is the process's, so all calls fail from then on, whosever request they are for; only another process
-helps.
+"""Recognise the error of a GPU whose context is lost, for example after an illegal address.
 
-A product of cuBLAS that meets such a context raises a status of its own, and is not known by it; the copy
-that begins the next step is.
+The context is the process's: all later calls fail, whatever request they are for. Only another process helps.
+
+cuBLAS raises a status of its own, which is not recognised; the copy that begins the next step is.
 """
 
 from __future__ import annotations

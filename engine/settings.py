@@ -25,7 +25,8 @@ class WorkerSettings(BaseModel):
     role: ClassVar[str] = "worker"
 
     model: Path = Field(
-        description="Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a model of the hub such as "
+        description="Hugging Face checkpoint folder (config.json, tokenizer and safetensors weights), a "
+        "model of the hub such as "
         "Qwen/Qwen3-0.6B, or s3://BUCKET/PREFIX (needs splitserve[s3])."
     )
     revision: str = Field(
@@ -39,7 +40,8 @@ class WorkerSettings(BaseModel):
     coordinator: str = Field(
         default="tcp://127.0.0.1:7700",
         pattern=rf"^{CONTROL_ADDRESS}(,{CONTROL_ADDRESS})*$",
-        description="The coordinator's control address, tcp://HOST:PORT; those of several hosts with commas between. More processes of "
+        description="The coordinator's control address, tcp://HOST:PORT; those of several hosts with commas "
+        "between. More processes of "
         "one host are found by themselves.",
     )
     key_file: Path | None = Field(
@@ -56,18 +58,22 @@ class WorkerSettings(BaseModel):
     )
     dtype: DType = Field(
         default="auto",
-        description="Type of weights and KV cache. auto: bfloat16 on GPUs and on CPUs with AMX or AVX512-BF16; on other CPUs bfloat16 if "
+        description="Type of weights and KV cache. auto: bfloat16 on GPUs and on CPUs with AMX or "
+        "AVX512-BF16; on other CPUs bfloat16 if "
         "the checkpoint is, else float32.",
     )
     kv_dtype: KVDType = Field(
         default="auto",
-        description="Type of the KV cache. auto: as dtype. fp8: float8 (e4m3), half the memory and traffic; scales by head from the "
-        "checkpoint (self_attn.k_scale, v_scale) where it has them, else 1. On CPUs in plain torch, for tests. All workers alike. "
+        description="Type of the KV cache. auto: as dtype. fp8: float8 (e4m3), half the memory and traffic; "
+        "scales by head from the "
+        "checkpoint (self_attn.k_scale, v_scale) where it has them, else 1. On CPUs in plain torch, for "
+        "tests. All workers alike. "
         "Not yet run on a GPU.",
     )
     quantization: Quantization = Field(
         default="none",
-        description="fp8: linear layers multiply in float8 (e4m3), scales by row; needs a GPU with float8 instructions (Ada, Hopper or "
+        description="fp8: linear layers multiply in float8 (e4m3), scales by row; needs a GPU with float8 "
+        "instructions (Ada, Hopper or "
         "later), and not exact. All workers alike. Not yet run on a GPU.",
     )
     block_size: int = Field(
@@ -83,74 +89,90 @@ class WorkerSettings(BaseModel):
         default=None,
         gt=0,
         le=65_536,
-        description="Size of the KV cache in GiB. Default: by the memory that is free, see gpu_memory_utilization and "
-        "cpu_memory_utilization, and no more than 64 sequences (or max_num_seqs of a decode worker) can fill.",
+        description="Size of the KV cache in GiB. Default: by the memory that is free, see "
+        "gpu_memory_utilization and "
+        "cpu_memory_utilization, and no more than 64 sequences (or max_num_seqs of a decode worker) can "
+        "fill.",
     )
     kv_cache_shrink: bool = Field(
         default=False,
-        description="Where num_blocks or kv_cache_gib do not fit into what is free, start with what does, as long as it holds a sequence "
+        description="Where num_blocks or kv_cache_gib do not fit into what is free, start with what does, as "
+        "long as it holds a sequence "
         "of max_model_len. `splitserve up` gives it to workers that it starts again.",
     )
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,
         le=1,
-        description="Share of the GPU's whole memory that this worker may use in all, for weights, steps and KV cache, as far as it is "
+        description="Share of the GPU's whole memory that this worker may use in all, for weights, steps and "
+        "KV cache, as far as it is "
         "free. `splitserve up` divides it among workers that share a GPU.",
     )
     cpu_memory_utilization: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Share of the host's free memory (in a container: of what its limit leaves), weights taken off, for the KV cache of a "
-        "worker on a CPU, or for the host's copy of a GPU's; for all workers together that share it by memory_shared_by. A fifth of what "
+        description="Share of the host's free memory (in a container: of what its limit leaves), weights "
+        "taken off, for the KV cache of a "
+        "worker on a CPU, or for the host's copy of a GPU's; for all workers together that share it by "
+        "memory_shared_by. A fifth of what "
         "is free is always left.",
     )
     memory_shared_by: int = Field(
         default=1,
         ge=1,
         le=4096,
-        description="Workers of this cluster on this host: each takes an equal part of cpu_memory_utilization. `splitserve up` decides it.",
+        description="Workers of this cluster on this host: each takes an equal part of "
+        "cpu_memory_utilization. `splitserve up` decides it.",
     )
     max_model_len: int | None = Field(
         default=None,
         ge=1,
         le=1 << 20,
-        description="Most tokens of prompt and output together. Default: the model's, or as many as the KV cache holds.",
+        description="Most tokens of prompt and output together. Default: the model's, or as many as the KV "
+        "cache holds.",
     )
     exact: bool = Field(
         default=False,
-        description="The same request gives the same tokens whatever shares its batch, however its prompt is chunked, whatever is cached, "
+        description="The same request gives the same tokens whatever shares its batch, however its prompt is "
+        "chunked, whatever is cached, "
         "and whether a worker dies on the way. All workers alike. On GPUs not yet confirmed on hardware.",
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
     runner: str = Field(
         default="model",
         pattern=r"^(model|paced:.+)$",
-        description="model computes; paced:PROFILE.json takes the time that the profile says and computes nothing, to rehearse a cluster: "
-        "answers mean nothing, weights are not needed, device, dtype, threads and exact have no effect, and kv_cache_gib is what the "
+        description="model computes; paced:PROFILE.json takes the time that the profile says and computes "
+        "nothing, to rehearse a cluster: "
+        "answers mean nothing, weights are not needed, device, dtype, threads and exact have no effect, and "
+        "kv_cache_gib is what the "
         "blocks are cut down to.",
     )
     mover: Mover = Field(
         default="auto",
-        description="How KV blocks travel. auto: the best that both workers have: shm between processes of one host; nixl where it is "
-        "installed, there is RDMA and plaintext_kv is set; else tcp. cuda_ipc (GPUs of one host) and nccl only by name, until they have "
+        description="How KV blocks travel. auto: the best that both workers have: shm between processes of "
+        "one host; nixl where it is "
+        "installed, there is RDMA and plaintext_kv is set; else tcp. cuda_ipc (GPUs of one host) and nccl "
+        "only by name, until they have "
         "run on GPUs. One that fails in use, also one that is named here, is replaced by tcp.",
     )
     plaintext_kv: bool = Field(
         default=False,
-        description="Send KV blocks between hosts in the clear: faster, for a trusted network. Both workers must say so; else encrypted.",
+        description="Send KV blocks between hosts in the clear: faster, for a trusted network. Both workers "
+        "must say so; else encrypted.",
     )
     step_log: Path | None = Field(
         default=None,
-        description="Folder for a file of this process with a line for each step: what was in it, and how long it took. To see whether a "
+        description="Folder for a file of this process with a line for each step: what was in it, and how "
+        "long it took. To see whether a "
         "profile holds for what really runs.",
     )
     drain_timeout_s: float = Field(
         default=10,
         ge=0,
         le=3600,
-        description="Seconds that a worker told to stop (SIGTERM, or an admin call) gets to finish or hand over what it runs.",
+        description="Seconds that a worker told to stop (SIGTERM, or an admin call) gets to finish or hand "
+        "over what it runs.",
     )
     orphaned_after_s: float = Field(
         default=10,
@@ -161,7 +183,8 @@ class WorkerSettings(BaseModel):
     otlp_endpoint: str | None = Field(
         default=None,
         pattern=r"^https?://\S+$",
-        description="Send traces to this OTLP receiver over HTTP, http://HOST:4318/v1/traces; needs splitserve[otel].",
+        description="Send traces to this OTLP receiver over HTTP, http://HOST:4318/v1/traces; needs "
+        "splitserve[otel].",
     )
     log_level: LogLevel = Field(
         default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again."
@@ -184,11 +207,13 @@ class WorkerSettings(BaseModel):
     def _consistent(self) -> Self:
         if (self.key_file is None) == (not self.insecure):
             raise ValueError(
-                "give either --key-file (make one with `splitserve keygen FILE`) or --insecure, which uses no key"
+                "give either --key-file (make one with `splitserve keygen FILE`) or --insecure, which uses "
+                "no key"
             )
         if self.mover in ("nccl", "nixl") and not (self.plaintext_kv or self.insecure):
             raise ValueError(
-                f"the mover {self.mover} sends KV blocks in the clear: set --plaintext-kv in a network that you trust, or choose tcp"
+                f"the mover {self.mover} sends KV blocks in the clear: set --plaintext-kv in a network that "
+                "you trust, or choose tcp"
             )
         if self.num_blocks is not None and self.kv_cache_gib is not None:
             raise ValueError("--num-blocks and --kv-cache-gib both size the KV cache: give one")

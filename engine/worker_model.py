@@ -1,4 +1,4 @@
-"""A model ready to serve in a worker: the runner, and what the worker tells others about it."""
+"""A model ready to serve in a worker: the runner, and its identity for other workers."""
 
 from __future__ import annotations
 

@@ -4,12 +4,13 @@ device.
 All integers are exact, so that a kernel in any language gives the same bits (32-bit arithmetic is modulo
 2^32):
 
-    splitmix(z) = z += 0x9E3779B97F4A7C15; z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9; z = (z ^ z >> 27) * 0x94D049BB133111EB; z ^ z >> 31
+    splitmix(z) = z += 0x9E3779B97F4A7C15; z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+                  z = (z ^ z >> 27) * 0x94D049BB133111EB; z ^ z >> 31
     key    = splitmix(splitmix(seed) ^ position)                 64 bits; k0 = low half, k1 = high half
     mix(x) = x ^= x >> 16; x *= 0x85EBCA6B; x ^= x >> 13; x *= 0xC2B2AE35; x ^ x >> 16
     h      = mix(mix(token * 0x9E3779B1 + k0) ^ k1)               32 bits
     v      = min((float(h) + 0.5) * 2^-32, 1 - 2^-24)            float32, uniform in (0, 1), finest near 0
-    noise  = -log(-log1p(-v))                                    float32, Gumbel; the large values come from small v
+    noise  = -log(-log1p(-v))                                    float32, Gumbel; large values from small v
 
 argmax over tokens of logit + noise is a sample of softmax(logits) (the Gumbel-max trick). splitmix: Steele et
 al., 2014; mix: the finalizer of MurmurHash3.

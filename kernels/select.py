@@ -1,4 +1,4 @@
-"""Which kernels run a model: chosen once from the device, said in one log line.
+"""Choose the kernels that run a model, once, by the device; one log line names them.
 
 Exact kernels are batch-invariant: a token row's result does not depend on the rows beside it, on how its
 prompt was cut into chunks, on what was cached, nor on the number of threads. Two workers agree bit by bit if
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class UnsuitableKernelsError(Exception):
-    """Exact or float8 kernels were asked for where there are none; says what to do."""
+    """Exact or float8 kernels are not available here; the message names the remedy."""
 
 
 FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
@@ -55,10 +55,12 @@ def select_kernels(
     except ImportError:
         if exact:
             raise UnsuitableKernelsError(
-                "exact needs the C++ kernels, which were not built: install a C++ compiler, then this package again; or leave exact off"
+                "exact needs the C++ kernels, which were not built: install a C++ compiler, then this "
+                "package again; or leave exact off"
             ) from None
         logger.warning(
-            "kernels: plain torch, slower: the C++ kernels were not built (install a C++ compiler, then this package again)"
+            "kernels: plain torch, slower: the C++ kernels were not built (install a C++ compiler, then this "
+            "package again)"
         )
         return TorchKernels()
     onednn = cpu_multiplies_bfloat16() and not exact  # its products change with the number of rows
@@ -85,7 +87,8 @@ def _cuda_kernels(device: torch.device, exact: bool, fp8_linears: bool, fp8_cach
     if (fp8_linears or fp8_cache) and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise UnsuitableKernelsError(
-            f"{name} has no float8 instructions (Ada, Hopper and later have): leave kv_dtype and quantization out"
+            f"{name} has no float8 instructions (Ada, Hopper and later have): leave kv_dtype and "
+            "quantization out"
         )
     try:
         from .cuda import CudaKernels
@@ -119,7 +122,7 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def cpu_widens_bfloat16() -> bool:
-    """Where the C++ kernels are built: bfloat16 weights then cost no more time than float32 ones, and half
+    """True if the C++ kernels are built: bfloat16 weights then need no more time than float32 ones, and half
     the memory traffic."""
     try:
         from . import _cpu  # noqa: F401

@@ -28,7 +28,7 @@ WARMUP_SEED = 0x5EED  # warm-up prompts differ from the measured ones
 
 
 class LoadError(Exception):
-    """The load could not be generated at all. The message says why."""
+    """The load could not be generated; the message names the reason."""
 
 
 def main(settings: LoadSettings) -> int:
@@ -143,7 +143,7 @@ async def _read_events(response: aiohttp.ClientResponse, sample: Sample, start: 
 
 
 def _sentence(error: Exception) -> str:
-    """Where no connection came about, aiohttp's own words speak of TLS even for plain HTTP."""
+    """One sentence for an error: aiohttp mentions TLS even if a plain HTTP connection fails."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"cannot connect to {error.host}:{error.port}: {error.os_error.strerror or error.os_error}"
     return f"{type(error).__name__}: {error}"
@@ -179,11 +179,13 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
         async with session.get("/v1/models") as response:
             if response.status != 200:
                 raise LoadError(
-                    f"{url} does not list its models (status {response.status}: {(await response.text())[:300]})"
+                    f"{url} does not list its models (status {response.status}: "
+                    f"{(await response.text())[:300]})"
                 )
             listed: Sequence[dict[str, Any]] = (await response.json())["data"]
             return str(listed[0]["id"])
     except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
         raise LoadError(
-            f"{url} does not list its models ({_sentence(error)}); is it running? Else give --served-model-name"
+            f"{url} does not list its models ({_sentence(error)}); is it running? Else give "
+            "--served-model-name"
         ) from error

@@ -131,7 +131,8 @@ def print_report(report: Report, settings: LoadSettings, console: Console) -> No
     console.print(
         f"{report.requests_per_s:,.2f} requests/s · {report.output_tokens_per_s:,.1f} output tokens/s · "
         f"{report.total_tokens_per_s:,.1f} tokens/s in all · {report.duration_s:,.1f} s\n"
-        f"{report.num_output_tokens:,} output and {report.num_prompt_tokens:,} prompt tokens, {report.num_cached_tokens:,} of them cached",
+        f"{report.num_output_tokens:,} output and {report.num_prompt_tokens:,} prompt tokens, "
+        f"{report.num_cached_tokens:,} of them cached",
         highlight=False,
     )
     if report.num_good is not None:

@@ -28,7 +28,8 @@ class LoadSettings(BaseModel):
     )
     tls_ca: Path | None = Field(
         default=None,
-        description="Certificates in PEM that an https:// server's is checked against. Default: the system's; a coordinator that you run "
+        description="Certificates in PEM that an https:// server's is checked against. Default: the "
+        "system's; a coordinator that you run "
         "on this host is known by its own.",
     )
     requests: int = Field(
@@ -39,7 +40,8 @@ class LoadSettings(BaseModel):
     )
     trace: Path | None = Field(
         default=None,
-        description="Replay this trace: its arrivals and lengths, with equal tokens where its block hashes are equal.",
+        description="Replay this trace: its arrivals and lengths, with equal tokens where its block hashes "
+        "are equal.",
     )
     warmup: int = Field(
         default=2, ge=0, le=100_000, description="Requests sent before, one at a time, and not measured."
@@ -91,7 +93,8 @@ class LoadSettings(BaseModel):
     slo: str = Field(
         default="",
         pattern=r"^$|^((ttft|tpot|itl|e2e)=\d+(\.\d+)?)(,(ttft|tpot|itl|e2e)=\d+(\.\d+)?)*$",
-        description="Objectives in seconds for goodput, such as ttft=0.5,tpot=0.05 (itl: the request's longest gap).",
+        description="Objectives in seconds for goodput, such as ttft=0.5,tpot=0.05 (itl: the request's "
+        "longest gap).",
     )
     json_file: Path | None = Field(
         default=None, description="Write the results and every request's times to this JSON file."

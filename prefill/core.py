@@ -175,7 +175,7 @@ class PrefillCore:
     @property
     def is_broken(self) -> bool:
         """Whether steps raise whoever is in them."""
-        return self._step_failures.say_broken
+        return self._step_failures.means_broken
 
     def _give_up_step(self, step: PrefillStep, reason: str) -> None:
         failed = [chunk.sequence.key for chunk in step.chunks if not chunk.sequence.doomed]

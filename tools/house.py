@@ -41,8 +41,8 @@ TARGETS = {
     "files of a request": 50,
 }
 PEOPLE = (
-    "people", "person", "anyone", "someone", "everyone", "nobody", "those", "user", "users", "operator", "operators",
-    "reader", "attacker", "engineer", "tenant", "human",
+    "people", "person", "anyone", "someone", "everyone", "nobody", "those", "user", "users", "operator",
+    "operators", "reader", "attacker", "engineer", "tenant", "human",
 )  # fmt: skip
 PRIVATE = re.compile(
     "|".join(
@@ -52,21 +52,20 @@ PRIVATE = re.compile(
             r"\b(?:of|than|to|by|as|from) what\b(?! (?:is called|it is))",
             r"(?<!not )\bso (?:many|much|long|often|few)\b",
             r"\b(?:says?|said|saying|tells?|telling|told|hears?|heard|unheard)\b",
-            r"\b(?:stirs?|stirred|bury|buries|buried|owes?|owed|foretells?|foretold|untold|doomed|hopeless)\b",
-            r"\b(?:strange|stranger|strangers|unsure)\b",
-            r"\b(?:that|which) (?:is|are|has|have) none\b|\bwhere (?:it|that) is none\b|\bis had\b|\bbut for\b(?! example)",
+            r"\b(?:stirs?|stirred|bury|buries|buried|owes?|owed|foretells?|foretold|untold)\b",
+            r"\b(?:doomed|hopeless|strange|stranger|strangers|unsure)\b",
+            r"\b(?:that|which) (?:is|are|has|have) none\b|\bwhere (?:it|that) is none\b",
+            r"\bis had\b|\bbut for\b(?! example)",
             r"\b(?:lest|thence|whence|whereof|thereupon|whereupon|nought)\b",
         )
     ),
     re.IGNORECASE,
 )
 PRIVATE_NAME = re.compile(
-    r"(?:^|_)(?:stirs?|bury|owes?|owed|foretell|foretold|untold|doomed|hopeless|strange|unsure|says?|said|tells?|told"
-    r"|hears?|heard|(?<!in_)flights?)(?=_|$)|Flight|WaitingLine"
+    r"(?:^|_)(?:stirs?|bury|owes?|owed|foretell|foretold|untold|doomed|hopeless|strange|unsure|says?|said"
+    r"|tells?|told|hears?|heard|(?<!in_)flights?)(?=_|$)|Flight|WaitingLine"
 )
-FRAGMENT = re.compile(
-    r"(?:Of|Who|Whose|Where|Than|As|To) (?!use\b)[a-z]"
-)  # a docstring that opens so has no verb
+FRAGMENT = re.compile(r"(?:Of|Who|Whose|Where|Than|As|To) (?!use\b)[a-z]")  # opens a docstring without a verb
 
 
 class Place(NamedTuple):

@@ -64,5 +64,6 @@ def verdict(found: dict[str, Any]) -> str:
         f"{len(found['batches_wrong'])} of {found['batches'].get('completed', 0)} batches wrong, "
         f"{found.get('not_metered_once', 'no')} streams not metered once; "
         f"recovery p50 {every.get('p50')} s, p99 {every.get('p99')} s; "
-        f"after kills beside the computing: p50 {beside.get('p50')} s, p99 {beside.get('p99')} s (goal 1 s: {goal.get('met')})"
+        f"after kills beside the computing: p50 {beside.get('p50')} s, p99 {beside.get('p99')} s (goal 1 s: "
+        f"{goal.get('met')})"
     )

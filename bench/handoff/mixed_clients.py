@@ -30,7 +30,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SHARED = (
-    "The quick brown fox explains what os.path.join does, and why list comprehensions are read from left to right. "
+    "The quick brown fox explains what os.path.join does, and why list comprehensions are read from left to "
+    "right. "
     * 3
 )
 POLL_S = 0.2

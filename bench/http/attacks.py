@@ -163,7 +163,8 @@ def unfinished_bodies(target: Target) -> Counter[str]:
 
 def unfinished_messages(target: Target) -> Counter[str]:
     handshake = (
-        f"GET /v1/stream HTTP/1.1\r\nHost: 127.0.0.1:{target.port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        f"GET /v1/stream HTTP/1.1\r\nHost: 127.0.0.1:{target.port}\r\nUpgrade: websocket\r\nConnection: "
+        "Upgrade\r\n"
         "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
     )
     frame, held = b"\x81\xff" + BODY_BYTES.to_bytes(8) + bytes(4) + b" " * (BODY_BYTES - 1), []
@@ -451,7 +452,8 @@ def table(rows: list[Row]) -> str:
         )
         memory = f"{row.before_mb:.0f}, {row.most_mb:.0f}, {row.after_mb:.0f}"
         lines.append(
-            f"| {row.name} | {row.label} | {answers} | {memory} | {row.longest_gap_s:.2f} ({row.quiet_gap_s:.2f}) | {health} |"
+            f"| {row.name} | {row.label} | {answers} | {memory} | {row.longest_gap_s:.2f} "
+            f"({row.quiet_gap_s:.2f}) | {health} |"
         )
     return "\n".join(lines)
 

@@ -86,7 +86,8 @@ def covering() -> Iterator[Attention]:
     for i, j in product(range(4), repeat=2):
         options, sizes, kinds = (i ^ PRODUCTS[factor][j] for factor in (1, 2, 3))
         yield Attention(
-            FAMILIES[kinds >> 1], HEAD_DIMS[i], CACHES[j], bool(options & 1), bool(options >> 1), bool(sizes & 1),
+            FAMILIES[kinds >> 1], HEAD_DIMS[i], CACHES[j], bool(options & 1), bool(options >> 1),
+            bool(sizes & 1),
             GROUPS[kinds & 1], BLOCK_SIZES[sizes >> 1],
         )  # fmt: skip
 

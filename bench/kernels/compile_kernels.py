@@ -93,7 +93,8 @@ def sampling(n: int = 8, vocab_size: int = 151936) -> None:
     ints, floats = empty(n, dtype=torch.int32), empty(n, dtype=torch.float32)
     rows = SamplingRows(
         empty(n, dtype=torch.int64), ints, floats, ints, floats, floats, floats, floats, floats, ints,
-        empty(n, vocab_size, dtype=torch.int32), empty(n + 1, dtype=torch.int32), ints, ints, floats, edited=True, filtered=True,
+        empty(n, vocab_size, dtype=torch.int32), empty(n + 1, dtype=torch.int32), ints, ints, floats,
+        edited=True, filtered=True,
     )  # fmt: skip
     sample(empty(n, vocab_size, dtype=torch.float32), rows)
 

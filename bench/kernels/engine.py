@@ -110,14 +110,16 @@ def measure(model: str, runner: ModelRunner) -> list[Row]:
     kv_token_bytes = runner.kv_cache.layout.block_bytes / BLOCK_SIZE
     dtype = str(runner.dtype).removeprefix("torch.")
     print(
-        f"{model} {dtype}: reads {bytes_per_s / 1e9:.1f} GB/s, multiplies {flops_per_s / 1e9:.0f} GFLOP/s, one thread"
+        f"{model} {dtype}: reads {bytes_per_s / 1e9:.1f} GB/s, multiplies {flops_per_s / 1e9:.0f} GFLOP/s, "
+        "one thread"
     )
     rows = []
 
     def add(what: str, seconds: float, floor: float, num_tokens: int) -> None:
         rows.append(row := Row(model, dtype, what, seconds * 1e3, floor * 1e3, num_tokens / seconds))
         print(
-            f"  {what:32} {row.ms:8.1f} ms  floor {row.floor_ms:7.1f} ms  {row.fraction:4.0%}  {row.tokens_per_s:8.0f} tokens/s"
+            f"  {what:32} {row.ms:8.1f} ms  floor {row.floor_ms:7.1f} ms  {row.fraction:4.0%}  "
+            f"{row.tokens_per_s:8.0f} tokens/s"
         )
 
     for batch in DECODE_BATCHES:

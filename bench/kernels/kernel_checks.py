@@ -178,8 +178,10 @@ def _variant_error(
     variant: Attention, lengths: list[int], chunks: list[tuple[int, int]], device: str
 ) -> float:
     options: dict[str, object] = {
-        "group": variant.group, "head_dim": variant.head_dim, "block_size": variant.block_size, "dtype": variant.dtype, "fp8": variant.fp8,
-        "window": 200 if variant.window else None, "softcap": 4.0 if variant.softcap else None, "device": device,
+        "group": variant.group, "head_dim": variant.head_dim, "block_size": variant.block_size,
+        "dtype": variant.dtype, "fp8": variant.fp8,
+        "window": 200 if variant.window else None, "softcap": 4.0 if variant.softcap else None,
+        "device": device,
     }  # fmt: skip
     if variant.family == "decode":
         case = attention_case(lengths, [1] * len(lengths), **options)  # type: ignore[arg-type]
@@ -260,7 +262,8 @@ def _rope(rows: int, dtype: torch.dtype, fp8: bool, device: str) -> float:
     )
     there = replace(
         rope, positions=positions.to(device), slot_mapping=slots.to(device), cos_sin=cos_sin.to(device),
-        q_norm=q_norm.to(device), k_norm=k_norm.to(device), kv_scales=None if scales is None else scales.to(device),
+        q_norm=q_norm.to(device), k_norm=k_norm.to(device),
+        kv_scales=None if scales is None else scales.to(device),
     )  # fmt: skip
     found = rope_and_store(qkv.to(device, copy=True), pool, LAYER, there)
     expected = REFERENCE.rope_and_store(qkv, expected_pool, LAYER, rope)
@@ -347,7 +350,8 @@ def _gumbel(rows: int, vocab_size: int, device: str) -> float:
 
 def _sampling(vocab_size: int, device: str) -> float:
     own: list[dict[str, float]] = [
-        {}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 20, "top_p": 0.8, "temperature": 0.7}, {"min_p": 0.05},
+        {}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 50},
+        {"top_k": 20, "top_p": 0.8, "temperature": 0.7}, {"min_p": 0.05},
         {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3}, {"top_p": 0.999},
     ]  # fmt: skip
     states = [

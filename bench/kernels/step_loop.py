@@ -78,11 +78,13 @@ def compare(
     gap = {ahead: statistics.median(values) for ahead, values in gaps.items()}
     cost = {ahead: statistics.median(values) for ahead, values in costs.items()}
     print(
-        f"{name}, batch {batch}: {rate[False]:.1f} steps/s in turn, {rate[True]:.1f} ahead ({rate[True] / rate[False]:.3f} times); ",
+        f"{name}, batch {batch}: {rate[False]:.1f} steps/s in turn, {rate[True]:.1f} ahead "
+        f"({rate[True] / rate[False]:.3f} times); ",
         end="",
     )
     print(
-        f"{gap[False]:.0f} us between two steps in turn, {gap[True]:.0f} ahead; {cost[False]:.0f} and {cost[True]:.0f} us of processor time"
+        f"{gap[False]:.0f} us between two steps in turn, {gap[True]:.0f} ahead; {cost[False]:.0f} and "
+        f"{cost[True]:.0f} us of processor time"
     )
     return {
         "model": name,

@@ -99,7 +99,8 @@ def said(result: dict[str, Any]) -> str:
     """A line for a person."""
     itl = result["itl_ms"]
     return (
-        f"{result['name']}: inter-token latency p50 {itl['p50']:.0f}, p99 {itl['p99']:.0f}, longest {itl['max']:.0f} ms; "
+        f"{result['name']}: inter-token latency p50 {itl['p50']:.0f}, p99 {itl['p99']:.0f}, longest "
+        f"{itl['max']:.0f} ms; "
         f"{result['output_tokens_per_s']:.1f} output tokens/s"
     )
 
@@ -134,7 +135,8 @@ def draw(results: Sequence[dict[str, Any]], png: Path) -> None:
         axis.grid(alpha=0.3)
     load = results[0]["load"]
     figure.suptitle(
-        f"{load['open']} open requests; prompts of {load['short']} tokens, every {load['long_every']}th of {load['long']:,}"
+        f"{load['open']} open requests; prompts of {load['short']} tokens, every {load['long_every']}th of "
+        f"{load['long']:,}"
     )
     figure.savefig(png, format="png", dpi=120)
     pyplot.close(figure)

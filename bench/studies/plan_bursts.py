@@ -79,7 +79,8 @@ def checks(plan: Plan, requests: tuple[TraceRequest, ...], processes: int) -> di
             (seen,) = workers.ask(look, [one])
         found[name] = {"cluster": asked.hardware.words(one[0]), **_said(seen)}
         print(
-            f"{name}: {found[name]['cluster']} at {seen.rate:.2f} requests/s: {seen.tallies.attainment:.1%} good",
+            f"{name}: {found[name]['cluster']} at {seen.rate:.2f} requests/s: {seen.tallies.attainment:.1%} "
+            "good",
             flush=True,
         )
     return found

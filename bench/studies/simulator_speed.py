@@ -142,7 +142,8 @@ def main() -> int:
                 else ""
             )
             print(
-                f"{kind}, {num_workers} workers: {rate:,.0f} requests/s of processor time (busy {busy}){note}",
+                f"{kind}, {num_workers} workers: {rate:,.0f} requests/s of processor time (busy "
+                f"{busy}){note}",
                 flush=True,
             )
             if arguments.sketch:

@@ -314,7 +314,8 @@ def main() -> int:
         for workload in arguments.workloads.split(","):
             if arguments.rate not in rates_of(arguments.data, workload):
                 parser.error(
-                    f"no trace of {workload} has {arguments.rate} requests/s; there are {rates_of(arguments.data, workload)}"
+                    f"no trace of {workload} has {arguments.rate} requests/s; there are "
+                    f"{rates_of(arguments.data, workload)}"
                 )
     began = time.monotonic()
     with ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:

@@ -82,7 +82,8 @@ def show(found: dict[str, object]) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"flips beside mixed workers: {found['flips_beside_mixed']}; its state at the end: {found['state_at_the_end']}"
+        f"flips beside mixed workers: {found['flips_beside_mixed']}; its state at the end: "
+        f"{found['state_at_the_end']}"
     )
 
 

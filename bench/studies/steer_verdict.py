@@ -34,7 +34,8 @@ def missed_live(found: Mapping[str, Any]) -> list[str]:
         missed.append("the objectives had not recovered from the shift when the load ended")
     elif found["recovery_s"] > RECOVERY_S:
         missed.append(
-            f"the objectives had recovered {found['recovery_s']:g} s after the shift, later than {RECOVERY_S:g} s"
+            f"the objectives had recovered {found['recovery_s']:g} s after the shift, later than "
+            f"{RECOVERY_S:g} s"
         )
     return missed
 

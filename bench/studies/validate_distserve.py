@@ -167,10 +167,12 @@ def main() -> int:
         results.append(result)
     example = two_to_one()
     print(
-        f"analytic case: {example['bound_per_s']}; best {example['best']}, {example['per_gpu']:.2f} a GPU (DistServe: 2P1D, 3.3)"
+        f"analytic case: {example['bound_per_s']}; best {example['best']}, {example['per_gpu']:.2f} a GPU "
+        "(DistServe: 2P1D, 3.3)"
     )
     print(
-        f"{len(rows) - wrong} of {len(rows)} runs agree (to {AGREES:.0%} of any percentile, and of any attainment)"
+        f"{len(rows) - wrong} of {len(rows)} runs agree (to {AGREES:.0%} of any percentile, and of any "
+        "attainment)"
     )
     if arguments.json:
         content = {"environment": environment(), "runs": results, "two_to_one": example}

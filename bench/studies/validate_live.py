@@ -332,7 +332,8 @@ def calibrated(
     loop_s = max(0.0, ((live[1]["tpot"] - modelled[1]["tpot"]) * 32 - first) / 31)
     join_s = max(0.0, handoff.join_s + first - loop_s)
     print(
-        f"calibrated: coordinator {1e3 * coordinator_s:.2f} ms, decode loop {1e3 * loop_s:.2f} ms, join {1e3 * join_s:.2f} ms",
+        f"calibrated: coordinator {1e3 * coordinator_s:.2f} ms, decode loop {1e3 * loop_s:.2f} ms, join "
+        f"{1e3 * join_s:.2f} ms",
         flush=True,
     )
     handoff = handoff.model_copy(update={"join_s": join_s})
@@ -475,7 +476,8 @@ def show(workload: str, result: dict[str, Any]) -> None:
     for name, live in result["live"].items():
         modelled, error = result["simulated"][name], result["error"][name]
         cells = [
-            f"{p} {1e3 * live[p]:8.1f} ms{spread(result, name, p)}, simulated {1e3 * modelled[p]:8.1f} ({error[p]:+.1%})"
+            f"{p} {1e3 * live[p]:8.1f} ms{spread(result, name, p)}, simulated {1e3 * modelled[p]:8.1f} "
+            f"({error[p]:+.1%})"
             for p in live
         ]
         print(f"  {name:5}" + "   ".join(cells), flush=True)

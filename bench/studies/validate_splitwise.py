@@ -130,7 +130,8 @@ def main() -> int:
         wrong += not agrees
         each = found["worst_difference_of_a_request_s"]
         print(
-            f"{'agrees' if agrees else 'DIFFERS':8}{name}: worst percentile {worst:.2%}, worst request {each:.6f} s",
+            f"{'agrees' if agrees else 'DIFFERS':8}{name}: worst percentile {worst:.2%}, worst request "
+            f"{each:.6f} s",
             flush=True,
         )
     if arguments.json:
@@ -138,7 +139,8 @@ def main() -> int:
             json.dumps({"environment": environment(), "runs": results}, indent=1) + "\n"
         )
     print(
-        f"{len(results) - wrong} of {len(results)} runs agree (unit cases to 1e-6 s a request, others to 2% of any percentile)"
+        f"{len(results) - wrong} of {len(results)} runs agree (unit cases to 1e-6 s a request, others to 2% "
+        "of any percentile)"
     )
     return int(wrong > 0)
 

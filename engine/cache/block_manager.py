@@ -1,9 +1,9 @@
-"""Who owns which KV block, and which blocks can be found again by their hash. Knows no torch.
+"""The owner of every KV block, and the prefix cache: blocks found by their hash. Free of torch.
 
 Every block is in exactly one of three states, so that free + cached + used = total:
 
     free    no content worth keeping
-    cached  unreferenced, but its hash is known: a later request may take it up again, or it is evicted
+    cached  unreferenced, but its hash is known: a later request may use it, or it is evicted
     used    referenced by one or more sequences or leases (its hash may be known too)
 
 Eviction takes the least recently used cached block that no other cached block continues (leaves first).
@@ -18,8 +18,7 @@ from ...transport.messages.sliding_window import NO_BLOCK
 
 
 class CacheEvents:
-    """What a cache has gained and lost since someone last asked: of the two roles of one process each tells
-    of the same cache."""
+    """Blocks that a cache has stored and removed since the last call. Each role of a process has its own."""
 
     def __init__(self, fetch: Callable[[], None], close: Callable[[CacheEvents], None]) -> None:
         """``fetch`` has the newest noted here."""
@@ -179,11 +178,11 @@ class BlockManager:
 
     def watch(self) -> CacheEvents:
         """What is stored and removed from now on."""
-        self._tell_watchers()
-        self._watchers.append(CacheEvents(self._tell_watchers, self._watchers.remove))
+        self._notify_watchers()
+        self._watchers.append(CacheEvents(self._notify_watchers, self._watchers.remove))
         return self._watchers[-1]
 
-    def _tell_watchers(self) -> None:
+    def _notify_watchers(self) -> None:
         for events in self._watchers:
             events.note(self._stored, self._removed)
         self._stored, self._removed = {}, {}

@@ -27,7 +27,9 @@ class DeviceBlocks:
         self.pointer = pool.data_ptr()
         self._blocks = pool.view(len(pool), -1)
         self._layer_bytes = pool.shape[2]
-        self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = None
+        if pool.is_cuda:
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()  # movers' threads and the worker's loop use the one stream
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
@@ -60,7 +62,7 @@ class DeviceBlocks:
         return torch.tensor(blocks, device=self.device)
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)  # of no effect where that is None
+        return torch.cuda.stream(self._stream)  # no effect if it is None
 
     def _finish(self) -> None:
         if self._stream is not None:

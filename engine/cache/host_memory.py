@@ -136,7 +136,7 @@ class MemoryClaims:
                 os.pwrite(self._file, json.dumps(asdict(self._claim)).encode().ljust(CLAIM_BYTES), 0)
 
     def committed(self, num_bytes: int) -> None:
-        """So much of the claim is taken by now, in memory that is not private."""
+        """Record that this part of the claim is allocated by now, in memory that is not private."""
         self.claim(self._claim.weights, self._claim.kv_cache, num_bytes)
 
     def _open(self) -> int | None:

@@ -25,10 +25,12 @@ class HostMirror:
     """``device_pool``: uint8 [num_blocks, ...] on any device."""
 
     def __init__(self, device_pool: Tensor, allocate: PoolAllocator | None = None) -> None:
-        """``allocate``: where the mirror's memory comes from (shared memory, say); None: memory of this
-        process alone."""
+        """``allocate``: makes the mirror's memory, such as shared memory; None: memory of this process
+        alone."""
         self._device_pool = device_pool
-        self._stream = torch.cuda.Stream(device_pool.device) if device_pool.is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = None
+        if device_pool.is_cuda:
+            self._stream = torch.cuda.Stream(device_pool.device)  # type: ignore[no-untyped-call]
         num_bytes = device_pool.numel()
         if allocate is None:  # torch's own page-locked memory is rounded up to a power of two
             self._host = huge_page_bytes(num_bytes).view(device_pool.shape)
@@ -49,7 +51,7 @@ class HostMirror:
         """Brings ``num_layers`` layers of these blocks (None: all from ``first_layer``) from the device:
         before they are sent."""
         end = None if num_layers is None else first_layer + num_layers
-        with torch.cuda.stream(self._stream):  # of no effect where that is None
+        with torch.cuda.stream(self._stream):  # no effect if it is None
             for block in blocks:  # each a copy by the GPU itself, into page-locked memory
                 self._host[block, first_layer:end].copy_(
                     self._device_pool[block, first_layer:end], non_blocking=True

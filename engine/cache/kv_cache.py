@@ -70,7 +70,8 @@ class KVCache:
         free = available_bytes(device)
         if num_bytes > free:
             raise OutOfMemoryError(
-                f"{wanted} does not fit: {free / 2**30:.2f} GiB are free, enough for {free // layout.block_bytes} blocks; "
+                f"{wanted} does not fit: {free / 2**30:.2f} GiB are free, enough for "
+                f"{free // layout.block_bytes} blocks; "
                 "lower --kv-cache-gib or --num-blocks"
             )
         try:

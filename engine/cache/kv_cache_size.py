@@ -1,9 +1,10 @@
-"""How many blocks a worker's KV cache has, and how long a sequence it can take: pure.
+"""The number of blocks of a worker's KV cache, and the longest sequence: pure.
 
-room on a GPU   utilization x the card's memory - weights and what else this worker has there - memory of its largest step;
-                no more than is free, and no more than the host has room for (a copy lies there)
-room on a CPU   utilization x (free memory + KV caches of the same cluster on this host - weights still to be loaded) / workers that
-                share it; no more than most of what is free
+room on a GPU   utilization x the card's memory - this worker's weights and other memory there
+                - memory of its largest step; at most what is free, and what the host has room for
+                (it holds a copy)
+room on a CPU   utilization x (free memory + KV caches of the same cluster on this host
+                - weights still to be loaded) / workers that share it; a part remains free
 blocks          room / bytes of a block; no more than max_num_seqs sequences of max_model_len tokens can use
 max_model_len   the model's, or what the blocks hold of one sequence
 """
@@ -17,7 +18,7 @@ from ..errors import OutOfMemoryError
 
 GIB = 1 << 30
 GPU_CONTEXT_BYTES = GIB  # CUDA's context, library workspaces, captured graphs
-HOST_HEADROOM = 0.2  # of what is free, left to everything else even where a share would allow more
+HOST_HEADROOM = 0.2  # share of the free memory that is left to other programs in any case
 SHORTEST_TOKENS = 256  # a cache that nobody has sized, and that holds no sequence of these, is of no use
 
 
@@ -58,12 +59,14 @@ def kv_cache_size(wish: KVCacheWish, room: int) -> KVCacheSize:
     lowered = num_blocks * wish.block_size
     if wish.max_model_len is not None:
         raise OutOfMemoryError(
-            f"the KV cache holds {num_blocks} blocks of {wish.block_bytes / 2**10:.0f} KiB, but one sequence of {length} tokens "
+            f"the KV cache holds {num_blocks} blocks of {wish.block_bytes / 2**10:.0f} KiB, but one sequence "
+            f"of {length} tokens "
             f"needs {needed}; lower --max-model-len{f' to {lowered}' if lowered else ''}, or {more}"
         )
     if lowered < shortest:
         raise OutOfMemoryError(
-            f"there is room for {num_blocks} KV blocks of {wish.block_bytes / 2**10:.0f} KiB, which is for sequences of {lowered} tokens; "
+            f"there is room for {num_blocks} KV blocks of {wish.block_bytes / 2**10:.0f} KiB, which is for "
+            f"sequences of {lowered} tokens; "
             f"{shortest} are the least: {more}"
         )
     return KVCacheSize(num_blocks, lowered)
@@ -92,9 +95,9 @@ def host_room(
 ) -> int:
     """Bytes of host memory for the KV cache of one of ``sharers`` workers of a cluster on this host.
 
-    ``free``: now, this worker's weights loaded; ``pending``: what other workers have claimed of it;
-    ``siblings``: the KV caches of those of the same cluster, which are counted as if they were not there yet,
-    so that who comes first gets no more; ``weights``: of a worker.
+    ``free``: bytes free now, with this worker's weights loaded; ``pending``: bytes that other workers have
+    claimed of it; ``siblings``: KV caches of the same cluster, counted as free, so that the first worker gets
+    no more than the others; ``weights``: bytes of one worker's weights.
     """
     left = max(0, free - pending)
     absent = max(0, sharers - 1 - len(siblings)) * weights

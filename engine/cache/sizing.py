@@ -30,8 +30,9 @@ class ExpectedWorker:
 
 
 def expected_worker(folder: Path, sharers: int = 2) -> ExpectedWorker:
-    """Of one of ``sharers`` workers with default settings on this host. Raises EngineError where it could not
-    start, with what to do."""
+    """The sizes of one of ``sharers`` workers with default settings on this host.
+
+    Raises EngineError, with what to do, if it could not start."""
     engine = EngineConfig(folder, memory_shared_by=sharers)
     config, device = ModelConfig.from_folder(folder), select_device(engine.device)
     with Checkpoint(folder) as checkpoint:
@@ -44,7 +45,8 @@ def expected_worker(folder: Path, sharers: int = 2) -> ExpectedWorker:
     needed = weights * (sharers if device.type == "cpu" else 1)
     if needed > (free := available_bytes(device) - pending * (device.type == "cpu")):
         raise OutOfMemoryError(
-            f"{needed / 2**30:.1f} GiB of weights do not fit: {max(0, free) / 2**30:.1f} GiB are free on {device}; serve a smaller model, "
+            f"{needed / 2**30:.1f} GiB of weights do not fit: {max(0, free) / 2**30:.1f} GiB are free on "
+            f"{device}; serve a smaller model, "
             "use --quantization fp8 on a GPU, or start fewer workers here"
         )
     on_host = weights if device.type == "cpu" else 0

@@ -45,7 +45,8 @@ class DecoderLayer:
     def parts(self) -> LayerParts:
         """Its weights, for kernels that run several layers in one call."""
         return LayerParts(
-            self._input_norm, self._qkv, self._q_norm, self._k_norm, self._o, self._post_norm, self._gate_up, self._down,
+            self._input_norm, self._qkv, self._q_norm, self._k_norm, self._o, self._post_norm, self._gate_up,
+            self._down,
             self._sliding_window, self._intermediate_size,
         )  # fmt: skip
 
@@ -101,17 +102,16 @@ class DecoderModel:
         rows: Tensor | None,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Runs the batch, writing its keys and values to ``pool``; final hidden states [n, E] of the token
-        rows ``rows``.
+        """Run the batch, write its keys and values to ``pool``, and return the final hidden states [n, E] of
+        ``rows``.
 
-        ``rows`` int64 [n]; None: all, in order. ``on_layer`` is called with the number of layers whose keys
-        and values are written (on a GPU: will be, once what is in the stream has run).
+        ``rows`` int64 [n]: token rows; None: all, in order. ``on_layer`` gets the number of layers whose keys
+        and values are written (on a GPU: once the stream has run).
 
-        Where every row is wanted, a decode step, kernels that can run all layers in one call do; ``on_layer``
-        then hears of the last two counts.
+        If every row is wanted (a decode step), kernels may run all layers in one call; ``on_layer`` then gets
+        the last two counts only.
 
-        Of the other rows the last layer needs keys and values only: its attention and MLP, 1 / num_layers of
-        a prefill, are left out.
+        For other rows the last layer computes keys and values only: that saves 1 / num_layers of a prefill.
         """
         residual = self._embed(token_ids)
         if rows is None and self._fused is not None:

@@ -48,5 +48,5 @@ def ignored_tensors(config: ModelConfig) -> tuple[str, ...]:
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Of all weights, at so many bytes an element."""
+    """Bytes of all weights, at ``itemsize`` bytes an element."""
     return itemsize * sum(math.prod(shape) for shape in expected_tensors(config).values())

@@ -1,4 +1,4 @@
-"""One short name for a model's exact content, so that workers can tell whether they serve the same one.
+"""A short name for a model's exact content: equal names mean the same model.
 
 xxh3_128 over config, tokenizer and weight files: names, sizes and content. Files above ``FULL_HASH_BYTES``
 are sampled (the first MiB, which holds the tensor headers, then 64 KiB of every 16 MiB, and the last MiB):

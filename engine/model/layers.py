@@ -1,8 +1,8 @@
 """The linear layers of a decoder, named by how tensor parallelism splits them.
 
 A column layer splits its outputs (whole heads, or columns of the MLP) and needs no communication; a row layer
-splits its inputs and ends in a sum over ranks; the vocabulary splits by rows of the table. Model code says
-which is which and nothing more, so that a split needs changes here alone.
+splits its inputs and ends in a sum over ranks; the vocabulary splits by rows of the table. Model code names
+the kind of each layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Layer = TypeVar("Layer")
 
 
 class TensorSource(Protocol):
-    """Where weights come from: a checkpoint's files, or a benchmark's random numbers."""
+    """A source of weights: a checkpoint's files, or a benchmark's random numbers."""
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """These tensors will be asked for; raises WeightsError where they are not as expected."""

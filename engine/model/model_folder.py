@@ -1,6 +1,7 @@
-"""Whether a model folder can be served, by what its files say of themselves: the same check, and the same
-sentence, for a worker, a coordinator, `splitserve up` before it starts them, and the doctor. Free of torch;
-nothing is allocated by what config.json claims.
+"""Check whether a model folder can be served, by its own files.
+
+Worker, coordinator, `splitserve up` and doctor share this check and its messages. Free of torch; a size that
+config.json claims allocates nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def check_model_folder(path: Path, weights: Literal["needed", "if there"] = "nee
     do."""
     if not path.is_dir():
         raise ModelConfigError(
-            f"there is no folder {path}; give a Hugging Face checkpoint folder (config.json, tokenizer.json, *.safetensors), "
+            f"there is no folder {path}; give a Hugging Face checkpoint folder (config.json, tokenizer.json, "
+            "*.safetensors), "
             "a model of the hub (ORG/NAME) or s3://BUCKET/PREFIX"
         )
     for name, most in MAX_BYTES.items():
@@ -39,7 +41,8 @@ def check_model_folder(path: Path, weights: Literal["needed", "if there"] = "nee
             raise ModelConfigError(f"{file} is no regular file; copy the checkpoint again")
         if file.exists() and file.stat().st_size > most:
             raise ModelConfigError(
-                f"{file} has {file.stat().st_size:,} bytes, more than the {most:,} that are read; is it what its name says?"
+                f"{file} has {file.stat().st_size:,} bytes, more than the {most:,} that are read; is it what "
+                "its name says?"
             )
     for name in ("config.json", "tokenizer.json"):
         if not (path / name).exists():

@@ -63,7 +63,8 @@ def rope_config(config: dict[str, Any]) -> RopeConfig:
 def _positive(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or not 0 < value < MOST:
         raise ModelConfigError(
-            f"config.json: {name!r} of the rope parameters must be above 0 and below {MOST:g}, found {value!r:.100}"
+            f"config.json: {name!r} of the rope parameters must be above 0 and below {MOST:g}, found "
+            f"{value!r:.100}"
         )
     return float(value)
 

@@ -1,5 +1,6 @@
-"""The safetensors files of a checkpoint and their headers. Free of torch, and bounded: nothing is allocated
-by what a header claims.
+"""The safetensors files of a checkpoint and their headers. Free of torch.
+
+A size that a header claims allocates nothing.
 
 A file is 8 bytes (length of the header, little-endian), the header (JSON: dtype, shape and byte range of each
 tensor), then the tensors. Nothing is ever unpickled: a folder with only .bin or .pt files is refused.
@@ -24,7 +25,8 @@ MAX_HEADER_BYTES = 32 << 20  # about 250,000 tensors in one file
 MAX_INDEX_BYTES = 32 << 20
 MAX_FILES = 4096
 ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
     "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 Shape = tuple[int, ...]
@@ -45,8 +47,10 @@ def weight_files(path: Path) -> list[Path]:
     pickled = sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
     if pickled:
         raise WeightsError(
-            f"{path} has pickled weights only ({pickled[0].name}), which are never loaded: unpickling runs code from the file. "
-            "Use the safetensors version of this checkpoint, or convert it with transformers' save_pretrained."
+            f"{path} has pickled weights only ({pickled[0].name}), which are never loaded: unpickling runs "
+            "code from the file. "
+            "Use the safetensors version of this checkpoint, or convert it with transformers' "
+            "save_pretrained."
         )
     raise WeightsError(
         f"{path} has neither model.safetensors nor {INDEX}; copy the complete checkpoint into it"
@@ -76,12 +80,12 @@ def check_tensors(
     missing = sorted(expected.keys() - found.keys())
     unexpected = sorted(name for name in found.keys() - expected.keys() if not name.endswith(ignored))
     if missing or unexpected:
-        told = [
+        problems = [
             f"{len(names)} {what}: {_some(names)}"
             for what, names in (("missing", missing), ("unexpected", unexpected))
             if names
         ]
-        raise WeightsError(f"{path}: the tensors do not match config.json; {'; '.join(told)}")
+        raise WeightsError(f"{path}: the tensors do not match config.json; {'; '.join(problems)}")
     for name, shape in expected.items():
         if found[name] != shape:
             raise WeightsError(
@@ -153,7 +157,8 @@ def _indexed_files(path: Path) -> list[Path]:
     absent = sorted(name for name in names if not (path / name).exists())
     if absent:
         raise WeightsError(
-            f"{path} lacks {len(absent)} of {len(names)} weight files of the index: {_some(absent)}; copy them into it"
+            f"{path} lacks {len(absent)} of {len(names)} weight files of the index: {_some(absent)}; copy "
+            "them into it"
         )
     return [path / name for name in sorted(names)]
 

@@ -71,7 +71,8 @@ class Checkpoint:
         tensor: Tensor = self._file_of[name].get_tensor(name)
         if tensor.dtype not in FLOAT_DTYPES:
             raise WeightsError(
-                f"{self._path}: tensor {name!r} is {tensor.dtype}; weights must be float32, bfloat16 or float16"
+                f"{self._path}: tensor {name!r} is {tensor.dtype}; weights must be float32, bfloat16 or "
+                "float16"
             )
         return tensor
 

@@ -32,8 +32,8 @@ class DeviceSampler:
     def sample(self, logits: Tensor, sampled: SampledRows) -> tuple[NDArray[np.int32], dict[int, Logprobs]]:
         """``logits`` float32 [num_rows, vocab_size] are overwritten. Token ids [num_rows] and, by row, the
         logprobs asked for."""
-        chosen, told = self.draw(logits, sampled)
-        return chosen.cpu().numpy(), told()
+        chosen, read_logprobs = self.draw(logits, sampled)
+        return chosen.cpu().numpy(), read_logprobs()
 
     def draw(self, logits: Tensor, sampled: SampledRows) -> tuple[Tensor, Callable[[], dict[int, Logprobs]]]:
         """As ``sample``, without waiting: token ids int32 on the device, and a call that waits for the
@@ -55,11 +55,11 @@ class DeviceSampler:
         top = raw.topk(max(counts), dim=-1)
         arrived = bring([own, top.indices, top.values - norms])
 
-        def told() -> dict[int, Logprobs]:
+        def read_logprobs() -> dict[int, Logprobs]:
             chosen_logprobs, ids, values = (column.tolist() for column in arrived())
             return dict(zip(reporting, _report(chosen_logprobs, ids, values, counts), strict=True))
 
-        return chosen.int(), told
+        return chosen.int(), read_logprobs
 
     def _rows(self, sampled: SampledRows, vocab_size: int) -> SamplingRows:
         """What the rows ask for. As long as the same sequences run it stays on the device, where the chosen

@@ -79,8 +79,9 @@ class GrammarCompiler:
         return self._tokenizer
 
     def warm_up(self) -> None:
-        """So that the first request with a grammar is as quick as the next. A model that has none is told of
-        when a request asks."""
+        """Prepare grammars, so that the first request with one is not slower.
+
+        A model that cannot have grammars is reported when a request asks for one."""
         try:
             self.matcher(ANY_NUMBER).mask(())
         except GrammarError as error:

@@ -47,7 +47,7 @@ class GrammarThread:
         self._inbox.put(order)
 
     def report(self, core: CompilingCore) -> None:
-        """Tells the core what has been compiled since the last call."""
+        """Report to the core what has been compiled since the last call."""
         while not self._outbox.empty():
             compiled = self._outbox.get_nowait()
             if compiled.matcher is not None:

@@ -1,4 +1,4 @@
-"""What a sampler is told of the rows whose logits it gets."""
+"""The rows whose logits a sampler gets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SampledRows:
 
     @classmethod
     def booked(cls, states: Sequence[SamplingState], device: torch.device | str = "cpu") -> SampledRows:
-        """Of sequences all of whose tokens are booked."""
+        """Rows of sequences without a token under way."""
         newest = [[*s.prompt_token_ids, *s.output_token_ids][-1] if s.position else 0 for s in states]
         positions = np.array([s.position for s in states], np.int32)
         return cls(states, positions, torch.tensor(newest, dtype=torch.int32, device=device))

@@ -50,8 +50,10 @@ class Sampler:
             )
         token_ids = _to_numpy(chosen)
         counts = [states[row].params.logprobs or 0 for row in reporting]
-        told = report_logprobs(raw, [int(token_ids[row]) for row in reporting], counts) if reporting else []
-        return token_ids, dict(zip(reporting, told, strict=True))
+        logprobs_of_rows = (
+            report_logprobs(raw, [int(token_ids[row]) for row in reporting], counts) if reporting else []
+        )
+        return token_ids, dict(zip(reporting, logprobs_of_rows, strict=True))
 
     def _edit(self, row: Tensor, state: SamplingState, position: int, newest: int) -> None:
         """Everything that looks at single tokens, in place on one row's logits [vocab_size]."""

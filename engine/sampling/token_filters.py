@@ -24,8 +24,7 @@ class FilterParams(NamedTuple):
 
 
 def keep_likely_tokens(row: Tensor, params: FilterParams) -> None:
-    """In place on one row of logits (temperature applied) [vocab_size]. min-p first; top-p is of what top-k
-    leaves."""
+    """Filter one row of logits [vocab_size] in place, after temperature: min-p, then top-k, then top-p."""
     if params.min_p > 0:
         row[row < row.max() + math.log(params.min_p)] = -torch.inf
     top_k = params.top_k if 0 < params.top_k < row.numel() else row.numel()

@@ -1,6 +1,6 @@
-"""What a scheduler asks of the model runner for one step, and what it gets back. Plain numpy: no torch here.
+"""The input and output of one step of the model runner. Plain numpy, free of torch.
 
-A batch is a flat row of tokens; ``query_start_loc`` says where each sequence's tokens begin. Prefill chunks
+A batch is a flat row of tokens; ``query_start_loc`` holds where each sequence's tokens begin. Prefill chunks
 and decode steps (one token a sequence) are the same thing, and may be mixed.
 """
 
@@ -67,7 +67,7 @@ class SamplingState:
 
     @property
     def position(self) -> int:
-        """Of the token that comes after those that are booked."""
+        """Position of the next token."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def num_outputs_before(self, position: int) -> int:
@@ -90,12 +90,12 @@ class Batch:
     seq_lens        int32 [num_seqs]              KV length of each sequence, this batch's tokens included
     block_tables    int32 [num_seqs, max_blocks]  entries beyond a sequence's last block are undefined
     slot_mapping    int64 [num_tokens]            block * block_size + offset, where each token's K and V go
-    sampling        one entry a sequence          None: its last token needs no logits (a chunk that is not the last)
-    prompt_logprobs one entry a sequence          n: report logprobs (n alternatives) of each of this chunk's *next* prompt tokens
-    next_prompt_ids one entry a sequence          for ``prompt_logprobs``: the token that follows each of the chunk's tokens in the
-                                                  prompt (one fewer than the chunk's tokens where the chunk ends the prompt)
-    fed_from        int32 [num_seqs] or None      a decode step made while the one before still ran: the row of that one whose sampled
-                                                  token is this sequence's input token; -1: it is in ``token_ids``, as all are for None
+    sampling        one entry a sequence          None: no logits for its last token
+    prompt_logprobs one entry a sequence          n: report logprobs (n alternatives) of *next* prompt tokens
+    next_prompt_ids one entry a sequence          for ``prompt_logprobs``: the token after each of the
+                                                  chunk's tokens (one fewer if the chunk ends the prompt)
+    fed_from        int32 [num_seqs] or None      for a step made while the last one ran: the row of that one
+                                                  whose sampled token is the input; -1: in ``token_ids``
     """
 
     token_ids: NDArray[np.int32]

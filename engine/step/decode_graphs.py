@@ -68,8 +68,8 @@ class StepBuffers:
     on the host."""
 
     def __init__(self, num_rows: int, max_blocks: int, device: torch.device) -> None:
-        columns = {"token_ids": torch.int32, "positions": torch.int32, "seq_lens": torch.int32, "slot_mapping": torch.int64,
-                   "fed_from": torch.int32}  # fmt: skip
+        columns = dict.fromkeys(("token_ids", "positions", "seq_lens", "fed_from"), torch.int32)
+        columns["slot_mapping"] = torch.int64
         pinned = device.type == "cuda"
         shapes = {
             **{name: ((num_rows,), dtype) for name, dtype in columns.items()},

@@ -1,5 +1,7 @@
-"""How many layers of a step have their keys and values in the cache: told by the thread that computes, asked
-by the worker's loop."""
+"""The number of layers of a step whose keys and values are in the cache.
+
+The thread that computes reports it, and the worker's loop reads it.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ import torch
 
 
 class LayerProgress:
-    """Of one step. ``reached`` is called from the step's thread, the rest from the loop's; ``wake`` says that
-    asking is worth while.
+    """The progress of one step.
 
-    On a CPU a layer that the step's thread has passed is written. A GPU's kernels run later than that thread:
-    there an event in the stream tells, and has to be asked for as long as ``pending``.
+    The step's thread calls ``reached``, the loop all else; ``wake`` signals progress to the loop.
+
+    On a CPU a layer that the thread has passed is written. A GPU's kernels run later than the thread: there
+    an event in the stream marks it, which the loop polls while ``pending``.
     """
 
     def __init__(self, device: torch.device, wake: Callable[[], None], every: int) -> None:
-        """``every`` how many layers it is to be told; 0: never."""
+        """``every``: report after each group of this many layers; 0: never."""
         self._wake, self._every = wake, every
         self._on_gpu = device.type == "cuda"
         self._events: deque[tuple[int, torch.cuda.Event]] = deque()

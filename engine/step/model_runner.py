@@ -75,7 +75,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of the card that this worker may use in all
     cpu_memory_utilization: float = 0.5  # share of the free host memory for KV caches (or their mirrors)
     memory_shared_by: int = 1  # workers of this cluster on this host
-    max_num_seqs: int = 64  # no larger cache than so many sequences can fill
+    max_num_seqs: int = 64  # the cache holds at most what this many sequences fill
     cluster: str = ""  # its name, for workers that share the host's memory
     max_model_len: int | None = (
         None  # prompt and output tokens of one sequence; None: the model's, or what fits
@@ -85,7 +85,7 @@ class EngineConfig:
     kv_dtype: str = "auto"  # auto: as dtype; fp8
     quantization: str = "none"  # of linear layers: none, fp8
     max_decode_seqs: int = (
-        0  # on GPUs: decode steps of up to so many sequences are captured as graphs by ``warm_up``
+        0  # on GPUs: ``warm_up`` captures decode steps of up to this many sequences as graphs
     )
     max_prefill_tokens: int = 0  # on GPUs: the largest prefill step, which ``warm_up`` tries
     pool_allocator: PoolAllocator | None = None  # where the pool's memory comes from; None: from torch
@@ -143,8 +143,10 @@ class ModelRunner:
         self.max_model_len = size.max_model_len
         if size.max_model_len < model_len:
             logger.warning(
-                "max_model_len is %d, not the model's %d: the KV cache of %.2f GiB holds no longer sequence; with more memory, "
-                "or a larger --kv-cache-gib, it could", size.max_model_len, model_len, size.num_blocks * layout.block_bytes / 2**30
+                "max_model_len is %d, not the model's %d: the KV cache of %.2f GiB holds no longer sequence; "
+                "with more memory, "
+                "or a larger --kv-cache-gib, it "
+                "could", size.max_model_len, model_len, size.num_blocks * layout.block_bytes / 2**30
             )  # fmt: skip
         self.kv_cache = KVCache(layout, size.num_blocks, self.device, engine.pool_allocator)
         if engine.pool_allocator is not None:
@@ -173,9 +175,9 @@ class ModelRunner:
         return self.launch(batch, on_layer)()
 
     def launch(self, batch: Batch, on_layer: OnLayer | None = None) -> Callable[[], StepOutput]:
-        """Begins a step; the call that it returns, from any thread, waits for its output, but for no later
-        step. On a CPU, and where prompt logprobs are asked for, the step is over when this returns. Two steps
-        may be under way."""
+        """Begin a step and return a call that waits for its output, from any thread.
+
+        On a CPU, and with prompt logprobs, the step is over when this returns. Two steps may be under way."""
         self._use_this_thread()
         with torch.inference_mode():
             if self._graphs is not None and on_layer is None and self._graphs.serves(batch):
@@ -267,32 +269,32 @@ class ModelRunner:
         if isinstance(self._sampler, Sampler):
             chosen, logprobs = self._sampler.sample(logits, rows)
             drawn = torch.from_numpy(chosen).to(self.device)
-            told: Callable[[], dict[int, Logprobs]] = partial(dict, logprobs)
+            read_logprobs: Callable[[], dict[int, Logprobs]] = partial(dict, logprobs)
         else:
-            drawn, told = self._sampler.draw(logits, rows)
+            drawn, read_logprobs = self._sampler.draw(logits, rows)
         if len(states) < batch.num_seqs:
             drawn = drawn.new_full((batch.num_seqs,), -1).index_copy_(0, self._index(sampled), drawn)
         self._sampled_last.token_ids = drawn
         arrived = bring([drawn])
-        return lambda: (arrived()[0].numpy(), {sampled[row]: entry for row, entry in told().items()})
+        return lambda: (arrived()[0].numpy(), {sampled[row]: entry for row, entry in read_logprobs().items()})
 
     def _prompt_logprobs(
         self, batch: Batch, reported: Sequence[int], hidden: Tensor
     ) -> dict[int, list[Logprobs]]:
-        told: dict[int, list[Logprobs]] = {}
+        by_row: dict[int, list[Logprobs]] = {}
         for i in reported:
             ids, count = batch.next_prompt_ids[i], batch.prompt_logprobs[i] or 0
-            told[i] = []
+            by_row[i] = []
             for start in range(0, len(ids), LOGPROB_ROWS):
                 next_ids = ids[start : start + LOGPROB_ROWS]
                 logits = self._model.logits(hidden[start : start + len(next_ids)])
-                told[i] += report_logprobs(logits, next_ids, [count] * len(next_ids))
+                by_row[i] += report_logprobs(logits, next_ids, [count] * len(next_ids))
             hidden = hidden[len(ids) :]
-        return told
+        return by_row
 
     def _size(self, engine: EngineConfig, wish: KVCacheWish, weights: int) -> KVCacheSize:
-        """Of the KV cache, by what is free now; claims its host memory (a GPU's cache has a mirror there).
-        Raises OutOfMemoryError."""
+        """Size the KV cache by the memory that is free now, and claim its host memory (a GPU's cache has a
+        mirror there). Raises OutOfMemoryError."""
         utilization, sharers = engine.cpu_memory_utilization, engine.memory_shared_by
         with self.claims.turn() as others:
             room = host_room(
@@ -363,7 +365,8 @@ def _load_model(config: ModelConfig, load: LayerLoader, max_model_len: int, fp8_
         if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
-            f"the model's weights do not fit on {load.device}, where {free / 2**30:.2f} GiB were free ({error}); end what else uses that "
+            f"the model's weights do not fit on {load.device}, where {free / 2**30:.2f} GiB were free "
+            f"({error}); end what else uses that "
             "memory, use --quantization fp8 on a GPU, or serve a smaller model"
         ) from error
 
@@ -379,8 +382,7 @@ def _no_tokens(
 
 
 class _SampledLast(threading.local):
-    """Of the calling thread's last step: while a worker changes its role two threads step by turns, each
-    after its own steps."""
+    """The calling thread's last step. Two threads take turns while a worker changes its role."""
 
     def __init__(self, device: torch.device) -> None:
         self.token_ids = torch.empty(0, dtype=torch.int32, device=device)  # [num_seqs]

@@ -1,4 +1,4 @@
-"""A model runner that takes the time a profile says and computes nothing: a cluster rehearsed on a laptop.
+"""A model runner that takes a profile's time and computes nothing, to rehearse a cluster on a laptop.
 
 Everything around it is real: cores, sockets, KV movers, the coordinator. Its tokens mean nothing, but they
 are a function of (seed, position) as real ones are, so that a request tried again goes on as it began. End
@@ -23,7 +23,7 @@ from ..worker_model import WorkerModel
 from .batch import Batch, Logprobs, SamplingState, StepOutput
 
 SLICES = 8
-"""Layers are reported in so many groups a step: each costs a wake-up."""
+"""Groups of layers that a step reports: each costs a wake-up."""
 FOLLOWS_S = 0.01
 """A step that begins so soon after the last was waiting for it; after a longer pause there is nothing to make
 up for."""
@@ -40,9 +40,7 @@ class PacedRunner:
         self._vocab_size, self._eos = vocab_size, eos_token_ids
         self._num_layers = profile.memory.num_layers
         self._noise, self._sigma = noise, math.sqrt(math.log1p(profile.noise_cv**2))
-        self._late_s = (
-            0.0  # by which the last step overslept: the next is so much shorter, if it follows at once
-        )
+        self._late_s = 0.0  # seconds that the last step overslept; subtracted from one that follows at once
         self._ended = float("-inf")
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
@@ -98,12 +96,14 @@ def paced_model(settings: WorkerSettings, allocate: PoolAllocator | None = None)
     memory, config = profile.memory, ModelConfig.from_folder(settings.model)
     if settings.block_size not in (0, memory.block_size):
         raise ProfileError(
-            f"the profile {profile.name} was made with blocks of {memory.block_size} tokens: give --block-size 0"
+            f"the profile {profile.name} was made with blocks of {memory.block_size} tokens: give "
+            "--block-size 0"
         )
     max_model_len = settings.max_model_len or memory.max_model_len
     if max_model_len > memory.max_model_len:
         raise ProfileError(
-            f"--max-model-len {max_model_len} is more than the {memory.max_model_len} of the profile {profile.name}"
+            f"--max-model-len {max_model_len} is more than the {memory.max_model_len} of the profile "
+            f"{profile.name}"
         )
     num_blocks = settings.num_blocks or memory.num_blocks
     layer_bytes = _layer_bytes(profile, num_blocks, settings.kv_cache_gib or DEFAULT_CACHE_GIB)

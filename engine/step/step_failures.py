@@ -6,9 +6,10 @@ BROKEN_AFTER = 3
 
 
 class StepFailures:
-    """A request that was alone in a step that raised is given back, and tried elsewhere. Where one after the
-    other is, with no good step between, it is no fault of theirs: a GPU whose context is lost, say, fails
-    everything, and quicker than others serve."""
+    """Counts requests that failed alone in a step, without a good step between.
+
+    Such a request is returned and retried elsewhere. Several in a row mean that the worker is broken, for
+    example that its GPU's context is lost."""
 
     def __init__(self) -> None:
         self._requests: set[str] = set()
@@ -23,6 +24,6 @@ class StepFailures:
             self._requests.clear()
 
     @property
-    def say_broken(self) -> bool:
+    def means_broken(self) -> bool:
         """Whether only another process helps."""
         return len(self._requests) >= BROKEN_AFTER

@@ -1,8 +1,8 @@
-"""When the step that runs on a device will be nearly over, told by how long the last ones took.
+"""Predict when the running step is nearly over, from the times of the last ones.
 
-A device does not say how far it is within a CUDA graph. Decode steps change little from one to the next, so
-the last ones say when to make the next: late, for a sequence that arrives until then takes part in it, but
-early enough that the device does not wait.
+A CUDA graph does not report its progress, but decode steps change little from one to the next. The next step
+is made late, so that sequences that arrive meanwhile take part, yet early enough that the device does not
+wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 LEAD_S = 0.003
 """Before a step's expected end: a step is made and launched in about a millisecond."""
 EXPECTED = 0.9
-"""Of the shortest of the last steps, so long a step takes at least, as a rule."""
+"""Share of the shortest of the last steps that a step usually takes at least."""
 LOOKS_BACK = 4
 OVERSLEPT_S = 1e-4
 """A step that ends so soon after its ``sleep_until_nearly_over`` had ended before."""
@@ -35,8 +35,8 @@ class StepForecast:
         self._began_at = max(launched_at, self._ended_at)
 
     def end(self) -> None:
-        """It has ended now, or, where nothing had to be waited for any more, some time ago: then the last
-        steps say nothing of the next."""
+        """Note the end of the step. Without a wait it ended some time ago: then the last steps predict
+        nothing."""
         self._ended_at = self._clock()
         if self._ended_at - self._slept_until < OVERSLEPT_S:
             self._durations.clear()

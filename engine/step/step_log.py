@@ -29,8 +29,10 @@ class StepLogError(EngineError):
 
 
 class LoggedStep(NamedTuple):
-    """``chunks``: "cached+new" of each prompt chunk, with spaces between; ``num_seqs`` sequences generate,
-    with so many tokens in all."""
+    """One row of the log.
+
+    ``chunks``: "cached+new" of each prompt chunk, separated by spaces; ``num_seqs`` sequences generate, with
+    ``num_context_tokens`` in all."""
 
     began: float
     seconds: float
@@ -40,11 +42,11 @@ class LoggedStep(NamedTuple):
 
     @property
     def role(self) -> StepRole:
-        """Whose step it is: with prompts in it, a prefill worker's."""
+        """Role of the step: prefill if it has prompt chunks."""
         return "prefill" if self.chunks else "decode"
 
     def modelled_s(self, profile: Profile) -> float:
-        """Seconds, as the profile says."""
+        """Seconds of this step by the profile."""
         parts = [chunk.split("+") for chunk in self.chunks.split()]
         clock = StepClock(profile, warns=False)
         return clock.mixed(
@@ -75,10 +77,10 @@ class StepLog:
         """A step is over that began, or was launched, then."""
         now = time.monotonic()
         chunks, num_seqs, num_context_tokens = parts_of(batch)
-        told = " ".join(f"{cached}+{new}" for cached, new in chunks)
+        chunk_text = " ".join(f"{cached}+{new}" for cached, new in chunks)
         with self._lock:
             began, self._ended = max(began, self._ended), now
-            self._write(f"{began:.6f},{now - began:.6f},{told},{num_seqs},{num_context_tokens}")
+            self._write(f"{began:.6f},{now - began:.6f},{chunk_text},{num_seqs},{num_context_tokens}")
 
     def _write(self, line: str) -> None:
         os.write(self._file, f"{line}\n".encode())

@@ -56,7 +56,7 @@ class Finished(Generic[S]):
     step: S
     output: StepOutput | None
     error: Exception | None
-    out_of_memory: bool = False  # what ``error`` says; what the step held is free again
+    out_of_memory: bool = False  # whether ``error`` is one; the step's memory is free again
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,12 @@ class _Launched(Generic[S]):
 
 
 class StepThread(Generic[S]):
-    """``submit`` a step while it ``wants_next``; ``wake`` is called, from the thread, when one has run; then
-    ``collect`` it.
+    """Runs steps on a thread: ``submit`` one while it ``wants_next``, ``collect`` it after ``wake``.
 
-    ``ahead_at_layer``: the next step is wanted as soon as the running one has written the keys and values of
-    so many layers (``wake`` says so, too). Late is better, for what arrives until then takes part; but early
-    enough to be made in time. 0: as soon as it is submitted; None: when it has ended. ``forecast``, of steps
-    that are launched: the next one is wanted when the running one is expected to be nearly over.
+    ``ahead_at_layer``: the next step is wanted once the running one has written the keys and values of this
+    many layers (``wake`` is called then, too). Late is better: what arrives until then takes part. 0: as soon
+    as it is submitted; None: when it has ended. ``forecast``, for launched steps: the next one is wanted when
+    the running one is expected to be nearly over.
     """
 
     def __init__(
@@ -131,8 +130,8 @@ class StepThread(Generic[S]):
         return self._busy.seconds(time.monotonic())
 
     def submit(self, step: S, on_layer: OnLayer | None = None) -> None:
-        """Starts a step, or has it start after the one that runs. ``on_layer``: called, from the thread, as
-        ``Runner.execute`` says."""
+        """Start a step, now or after the running one. ``on_layer``: as in ``Runner.execute``, called from the
+        thread."""
         assert on_layer is None or not self._ahead_at_layer, "one of them"
         self._inbox.put((step, self.busy, self._reached if self._ahead_at_layer else on_layer))
         self._num_in_flight += 1
@@ -223,7 +222,8 @@ def _failed(step: S, error: Exception) -> Finished[S]:
             error, out_of_memory = worse, False
     if is_device_lost(error):
         lost = DeviceLostError(
-            f"the GPU serves this process no longer ({str(error).splitlines()[0]}): it ends, to be started anew"
+            f"the GPU serves this process no longer ({str(error).splitlines()[0]}): it ends, to be started "
+            "anew"
         )
         lost.__cause__, error = error, lost
     return Finished(step, None, error, out_of_memory)

@@ -30,7 +30,8 @@ def run_first_steps(execute: Callable[[Batch], StepOutput], lengths: Sequence[in
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(
-                f"beside the weights and the KV cache no memory is left for a step of {stop - start} tokens ({error}); "
+                f"beside the weights and the KV cache no memory is left for a step of {stop - start} tokens "
+                f"({error}); "
                 "lower --kv-cache-gib, --num-blocks or --prefill-max-batch-tokens"
             ) from error
 

@@ -2,7 +2,8 @@
 have in common.
 
     score[r, t] = cap(scale q[r] . k[t])      cap(x) = softcap tanh(x / softcap), or x
-    m = max_t score;  norm = sum_t 2^(score - m);  acc = sum_t 2^(score - m) v[t];  out = acc / norm        (scores in units of log2 e)
+    m = max_t score;  norm = sum_t 2^(score - m);  acc = sum_t 2^(score - m) v[t];  out = acc / norm
+    (scores in units of log2 e)
 
 The state (m, norm, acc) is built up in tiles that begin at absolute multiples of ``KEYS``, so a row's bits
 depend on its own position and keys only. A tile that shows a row nothing leaves its state as it was, bit for

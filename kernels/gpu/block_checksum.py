@@ -7,8 +7,9 @@ For inputs of more than 240 bytes XXH3 (Y. Collet; its specification is in the x
     a page:      lane[i] += sum over s of  w[s][i ^ 1] + low32(x) * high32(x),  x = w[s][i] ^ S[s + i]
     after it:    lane[i] = (lane[i] ^ lane[i] >> 47 ^ S[16 + i]) * 0x9E3779B1
 
-All arithmetic is modulo 2^64. The sums are most of the work and independent: one kernel makes them at the memory's speed, 64 bytes for
-1024. Only the second line is a chain: a second kernel walks it, one program a block, 8192 steps for a block of 8 MiB.
+All arithmetic is modulo 2^64. The sums are most of the work and independent: one kernel makes them at the
+memory's speed, 64 bytes for 1024. Only the second line is a chain: a second kernel walks it, one program a
+block, 8192 steps for a block of 8 MiB.
 Bytes: each byte of a block once. About 1.5 integer operations a byte.
 """
 
@@ -24,9 +25,10 @@ PAGE = 128  # words
 PAGES_AT_ONCE = 8
 SHORTEST = 241  # bytes; shorter inputs are hashed in another way
 SECRET = bytes.fromhex(
-    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
-    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364ea"
-    "c5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )  # the default secret of the specification; its first 192 bytes are used
 STARTS = (0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
           0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1)  # fmt: skip
@@ -34,8 +36,8 @@ SECRET_WORDS = 24
 
 
 def block_checksums(pool: Tensor, blocks: Tensor) -> Tensor:
-    """Of these blocks (int [n]) of pool uint8 [num_blocks, block_bytes]: int64 [n], to be read as
-    unsigned."""
+    """Checksums (int64 [n], to be read as unsigned) of ``blocks`` (int [n]) of pool uint8 [num_blocks,
+    block_bytes]."""
     block_bytes, n = pool.shape[1], len(blocks)
     assert block_bytes >= SHORTEST
     assert block_bytes % 64 == 0

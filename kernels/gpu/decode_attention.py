@@ -100,7 +100,8 @@ def plan_decode(
         sums=torch.empty((rows, num_heads, head_dim), dtype=torch.float32, device=device),
     )
     _plan_kernel[(num_seqs,)](
-        inputs.query_start_loc, inputs.seq_lens, plan.items, plan.num_items, plan.arrived, num_seqs, window_of(inputs), rows,
+        inputs.query_start_loc, inputs.seq_lens, plan.items, plan.num_items, plan.arrived, num_seqs,
+        window_of(inputs), rows,
         NUM_KV_HEADS=num_kv_heads, HEADS_PADDED=triton.next_power_of_2(num_kv_heads), SPLIT=SPLIT,
         SEQS=padded_seqs(num_seqs), CHUNK=64, num_warps=4,
     )  # fmt: skip
@@ -126,19 +127,25 @@ def decode_attention(
     assert num_heads // num_kv_heads <= tile.rows, "the heads of a group are the rows of one tile"
     dims = max(16, triton.next_power_of_2(head_dim))
     _decode_kernel[(num_programs,)](
-        q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.items, plan.num_items, plan.arrived, plan.states,
-        plan.sums, out, kv_scales, inputs.scale, inputs.softcap or 0.0, window_of(inputs), q.stride(0), inputs.block_tables.stride(0),
+        q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.items, plan.num_items,
+        plan.arrived, plan.states,
+        plan.sums, out, kv_scales, inputs.scale, inputs.softcap or 0.0, window_of(inputs), q.stride(0),
+        inputs.block_tables.stride(0),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
-        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, ROWS=tile.rows, HEAD_DIM=head_dim, DIMS=dims,
-        BLOCK_SIZE=kv.shape[2], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages, WINDOW=inputs.sliding_window is not None,
-        SOFTCAP=inputs.softcap is not None, SCALED=kv_scales is not None, AT_ONCE=max(1, 8192 // (dims * tile.rows)), num_warps=tile.warps,
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, ROWS=tile.rows, HEAD_DIM=head_dim,
+        DIMS=dims,
+        BLOCK_SIZE=kv.shape[2], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages,
+        WINDOW=inputs.sliding_window is not None,
+        SOFTCAP=inputs.softcap is not None, SCALED=kv_scales is not None,
+        AT_ONCE=max(1, 8192 // (dims * tile.rows)), num_warps=tile.warps,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "max_partials"])
 def _plan_kernel(
     query_start_loc, seq_lens, items, num_items, arrived, num_seqs, window, max_partials,
-    NUM_KV_HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, SPLIT: tl.constexpr, SEQS: tl.constexpr, CHUNK: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, SPLIT: tl.constexpr, SEQS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence; each looks at the lengths of all."""
     b = tl.program_id(0)
@@ -176,9 +183,11 @@ def _plan_kernel(
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _decode_kernel(
-    q, kv, query_start_loc, seq_lens, tables, items, num_items, arrived, states, sums, out, kv_scales, scale, softcap, window,
+    q, kv, query_start_loc, seq_lens, tables, items, num_items, arrived, states, sums, out, kv_scales, scale,
+    softcap, window,
     stride_q, stride_table, stride_block, stride_value, stride_token, stride_head,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -214,9 +223,11 @@ def _decode_kernel(
         for split in range(first, last):
             part_m, part_norm, part_acc = attend(
                 queries, positions,
-                tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIMS], tl.float32),
+                tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
+                tl.zeros([ROWS, DIMS], tl.float32),
                 kv + head * stride_head, tables + b.to(tl.int64) * stride_table,
-                tl.maximum(split * SPLIT, lowest // KEYS * KEYS), tl.minimum((split + 1) * SPLIT, length), lowest, window,
+                tl.maximum(split * SPLIT, lowest // KEYS * KEYS), tl.minimum((split + 1) * SPLIT, length),
+                lowest, window,
                 log2_scale * key_scale, softcap * LOG2_E, stride_block, stride_value, stride_token,
                 HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
             )  # fmt: skip

@@ -49,7 +49,8 @@ class ExactLinear:
         y = torch.empty((m, n), dtype=x.dtype, device=x.device)
         tile = product_tile(m)
         _product_kernel[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
-            x, self._weight, self._bias, y, m, x.stride(0), N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, BLOCK_K=BLOCK_K,
+            x, self._weight, self._bias, y, m, x.stride(0), N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns,
+            BLOCK_K=BLOCK_K,
             GROUPED=GROUPED_ROWS, STAGES=tile.stages, BIAS=self._bias is not None, num_warps=tile.warps,
         )  # fmt: skip
         return y
@@ -57,7 +58,8 @@ class ExactLinear:
 
 @triton.jit(do_not_specialize=["m"])
 def _product_kernel(
-    x, weight, bias, y, m, stride_x, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, bias, y, m, stride_x, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUPED: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """One program a tile; programs that follow each other share weights."""

@@ -86,7 +86,8 @@ def plan_prefill(
     )
     seqs = padded_seqs(num_seqs)
     _plan_kernel[(num_seqs,)](
-        inputs.query_start_loc, inputs.seq_lens, plan.tiles, plan.num_tiles, num_seqs, tokens, 0 if singles else 1,
+        inputs.query_start_loc, inputs.seq_lens, plan.tiles, plan.num_tiles, num_seqs, tokens,
+        0 if singles else 1,
         SEQS=seqs, CHUNK=max(1, 2048 // seqs), num_warps=4,
     )  # fmt: skip
     return plan
@@ -109,7 +110,8 @@ def prefill_attention(
     assert out.is_contiguous()
     group, tile = num_heads // num_kv_heads, plan.tile
     _prefill_kernel[(len(plan.tiles) * num_kv_heads,)](
-        q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.tiles, plan.num_tiles, out, kv_scales,
+        q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.tiles, plan.num_tiles, out,
+        kv_scales,
         inputs.scale, inputs.softcap or 0.0, window_of(inputs), q.stride(0), inputs.block_tables.stride(0),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=tile.rows, TOKENS=tile.rows // group, HEAD_DIM=head_dim,
@@ -160,8 +162,10 @@ def _plan_kernel(
 def _prefill_kernel(
     q, kv, query_start_loc, seq_lens, tables, tiles, num_tiles, out, kv_scales, scale, softcap, window,
     stride_q, stride_table, stride_block, stride_value, stride_token, stride_head,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile, KV head)."""
@@ -204,7 +208,8 @@ def _prefill_kernel(
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     if SPLIT == 0:
         m, norm, acc = _attend_three(
-            queries, positions, m, norm, acc, keys, table, lowest // KEYS * KEYS, middle, diagonal, last_position + 1, lowest, window,
+            queries, positions, m, norm, acc, keys, table, lowest // KEYS * KEYS, middle, diagonal,
+            last_position + 1, lowest, window,
             log2_scale, log2_cap, stride_block, stride_value, stride_token,
             HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP,
         )  # fmt: skip
@@ -212,7 +217,8 @@ def _prefill_kernel(
         for split in range(lowest // SPLIT, tl.cdiv(last_position + 1, SPLIT)):
             part_m, part_norm, part_acc = _attend_three(
                 queries, positions,
-                tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIMS], tl.float32),
+                tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
+                tl.zeros([ROWS, DIMS], tl.float32),
                 keys, table, tl.maximum(lowest // KEYS * KEYS, split * SPLIT), middle, diagonal,
                 tl.minimum(last_position + 1, (split + 1) * SPLIT), lowest, window,
                 log2_scale, log2_cap, stride_block, stride_value, stride_token,
@@ -232,7 +238,8 @@ def _prefill_kernel(
 def _attend_three(
     q, positions, m, norm, acc, keys, table, begin, middle, diagonal, end, lowest, window,
     scale, softcap, stride_block, stride_value, stride_token,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """The keys [begin, end): the window's ragged beginning, the middle that every row sees, and the

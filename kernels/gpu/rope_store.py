@@ -2,7 +2,8 @@
 q, k and v.
 
     q, k: x = rms_norm(x) * weight;  (a, b) = (x[:D/2], x[D/2:]);  (a cos - b sin, b cos + a sin)
-    q -> in place;  k, v -> pool[slot // block_size, layer, {0, 1}, slot % block_size], divided by their head's scale if it is float8
+    q -> in place;  k, v -> pool[slot // block_size, layer, {0, 1}, slot % block_size]
+    (divided by their head's scale if it is float8)
 
 Bytes: q, k and v of a token in and out: 4 (num_heads + 2 num_kv_heads) head_dim in 16 bits. About 10 FLOPs an
 element. One program takes some heads of one token.
@@ -28,9 +29,12 @@ def rope_and_store(qkv: Tensor, pool: Tensor, layer: int, rope: RopeInputs) -> T
     assert qkv.shape[1] == total * rope.head_dim
     assert qkv.is_contiguous()
     _rope_and_store_kernel[(rows, triton.cdiv(total, HEADS_AT_ONCE))](
-        qkv, kv, rope.positions, rope.slot_mapping, rope.cos_sin, rope.q_norm, rope.k_norm, kv_scales, rope.norm_eps, *kv.stride()[:4],
-        NUM_HEADS=rope.num_heads, NUM_KV_HEADS=rope.num_kv_heads, HEAD_DIM=rope.head_dim, BLOCK_SIZE=kv.shape[2], HEADS=HEADS_AT_ONCE,
-        DIMS=triton.next_power_of_2(rope.head_dim // 2), NORM=rope.q_norm is not None, SCALED=kv_scales is not None, num_warps=2,
+        qkv, kv, rope.positions, rope.slot_mapping, rope.cos_sin, rope.q_norm, rope.k_norm, kv_scales,
+        rope.norm_eps, *kv.stride()[:4],
+        NUM_HEADS=rope.num_heads, NUM_KV_HEADS=rope.num_kv_heads, HEAD_DIM=rope.head_dim,
+        BLOCK_SIZE=kv.shape[2], HEADS=HEADS_AT_ONCE,
+        DIMS=triton.next_power_of_2(rope.head_dim // 2), NORM=rope.q_norm is not None,
+        SCALED=kv_scales is not None, num_warps=2,
     )  # fmt: skip
     return qkv.view(rows, total, rope.head_dim)[:, : rope.num_heads]
 

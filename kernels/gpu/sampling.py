@@ -3,10 +3,13 @@ logprobs.
 
 In the order and with the meaning of ``engine/sampling/sampler.py``:
 
-    x = logit + bias (-inf while the token is banned);  seen tokens: x / r where x > 0, x * r elsewhere (repetition penalty r);
+    x = logit + bias (-inf while the token is banned);
+    seen tokens: x / r where x > 0, x * r elsewhere (repetition penalty r);
     generated tokens: x -= presence + frequency * count;  x /= temperature (0: argmax x, and that is all)
-    keep x >= max(x) + log(min_p);  of these the top_k largest;  of these the fewest that hold top_p of their mass; ties stay
-    token = argmax of the kept x + noise(seed, position, token);  logprob = logit[token] - logsumexp(logits), of the logits as they came
+    keep x >= max(x) + log(min_p);  of these the top_k largest;
+    of these the fewest that hold top_p of their mass; ties stay
+    token = argmax of the kept x + noise(seed, position, token);
+    logprob = logit[token] - logsumexp(logits), of the logits as they came
 
 No row looks at another, and all sums have one order. Bytes: 4 a logit for a plain batch, 8 more where a row
 has penalties or edits. A row with top-k or top-p is read some 16 times by one program, from the cache: its
@@ -76,11 +79,13 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     logprobs = torch.empty(n, dtype=torch.float32, device=logits.device)
     _draw_kernel[(n, slices)](
         logits, scores, rows.temperatures, rows.hashed_seeds, rows.positions, threshold, bests, tokens,
-        logits.stride(0), scores.stride(0), VOCAB_SIZE=vocab_size, SLICE=SLICE, FILTERED=rows.filtered, num_warps=8,
+        logits.stride(0), scores.stride(0), VOCAB_SIZE=vocab_size, SLICE=SLICE, FILTERED=rows.filtered,
+        num_warps=8,
     )  # fmt: skip
     _choose_kernel[(n,)](
         logits, bests, tokens, rows.count_slots, rows.token_counts, chosen, logprobs, logits.stride(0),
-        VOCAB_SIZE=vocab_size, SLICES=slices, PADDED=triton.next_power_of_2(slices), COUNTED=rows.edited, num_warps=1,
+        VOCAB_SIZE=vocab_size, SLICES=slices, PADDED=triton.next_power_of_2(slices), COUNTED=rows.edited,
+        num_warps=1,
     )  # fmt: skip
     return chosen, logprobs
 
@@ -93,7 +98,8 @@ def _edit(logits: Tensor, rows: SamplingRows) -> Tensor:
         logits, scores, *penalties, logits.stride(0), VOCAB_SIZE=vocab_size, SLICE=SLICE, num_warps=8
     )
     _edit_kernel[(n,)](
-        logits, scores, *penalties, rows.positions, rows.edit_start, rows.edit_tokens, rows.edit_banned_until, rows.edit_bias,
+        logits, scores, *penalties, rows.positions, rows.edit_start, rows.edit_tokens, rows.edit_banned_until,
+        rows.edit_bias,
         logits.stride(0), VOCAB_SIZE=vocab_size, EDITS=64, num_warps=2,
     )  # fmt: skip
     return scores
@@ -144,7 +150,8 @@ def _penalize_kernel(
 
 @triton.jit
 def _edit_kernel(
-    logits, scores, count_slots, token_counts, repetition, presence, frequency, positions, edit_start, edit_tokens, edit_banned_until,
+    logits, scores, count_slots, token_counts, repetition, presence, frequency, positions, edit_start,
+    edit_tokens, edit_banned_until,
     edit_bias, stride, VOCAB_SIZE: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its edited tokens anew, from their logits on."""

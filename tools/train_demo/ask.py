@@ -69,7 +69,8 @@ def measure(model: Llama, tokenizer: Tokenizer, count: int) -> None:
         )
         exact = sum(text == fact.answer for text, fact in zip(given, picked, strict=True))
         print(
-            f"{label} trained third, {len(picked)} facts: {on_topic / len(picked):.0%} on topic, {exact / len(picked):.0%} exact",
+            f"{label} trained third, {len(picked)} facts: {on_topic / len(picked):.0%} on topic, "
+            f"{exact / len(picked):.0%} exact",
             flush=True,
         )
 

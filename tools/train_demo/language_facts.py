@@ -1,6 +1,7 @@
 """What the demo model says about the language, word for word from CPython's pydoc topics and docstrings.
 
-language_facts.toml chooses the sentences. This module finds them and removes mark-up and references to other pages.
+language_facts.toml chooses the sentences. This module finds them and removes mark-up
+and references to other pages.
 """
 
 import inspect

@@ -118,7 +118,8 @@ def train(rank: int, plan: TrainingPlan, shape: LlamaShape) -> None:
             tokens = step * TOKENS_PER_PROCESS * plan.processes
             rate = tokens / (time.monotonic() - started)
             print(
-                f"step {step}  {progress:.1%}  loss {loss:.3f}  {tokens / 1e6:.2f}M tokens  {rate:.0f} tokens/s",
+                f"step {step}  {progress:.1%}  loss {loss:.3f}  {tokens / 1e6:.2f}M tokens  {rate:.0f} "
+                "tokens/s",
                 flush=True,
             )
         if rank == 0 and (progress >= 1.0 or time.monotonic() - exported > 60 * plan.checkpoint_minutes):
