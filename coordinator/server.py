@@ -23,7 +23,7 @@ from .batch.routes import BatchRoutes
 from .batch.runner import BatchOptions, BatchRunner
 from .dashboard.routes import Dashboard
 from .errors import CannotStart, Unavailable
-from .generate.generate import GenerationApi
+from .generate.api import GenerationApi
 from .http.access.access import Access
 from .http.access.forwarded import TrustedProxies
 from .http.access.operators import Operators

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...coordinator.errors import Headers
-from ...coordinator.generate.generate import GenerationApi
+from ...coordinator.generate.api import GenerationApi
 from ...coordinator.http.inner_call import InnerCall
 from ...coordinator.http.limits import HttpLimits
 from ...coordinator.lifecycle.request import Ended, Request

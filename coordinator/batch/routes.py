@@ -16,8 +16,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive
 
 from ..errors import BodyTooLarge, InvalidRequest, NotFound
-from ..generate.bodies.fields import Body
-from ..generate.bodies.unknown_fields import UnknownFields
+from ..generate.bodies.fields import Body, UnknownFields
 from ..http.body import held_body
 from ..http.overload import Overload
 from ..tenants.limits import ANONYMOUS, Account

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 from ..background import Spawn, unwatched
 from ..errors import Headers, StorageFull
 from ..full_disk import is_full
-from ..generate.bodies.timeouts import ON_TIMEOUT_HEADER
+from ..generate.plan import ON_TIMEOUT_HEADER
 from ..http.call import CallHandler, Endpoint
 from ..http.inner_call import InnerCall
 from ..listeners import ListenerFailures

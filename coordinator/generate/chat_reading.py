@@ -1,83 +1,54 @@
-"""How the answers to one chat request are read, and what holds them to a form: the model's style joined with what was asked for."""
+"""How thoughts and tool calls are read out of a chat's answer: the model's style joined with the request's tools."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..chat_output.events import OutputParser
 from ..chat_output.reasoning import ReasoningParser, thinks_already
-from ..chat_output.style import THOUGHT_MARKS
-from ..chat_output.tool_parsers import ARGS, tool_parser
-from ..text.detokenizer import Detokenizer
+from ..chat_output.tool_parsers import ToolStyle, tool_parser
 from ..text.served_model import ServedModel
 from .bodies.chat import ChatCompletionRequest
-from .bodies.output_format import grammar_of
-from .call_grammar import after_thought, call_grammar, calls_at_will, either
-from .choice import ChoiceOptions
-from .parsed_choice import MarkedDetokenizer
-from .prompts import Prompt
-from .sampling_params import GenerateRequest
+
+NO_BOUND = 1 << 30
 
 
-def has_grammar(request: GenerateRequest) -> bool:
-    """Whether workers need a mask for it."""
-    return request.output_format is not None or (isinstance(request, ChatCompletionRequest) and request.holds_calls)
+@dataclass(frozen=True, slots=True)
+class ChatReading:
+    """A value, so that it travels from the reader process."""
 
+    style: ToolStyle
+    tools: tuple[str, ...]  # that may be called
+    thinks: bool  # an answer may begin with a thought
+    marks: dict[int, str]  # special tokens that the parsers must see as text
+    max_calls: int  # further calls are left out
+    as_function_call: bool  # the one call is reported in the form that OpenAI had before tools
 
-def grammar_for(request: GenerateRequest, model: ServedModel, prompt: Prompt) -> tuple[bytes, str]:
-    """What the output must follow (empty: nothing), and the field to blame should it be no grammar."""
-    wanted = request.output_format
-    grammar, param = (grammar_of(wanted), wanted.param) if wanted is not None else (b"", "")
-    if not isinstance(request, ChatCompletionRequest):
-        return grammar, param
-    if request.must_call:
-        grammar, param = _calls(request, model), request.field_of_tools
-    elif grammar and request.callable_tools:
-        grammar = either(grammar, _calls(request, model))
-    elif request.holds_calls:
-        grammar, param = _calls(request, model, make=calls_at_will), request.field_of_tools
-    if grammar and model.chat_style.thinks:
-        special = model.tokenizer.special_id(THOUGHT_MARKS[1]) is not None
-        grammar = after_thought(grammar, model.tokenizer.as_lark, special, opened=thinks_already(prompt.text))
-    return grammar, param
+    @classmethod
+    def of(cls, request: ChatCompletionRequest, model: ServedModel) -> ChatReading | None:
+        """Return how to read the answers to this request; None where all of their text is content."""
+        style = model.chat_style
+        if not (style.thinks or request.offered_tools):
+            return None
+        names = tuple([tool.function.name for tool in request.callable_tools])
+        return cls(
+            style=style.tools,
+            tools=names,
+            thinks=style.thinks,
+            marks=model.tokenizer.special_ids(style.marks(tools=bool(names))),
+            max_calls=1 if request.one_call else NO_BOUND,
+            as_function_call=request.functions is not None,
+        )
 
+    @property
+    def short_call_ids(self) -> bool:
+        """Whether calls get ids of nine characters, as Mistral's templates require."""
+        return self.style == "mistral"
 
-def read_as_chat(options: ChoiceOptions, request: GenerateRequest, model: ServedModel) -> ChoiceOptions:
-    """The options of a chat whose answers may hold thoughts or tool calls; others as they are."""
-    style = model.chat_style
-    if not isinstance(request, ChatCompletionRequest) or not (style.thinks or request.offered_tools):
-        return options
-    names = [tool.function.name for tool in request.callable_tools]
-
-    def parser_of(prompt: Prompt) -> OutputParser:
-        calls = tool_parser(style.tools, names) if names else None
-        if not style.thinks:
-            assert calls is not None
-            return calls
-        return ReasoningParser(calls, opened=thinks_already(prompt.text))
-
-    return options._replace(
-        parser_of=parser_of,
-        detokenizer_of=_marked(options.detokenizer_of, model.tokenizer.special_ids(style.marks(tools=bool(names)))),
-        thinks=style.thinks,
-        max_calls=1 if request.one_call else options.max_calls,
-        short_call_ids=style.tools == "mistral",
-        as_function_call=request.functions is not None,
-    )
-
-
-def _calls(request: ChatCompletionRequest, model: ServedModel, make: Callable[..., bytes] = call_grammar) -> bytes:
-    tokenizer = model.tokenizer
-    return make(
-        model.chat_style.tools,
-        request.callable_tools,
-        tokenizer.as_lark,
-        parallel=not request.one_call,
-        has_args_mark=tokenizer.fast.token_to_id(ARGS) is not None,
-    )
-
-
-def _marked(detokenizer_of: Callable[..., Detokenizer], marks: dict[int, str]) -> Callable[..., Detokenizer]:
-    if not marks:
-        return detokenizer_of
-    return lambda prompt_ids: MarkedDetokenizer(detokenizer_of(prompt_ids), marks)
+    def parser(self, prompt_text: str) -> OutputParser:
+        """Return a new parser of one answer to the prompt that ends like this."""
+        calls = tool_parser(self.style, self.tools) if self.tools else None
+        if self.thinks:
+            return ReasoningParser(calls, opened=thinks_already(prompt_text))
+        assert calls is not None, "a chat that neither thinks nor offers tools is not parsed"
+        return calls

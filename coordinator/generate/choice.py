@@ -4,44 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import orjson
 
 from ...transport.messages.messages import TokenLogprobs
-from ..chat_output.events import OutputParser
 from ..lifecycle.request import Ended
 from ..metrics.histogram import BatchedHistogram
 from ..text.detokenizer import Detokenizer, StopStrings
-from .formats import ChoiceResult, Format, ReportedReason, Usage, around_text
-from .logprobs import TokenEntry
+from .formats import ChoiceResult, Format, ReportedReason, TokenEntry, Usage, around_text
+from .plan import RequestPlan
 from .prompts import Prompt
-
-
-class ChoiceOptions(NamedTuple):
-    """What all choices of one exchange share."""
-
-    form: Format
-    itl: BatchedHistogram
-    detokenizer_of: Callable[[Sequence[int]], Detokenizer]
-    streamed: bool = False
-    stop: Sequence[str] | None = None
-    min_tokens: int = 0
-    logprobs: bool = False
-    echo: bool = False
-    usage_on_every_chunk: bool = False
-    padded: bool = False  # each chunk is of a length that tells little
-    token_ids: bool = False  # shown beside the text
-    ranked: bool = False  # the exchange will ask how likely it is
-    parser_of: Callable[[Prompt], OutputParser] | None = None  # chats whose text is read for thoughts and tool calls
-    thinks: bool = False  # its answers may begin with a thought
-    max_calls: int = 1 << 30
-    short_call_ids: bool = False
-    as_function_call: bool = False  # its one call is told of as before there were tools
 
 
 class Exchange(Protocol):
     """The HTTP exchange, as its choices see it."""
+
+    plan: RequestPlan
+    form: Format
+    itl: BatchedHistogram
+
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+        """Return a new detokenizer of the output that follows this prompt."""
 
     def begin(self) -> None:
         """Sends the headers of the stream, once."""
@@ -72,18 +56,20 @@ class Choice:
         "_detokenizer",
         "_entries",
         "_exchange",
+        "_form",
+        "_itl",
         "_last_write",
         "_logprob_sum",
         "_num_chars",
         "_num_shown",
         "_opened",
-        "_options",
         "_parts",
         "_plain",
+        "_plan",
+        "_showed_prompt",
         "_step",
         "_stops",
         "_token_ids",
-        "_told",
         "_write",
         "ended",
         "first_token_at",
@@ -94,8 +80,9 @@ class Choice:
         "timed_out",
     )
 
-    def __init__(self, exchange: Exchange, options: ChoiceOptions, index: int, prompt: Prompt, request_id: str) -> None:
-        shown = prompt.text if options.echo else ""
+    def __init__(self, exchange: Exchange, index: int, prompt: Prompt, request_id: str) -> None:
+        plan = exchange.plan
+        shown = prompt.text if plan.echo else ""
         self.index = index
         self.prompt = prompt
         self.request_id = request_id
@@ -104,23 +91,27 @@ class Choice:
         self.ended: Ended | None = None
         self.timed_out: Literal["timeout", "length"] | None = None  # its finish reason where a deadline has cut it
         self._exchange = exchange
-        self._options = options
-        self._detokenizer = options.detokenizer_of(prompt.token_ids)
+        self._plan = plan
+        self._form = exchange.form
+        self._itl = exchange.itl
+        self._detokenizer = exchange.detokenizer(prompt.token_ids)
         self._step: Callable[[int], str] = self._detokenizer.step
         self._write = exchange.write
-        self._stops = StopStrings(options.stop) if options.stop else None
-        self._entries: list[TokenEntry] | None = [] if options.logprobs else None
+        self._stops = StopStrings(plan.stop) if plan.stop else None
+        self._entries: list[TokenEntry] | None = [] if plan.num_logprobs is not None else None
         self._parts: list[str] = [shown] if shown else []  # text that has not been written
         self._num_chars = len(shown)  # of all text, held back or not
         self._num_shown = 0
         self._plain = False
-        self._token_ids: list[int] | None = [] if options.token_ids else None  # not shown yet
-        self._told = False  # the prompt's token ids
-        self._checked = any((options.logprobs, options.token_ids, options.usage_on_every_chunk, options.padded))  # more than text
+        self._token_ids: list[int] | None = [] if plan.return_token_ids else None  # not shown yet
+        self._showed_prompt = False  # the prompt's token ids
+        self._checked = (  # a chunk holds more than text
+            plan.num_logprobs is not None or plan.return_token_ids or plan.usage_on_every_chunk or plan.padded
+        )
         self._logprob_sum = 0.0
         self._opened = False
         self._last_write = 0.0
-        self._around = around_text(options.form, index) if options.streamed else (b"", b"")
+        self._around = around_text(exchange.form, index) if plan.streamed else (b"", b"")
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if self._plain:
@@ -131,14 +122,14 @@ class Choice:
 
     def push_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         assert self._entries is not None, "prompt logprobs that nobody asked for"
-        detokenizer, offset = self._options.detokenizer_of(()), 0
+        detokenizer, offset = self._exchange.detokenizer(()), 0
         for token_id, entry in zip(self.prompt.token_ids, (None, *logprobs), strict=True):
             self._entries.append(TokenEntry(token_id, entry, offset))
             offset += len(detokenizer.step(token_id))
 
     def flush(self) -> None:
         parts = self._parts
-        if not parts or not self._options.streamed:
+        if not parts or not self._plan.streamed:
             return
         if not self._opened or self._checked:
             self._flush_checked()
@@ -148,7 +139,7 @@ class Choice:
             head, tail = self._around
             self._write(head + orjson.dumps(text) + tail)
             now = monotonic()
-            self._options.itl.observe((now - self._last_write) / len(parts))
+            self._itl.observe((now - self._last_write) / len(parts))
             self._last_write = now
         parts.clear()
 
@@ -196,12 +187,12 @@ class Choice:
             self._entries.append(TokenEntry(token_id, logprobs, self._num_chars))
         text = self._step(token_id)
         self._num_chars += len(text)
-        if stops is not None and self.num_tokens > self._options.min_tokens:
+        if stops is not None and self.num_tokens > self._plan.samplings[0].min_tokens:
             text = stops.feed(text)
             if stops.matched:
                 self._exchange.stop_met(self)
         self._parts.append(text)
-        self._plain = stops is None and self._entries is None and self._token_ids is None and not self._options.ranked
+        self._plain = stops is None and self._entries is None and self._token_ids is None and self._plan.num_best is None
 
     def _flush_checked(self) -> None:
         text, num_tokens = "".join(self._parts), len(self._parts)
@@ -213,27 +204,27 @@ class Choice:
         self._write(self._opening() + self._chunk(text, None))
         now = monotonic()
         if opened:
-            self._options.itl.observe((now - self._last_write) / num_tokens)
+            self._itl.observe((now - self._last_write) / num_tokens)
         self._last_write = now
 
     def _opening(self) -> bytes:
         if self._opened:
             return b""
         self._opened = True
-        return self._options.form.opening(self.index)
+        return self._form.opening(self.index)
 
     def _chunk(self, text: str, reason: ReportedReason | None) -> bytes:
-        usage = self._exchange.usage_so_far() if self._options.usage_on_every_chunk else None
+        usage = self._exchange.usage_so_far() if self._plan.usage_on_every_chunk else None
         entries = self._show(text, last=reason is not None)
-        return self._options.form.chunk(self.index, text, entries=entries, finish_reason=reason, usage=usage, more=self._more())
+        return self._form.chunk(self.index, text, entries=entries, finish_reason=reason, usage=usage, more=self._more())
 
     def _more(self) -> dict[str, Any] | None:
         """Token ids that were not shown yet; before the first, the prompt's."""
         if self._token_ids is None:
             return None
         shown, self._token_ids = self._token_ids, []
-        prompt = {} if self._told else {"prompt_token_ids": list(self.prompt.token_ids)}
-        self._told = True
+        prompt = {} if self._showed_prompt else {"prompt_token_ids": list(self.prompt.token_ids)}
+        self._showed_prompt = True
         return {**prompt, "token_ids": shown}
 
     def _show(self, text: str, *, last: bool) -> list[TokenEntry] | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from time import time
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import orjson
 
+from ...transport.messages.messages import TokenLogprobs
+from ..text.detokenizer import TokenTable
+from ..text.served_model import ServedModel
 from ..text.tokenizer import Tokenizer
-from .logprobs import TokenEntry, chat_logprobs, completion_logprobs
+from .plan import RequestPlan
 
 Usage = dict[str, Any]
 ReportedReason = Literal["stop", "length", "tool_calls", "function_call", "timeout", "error"]
@@ -18,6 +23,15 @@ DONE = b"data: [DONE]\n\n"
 _TEXT = "\0text"
 PAD_TO = 256
 """Bytes: the length of a padded chunk is a multiple."""
+SMALLEST_LOGPROB = -9999.0
+
+
+class TokenEntry(NamedTuple):
+    """One token. ``offset`` is the number of characters before it; ``logprobs`` is None for a prompt's first token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    offset: int
 
 
 @dataclass(slots=True)
@@ -197,6 +211,12 @@ class ChatFormat(_Envelope):
         return {**whole, **(choice.more or {})}
 
 
+def format_of(plan: RequestPlan, id: str, model: ServedModel) -> Format:
+    """Return the format of the plan's endpoint, for the response with this id."""
+    kind = ChatFormat if plan.endpoint == "/v1/chat/completions" else CompletionFormat
+    return kind(id, int(time()), model.name, model.tokenizer, plan.include_usage, plan.service_tier, padded=plan.padded)
+
+
 def around_text(form: Format, index: int) -> tuple[bytes, bytes]:
     """A plain chunk of this choice before and after its text: on the hot path only the text itself is encoded."""
     head, tail = form.chunk(index, _TEXT).split(orjson.dumps(_TEXT))
@@ -211,3 +231,45 @@ def error_event(body: bytes) -> bytes:
 def _padding(num_bytes: int) -> str:
     """What brings so many bytes to the next multiple of PAD_TO: random, so that compression takes nothing off."""
     return secrets.token_urlsafe(PAD_TO)[: -num_bytes % PAD_TO]
+
+
+def completion_logprobs(entries: Sequence[TokenEntry], table: TokenTable) -> dict[str, Any]:
+    """Four lists of equal length."""
+    return {
+        "tokens": [_text(entry.token_id, table) for entry in entries],
+        "token_logprobs": [None if entry.logprobs is None else _finite(entry.logprobs.logprob) for entry in entries],
+        "top_logprobs": [None if entry.logprobs is None else _top(entry.token_id, entry.logprobs, table) for entry in entries],
+        "text_offset": [entry.offset for entry in entries],
+    }
+
+
+def chat_logprobs(entries: Sequence[TokenEntry], table: TokenTable) -> dict[str, Any]:
+    """A list of tokens, each with its bytes and its alternatives."""
+    content = []
+    for entry in entries:
+        assert entry.logprobs is not None
+        alternatives = zip(entry.logprobs.top_ids, entry.logprobs.top_logprobs, strict=True)
+        top = [_chat_token(token_id, logprob, table) for token_id, logprob in alternatives]
+        content.append({**_chat_token(entry.token_id, entry.logprobs.logprob, table), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token_id: int, logprob: float, table: TokenTable) -> dict[str, Any]:
+    return {"token": _text(token_id, table), "logprob": _finite(logprob), "bytes": list(table.token_bytes(token_id))}
+
+
+def _top(token_id: int, logprobs: TokenLogprobs, table: TokenTable) -> dict[str, float]:
+    """The alternatives and the token itself. Of two ids with the same text the likelier one stays."""
+    top: dict[str, float] = {}
+    for other_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True):
+        top.setdefault(_text(other_id, table), _finite(logprob))
+    top.setdefault(_text(token_id, table), _finite(logprobs.logprob))
+    return top
+
+
+def _text(token_id: int, table: TokenTable) -> str:
+    return table.token_bytes(token_id).decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, SMALLEST_LOGPROB) if not math.isnan(logprob) else SMALLEST_LOGPROB

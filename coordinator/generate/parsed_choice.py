@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import monotonic
 from typing import Any
 
-from ..chat_output.events import CallArguments, CallStarted, Event, OutputParser, Reasoning, joined
+from ..chat_output.events import CallArguments, CallStarted, Event, Reasoning, joined
 from ..chat_output.reasoning import CLOSE, OPEN, SPACE, thinks_already
 from ..text.detokenizer import Detokenizer
-from .choice import Choice, ChoiceOptions, Exchange
+from .choice import Choice, Exchange
 from .formats import ChatFormat, ChoiceResult, ReportedReason
 from .prompts import Prompt
 
@@ -68,21 +68,22 @@ class ThoughtCounter:
 
 
 class ParsedChoice(Choice):
-    """``max_calls``: further calls are not told of. Ids of calls are made here; ``short_ids``: as Mistral's templates want them."""
+    """Reports calls as events with ids of its own; calls beyond the plan's bound are left out."""
 
-    __slots__ = ("_ids", "_max_calls", "_parser", "_short_ids", "_thought")
+    __slots__ = ("_ids", "_parser", "_reading", "_thought")
 
-    def __init__(
-        self, exchange: Exchange, options: ChoiceOptions, index: int, prompt: Prompt, request_id: str, parser: OutputParser
-    ) -> None:
-        super().__init__(exchange, options, index, prompt, request_id)
-        self._parser = parser
+    def __init__(self, exchange: Exchange, index: int, prompt: Prompt, request_id: str) -> None:
+        super().__init__(exchange, index, prompt, request_id)
+        reading = exchange.plan.reading
+        assert reading is not None, "a plain answer is not parsed"
+        self._reading, self._parser = reading, reading.parser(prompt.text)
         self._ids: list[str] = []
-        self._max_calls, self._short_ids = options.max_calls, options.short_call_ids
         self._thought: ThoughtCounter | None = None
-        if options.thinks:
-            self._thought = ThoughtCounter(self._detokenizer, opened=thinks_already(prompt.text))
-            self._detokenizer, self._step = self._thought, self._thought.step
+        if reading.marks:
+            self._detokenizer = MarkedDetokenizer(self._detokenizer, reading.marks)
+        if reading.thinks:
+            self._thought = self._detokenizer = ThoughtCounter(self._detokenizer, opened=thinks_already(prompt.text))
+        self._step = self._detokenizer.step
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -91,7 +92,7 @@ class ParsedChoice(Choice):
 
     def flush(self) -> None:
         """See ``Sink``."""
-        if self._parts and self._options.streamed:
+        if self._parts and self._plan.streamed:
             self._flush_checked()
 
     def last_chunk(self, reason: ReportedReason) -> bytes:
@@ -112,7 +113,7 @@ class ParsedChoice(Choice):
         result = ChoiceResult(
             self.index, content, self._show("", last=True), self._reason(reason), reasoning=thoughts or None, more=self._more()
         )
-        if not self._options.as_function_call:
+        if not self._reading.as_function_call:
             result.tool_calls = [{"id": id, "type": "function", "function": one} for id, one in zip(self._ids, called, strict=True)]
         elif called:
             result.function_call = called[0]
@@ -129,7 +130,7 @@ class ParsedChoice(Choice):
         self._write(self._opening() + b"".join(self._event_chunks(events)))
         now = monotonic()
         if opened:
-            self._options.itl.observe((now - self._last_write) / num_tokens)
+            self._itl.observe((now - self._last_write) / num_tokens)
         self._last_write = now
 
     def _read(self, text: str, *, last: bool) -> list[Event]:
@@ -137,10 +138,10 @@ class ParsedChoice(Choice):
         events = self._parser.feed(text)
         if last:
             events += self._parser.finish()
-        events = [e for e in events if not isinstance(e, CallStarted | CallArguments) or e.call < self._max_calls]
+        events = [e for e in events if not isinstance(e, CallStarted | CallArguments) or e.call < self._reading.max_calls]
         for event in events:
             if isinstance(event, CallStarted):
-                self._ids.append(secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}")
+                self._ids.append(secrets.token_hex(5)[:9] if self._reading.short_call_ids else f"call_{secrets.token_hex(12)}")
         return events
 
     def _event_chunks(self, events: Sequence[Event]) -> Iterator[bytes]:
@@ -150,26 +151,23 @@ class ParsedChoice(Choice):
     def _fields(self, event: Event) -> dict[str, Any]:
         if isinstance(event, CallStarted):
             function = {"name": event.name, "arguments": ""}
-            if self._options.as_function_call:
+            if self._reading.as_function_call:
                 return {"function_call": function}
             return {"tool_calls": [{"index": event.call, "id": self._ids[event.call], "type": "function", "function": function}]}
         if isinstance(event, CallArguments):
-            if self._options.as_function_call:
+            if self._reading.as_function_call:
                 return {"function_call": {"arguments": event.text}}
             return {"tool_calls": [{"index": event.call, "function": {"arguments": event.text}}]}
         return {"reasoning_content" if isinstance(event, Reasoning) else "content": event.text}
 
     def _delta(self, delta: dict[str, Any], reason: ReportedReason | None) -> bytes:
-        form = self._options.form
+        form = self._form
         assert isinstance(form, ChatFormat), "completions are not parsed"
-        usage = self._exchange.usage_so_far() if self._options.usage_on_every_chunk else None
+        usage = self._exchange.usage_so_far() if self._plan.usage_on_every_chunk else None
         entries = self._show("", last=reason is not None)
         return form.delta_chunk(self.index, delta, entries=entries, finish_reason=reason, usage=usage, more=self._more())
 
     def _reason(self, reason: ReportedReason) -> ReportedReason:
         if not self._ids or reason != "stop":
             return reason
-        return "function_call" if self._options.as_function_call else "tool_calls"
-
-
-ParserOf = Callable[[Prompt], OutputParser]
+        return "function_call" if self._reading.as_function_call else "tool_calls"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ..chat_output.reasoning import OPEN
 from ..errors import ContextTooLong, InvalidRequest
 from ..text.served_model import ServedModel
 from ..text.tokenizer import PIECE_CHARS
@@ -12,6 +14,7 @@ from .bodies.chat import ChatCompletionRequest, Message
 from .bodies.completion import CompletionRequest
 from .bodies.fields import MAX_TOKENS
 
+TAIL_CHARS = len(OPEN) + 64
 INLINE_CHARS = 400
 """Longer prompts are prepared on a thread: the event loop has streams to serve. Measured: 400 characters take about 0.1 ms, a round
 trip through the thread about as long."""
@@ -28,6 +31,18 @@ class Prompt(NamedTuple):
 
     token_ids: list[int]
     text: str = ""
+
+    def without_text(self) -> Prompt:
+        """Drop the text but for its end, which shows whether the chat template has opened a thought."""
+        return self if len(self.text) <= TAIL_CHARS else Prompt(self.token_ids, self.text[-TAIL_CHARS:])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the ids as packed numbers: a million integers take long otherwise."""
+        return _unpacked, (array("I", self.token_ids).tobytes(), self.text)
+
+
+def _unpacked(token_ids: bytes, text: str) -> Prompt:
+    return Prompt(array("I", token_ids).tolist(), text)
 
 
 def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:

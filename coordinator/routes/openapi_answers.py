@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..batch.store import OPEN
-from ..generate.bodies.service_tier import TOLD
+from ..generate.plan import CLASS_TIERS
 
 COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 STRING: dict[str, Any] = {"type": "string"}
@@ -72,7 +72,7 @@ _DELTA = record(
 
 def _answer(kind: str, choices: dict[str, Any], usage: dict[str, Any], more: dict[str, Any] | None = None) -> dict[str, Any]:
     required = {"id": STRING, "object": {"const": kind}, "created": INTEGER, "model": STRING, "choices": choices, **usage}
-    return record(required, {"service_tier": {"enum": sorted(set(TOLD.values()))}, **(more or {})})
+    return record(required, {"service_tier": {"enum": sorted(set(CLASS_TIERS.values()))}, **(more or {})})
 
 
 def _whole(kind: str, choice: dict[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from starlette.routing import BaseRoute, Route
 from ... import __version__
 from ..errors import ApiError, InternalError, MethodNotAllowed, NotFound, StorageFull, Unavailable
 from ..full_disk import is_full
-from ..generate.bodies.fields import Body
-from ..generate.bodies.unknown_fields import UnknownFields
-from ..generate.generate import GenerationApi
+from ..generate.api import GenerationApi
+from ..generate.bodies.fields import Body, UnknownFields
 from ..generate.token_pages import DetokenizeRequest, TokenizeRequest, detokenized, page_request, tokenized
 from ..http.body import ClientGone, held_body
 from ..http.call import Endpoint

@@ -20,8 +20,8 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ..errors import ApiError, Headers, InvalidRequest
+from ..generate.api import GenerationApi
 from ..generate.formats import DONE
-from ..generate.generate import GenerationApi
 from ..generate.reader.websocket_message import parsed_message, with_stream
 from ..http.call import Endpoint
 from ..http.inner_call import InnerCall

@@ -129,7 +129,7 @@ async def test_a_sink_that_raises_ends_alone(breaks_at: str, heard: list[object]
 async def test_a_response_ends_soon_after_its_deadline_though_nothing_else_ends_it(
     streamed: bool, http: httpx.AsyncClient, server: HttpServer, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("splitserve.coordinator.generate.generate.OVERDUE_S", 0.0)
+    monkeypatch.setattr("splitserve.coordinator.generate.api.OVERDUE_S", 0.0)
     dispatcher.step_s = 0.1  # some text is here by then; this dispatcher knows no deadlines
     body = {**BODY, "max_tokens": 600, "ignore_eos": True, "stream": streamed, "timeout": 0.5}
     response = await http.post("/v1/completions", json=body)
@@ -145,7 +145,7 @@ async def test_a_response_ends_soon_after_its_deadline_though_nothing_else_ends_
 async def test_a_response_is_given_back_by_limits_though_its_sequence_never_ends(
     http: httpx.AsyncClient, server: HttpServer, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("splitserve.coordinator.generate.generate.OVERDUE_S", 0.0)
+    monkeypatch.setattr("splitserve.coordinator.generate.api.OVERDUE_S", 0.0)
     monkeypatch.setattr(dispatcher, "submit", lambda request: None)  # it forgets everything
     monkeypatch.setattr(dispatcher, "cancel", lambda request_id: None)
     settled: list[int] = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
@@ -13,6 +15,9 @@ MAX_TOKENS = 1 << 20
 INT64 = 1 << 63
 NULL: dict[str, Any] = {"type": "null"}
 STRING: dict[str, Any] = {"type": "string", "minLength": 1}
+UNKNOWN_EVERY_S = 10.0
+MAX_UNKNOWN = 20
+_log = logging.getLogger(__name__)
 
 
 class Body(BaseModel):
@@ -44,3 +49,18 @@ def only(*allowed: Any) -> Callable[[Any], Any]:
 def schema(*kinds: dict[str, Any]) -> WithJsonSchema:
     """What a field takes whose check is a function."""
     return WithJsonSchema({"anyOf": [*kinds]})
+
+
+class UnknownFields:
+    """Log which fields of requests this server ignores: at most one line every ``UNKNOWN_EVERY_S`` seconds."""
+
+    def __init__(self) -> None:
+        self._quiet_until = float("-inf")
+
+    def note(self, names: Sequence[str]) -> None:
+        """Log the names of one request's unknown fields, of which there are usually none."""
+        if not names or (now := monotonic()) < self._quiet_until:
+            return
+        self._quiet_until = now + UNKNOWN_EVERY_S
+        shown = ", ".join(ascii(name[:64]) for name in names[:MAX_UNKNOWN])
+        _log.info("ignored unknown fields of a request: %s", shown)

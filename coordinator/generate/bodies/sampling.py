@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,13 +18,14 @@ from .output_format import (
     check_response_format,
     check_structured_outputs,
 )
-from .service_tier import ServiceTier
-from .timeouts import OnTimeout
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_TIMEOUT_S = 86_400
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
+OnTimeout = Literal["timeout", "length", "error"]
+"""timeout, length: the answer so far, with this finish reason; error: 504."""
 
 
 def _stop(value: Any) -> list[str] | None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ApiError, Overloaded, Unavailable
+from ...http.limits import HttpLimits
 from ...http.overload import Overload
 from ...text.served_model import ServedModel
 from .frames import receive, send
@@ -28,8 +29,8 @@ _log = logging.getLogger(__name__)
 class BodyReader:
     """Starts its processes when they are first needed; each is some 100 MB. Methods are the loop's."""
 
-    def __init__(self, model: ServedModel, overload: Overload) -> None:
-        self._model, self._overload = model, overload
+    def __init__(self, model: ServedModel, limits: HttpLimits, overload: Overload) -> None:
+        self._model, self._limits, self._overload = model, limits, overload
         self._pickled = b""
         num_processes = min(MOST_PROCESSES, max(1, (os.cpu_count() or 1) // 2))
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="body-reader")  # each waits for one process
@@ -78,7 +79,8 @@ class BodyReader:
         return answer
 
     def _start(self) -> _Process:
-        self._pickled = self._pickled or pickle.dumps(replace(self._model, workers_hold=int))  # what they hold changes: told with each body
+        if not self._pickled:  # without what workers hold, which changes: that is sent with each body
+            self._pickled = pickle.dumps((replace(self._model, workers_hold=int), self._limits))
         process = _Process(self._pickled)
         self._all.add(process)
         if self._closed:

@@ -12,22 +12,21 @@ import os
 import pickle
 import signal
 import socket
-from array import array
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ...errors import ApiError, InvalidRequest
 from ...http.call import Endpoint
+from ...http.limits import HttpLimits
+from ...lifecycle.request import PriorityClass
 from ...text.served_model import ServedModel
-from ..bodies.unknown_fields import MAX_NAMES
-from ..prompts import Prompt
-from ..sampling_params import GenerateRequest
+from ..plan import Planner, RequestPlan, parse
 from ..token_pages import DetokenizeRequest, TokenizeRequest, detokenized, page_request, tokenized
 from .allocator import give_memory_back, trimmer
 from .frames import receive, send
-from .prompt_reading import TAIL_CHARS, Inputs, PromptReader, parse, without_inputs
 from .websocket_message import parsed_message, with_stream
 
 NICENESS = 5
@@ -39,51 +38,32 @@ MEMBER_VALUES = 3
 SCAN_BYTES = 1 << 20
 
 
-class Read(NamedTuple):
-    """A request as it travels: ``ids`` of each prompt are packed, for a million numbers are slow to pickle."""
-
-    request: GenerateRequest
-    unknown: list[str]
-    ids: list[bytes]
-    texts: list[str]
-    grammar: bytes
-
-    @classmethod
-    def of(cls, request: GenerateRequest, inputs: Inputs) -> Read:
-        whole = bool(getattr(request, "echo", False))
-        texts = [prompt.text if whole else prompt.text[-TAIL_CHARS:] for prompt in inputs.prompts]
-        ids = [array("I", prompt.token_ids).tobytes() for prompt in inputs.prompts]
-        unknown = [name[:64] for name in request.unknown_fields()[:MAX_NAMES]]
-        return cls(without_inputs(request), unknown, ids, texts, inputs.grammar)
-
-    def inputs(self) -> Inputs:
-        """As ``PromptReader.prepare`` made them; of a chat's text only the end."""
-        prompts = [Prompt(np.frombuffer(ids, np.uint32).tolist(), text) for ids, text in zip(self.ids, self.texts, strict=True)]
-        return Inputs(prompts, self.grammar)
-
-
 class Work:
-    """What the process can be asked for, by name. All raise ApiError."""
+    """What the process can be asked for, by name. All methods raise ApiError."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, limits: HttpLimits) -> None:
         self.workers_hold = 0
-        self._reader = PromptReader(replace(model, workers_hold=lambda: self.workers_hold))
+        self._model = replace(model, workers_hold=lambda: self.workers_hold)
+        self._planner = Planner(self._model, limits)
 
-    def generate(self, endpoint: Endpoint, body: bytearray) -> Read:
-        """A request for tokens, ready to be submitted."""
+    def plan(
+        self, endpoint: Endpoint, headers: Mapping[bytes, bytes], own_class: PriorityClass, body: bytearray
+    ) -> RequestPlan:
+        """Plan a request for tokens. See ``Planner.plan``."""
         check_size(body)
         request = parse(endpoint, body)
-        return Read.of(request, self._reader.prepare(request))
+        self._model.check_name(request.model)
+        return self._planner.plan(request, headers, own_class)
 
     def tokenize(self, body: bytearray) -> bytes:
         """The answer of /tokenize."""
         check_size(body)
-        return tokenized(page_request(TokenizeRequest, body), self._reader.model)
+        return tokenized(page_request(TokenizeRequest, body), self._model)
 
     def detokenize(self, body: bytearray) -> bytes:
         """The answer of /detokenize."""
         check_size(body)
-        return detokenized(page_request(DetokenizeRequest, body), self._reader.model)
+        return detokenized(page_request(DetokenizeRequest, body), self._model)
 
     def envelope(self, message: bytearray) -> tuple[dict[str, Any], bytes]:
         """A WebSocket message without its body, and the body, for ``generate``."""
@@ -120,7 +100,7 @@ def num_values(body: bytes | bytearray) -> int:
 def serve(connection: socket.socket) -> None:
     """Answers until the other end closes."""
     with contextlib.suppress(EOFError, ConnectionError):  # the other end has closed
-        work = Work(pickle.loads(receive(connection)[0]))
+        work = Work(*pickle.loads(receive(connection)[0]))
         trim = trimmer()
         while True:
             head, body = receive(connection)

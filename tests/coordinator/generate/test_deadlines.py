@@ -6,7 +6,7 @@ import pytest
 from support.lifecycle_bench import Bench, ends, sent
 
 from splitserve.coordinator.errors import InvalidRequest
-from splitserve.coordinator.generate.bodies.timeouts import timeout_of
+from splitserve.coordinator.generate.plan import timeout_of
 from splitserve.transport.messages.messages import Cancel, RequestFailed
 
 LIMITS = {"queue_timeout_s": 3.0, "prefill_timeout_s": 4.0, "handoff_timeout_s": 5.0, "token_timeout_s": 6.0, "dead_after_s": 99.0}

@@ -10,7 +10,7 @@ import pytest
 from support.http_fakes import ANSWER, MAX_MODEL_LEN, FakeDispatcher
 
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
-from splitserve.coordinator.generate.bodies.service_tier import TOLD, ServiceTier, class_in_force
+from splitserve.coordinator.generate.plan import CLASS_TIERS, ServiceTier, class_in_force
 from splitserve.coordinator.lifecycle.request import PriorityClass
 from splitserve.coordinator.text.served_model import ServedModel
 
@@ -94,7 +94,7 @@ def test_a_tier_asks_for_less_than_the_keys_class_and_never_for_more(
     asked: ServiceTier, own: PriorityClass, runs_in: PriorityClass, told: ServiceTier
 ) -> None:
     assert class_in_force(asked, own) == runs_in
-    assert TOLD[runs_in] == told
+    assert CLASS_TIERS[runs_in] == told
     assert class_in_force(None, own) == own
 
 

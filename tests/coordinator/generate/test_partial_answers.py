@@ -10,7 +10,7 @@ import pytest
 from support.http_fakes import ANSWER, CALL, OPERATOR, FakeDispatcher
 
 from splitserve.coordinator.errors import InvalidRequest
-from splitserve.coordinator.generate.bodies.timeouts import ON_TIMEOUT_HEADER, on_timeout_of
+from splitserve.coordinator.generate.plan import ON_TIMEOUT_HEADER, on_timeout_of
 from splitserve.coordinator.http.limits import HttpLimits
 from splitserve.coordinator.lifecycle.request import Ended, Request
 from splitserve.coordinator.text.served_model import ServedModel

@@ -13,7 +13,7 @@ from support.http_fakes import FakeDispatcher
 
 from splitserve.coordinator.errors import Headers
 from splitserve.coordinator.generate.exchange import MAX_PER_TURN, HttpExchange
-from splitserve.coordinator.generate.generate import MANY_CHOICES
+from splitserve.coordinator.generate.plan import MANY_CHOICES
 from splitserve.coordinator.generate.prompts import INLINE_CHARS
 from splitserve.coordinator.http.inner_call import InnerCall
 from splitserve.coordinator.lifecycle.request import Request
@@ -91,7 +91,7 @@ async def test_requests_for_many_choices_take_turns(
         in_a_turn.clear()
         asyncio.get_running_loop().call_soon(next_turn)
 
-    monkeypatch.setattr(HttpExchange, "add_choice", count("made", HttpExchange.add_choice))
+    monkeypatch.setattr(HttpExchange, "_make_request", count("made", HttpExchange._make_request))
     monkeypatch.setattr(dispatcher, "cancel", count("cancelled", dispatcher.cancel))
     dispatcher.hold = True
     app = create_app(dispatcher, model)

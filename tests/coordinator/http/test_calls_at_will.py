@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from splitserve.coordinator.chat_output.style import ChatStyle
 from splitserve.coordinator.chat_output.tool_parsers import MARKS, ToolStyle
 from splitserve.coordinator.generate.bodies.chat import ChatCompletionRequest
-from splitserve.coordinator.generate.chat_reading import grammar_for
+from splitserve.coordinator.generate.grammar import grammar_for
 from splitserve.coordinator.generate.prompts import Prompt
 from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.coordinator.text.tokenizer import Tokenizer

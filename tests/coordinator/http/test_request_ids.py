@@ -44,7 +44,7 @@ async def test_an_error_of_ours_names_the_id_under_which_the_log_has_it(
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(server.app.generation, "_exchange", broken)
+    monkeypatch.setattr(server.app.generation, "_open", broken)
     response = await http.post("/v1/completions", json={"prompt": "quick"})
     (line,) = caplog.records
     assert response.status_code == 500

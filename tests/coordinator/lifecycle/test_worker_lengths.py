@@ -11,7 +11,7 @@ from support.lifecycle_bench import Bench, ends, sent
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.coordinator.errors import ContextTooLong
 from splitserve.coordinator.generate.bodies.completion import CompletionRequest
-from splitserve.coordinator.generate.sampling_params import sampling_of
+from splitserve.coordinator.generate.plan import sampling_of
 from splitserve.coordinator.text.served_model import ServedModel
 from splitserve.transport.messages.messages import Prefill, Sampling
 

@@ -124,17 +124,17 @@ async def test_limits_are_asked_before_a_prompt_is_tokenized(
     server = HttpServer(create_app(dispatcher, model, tenancy=Tenancy(KeyDirectory(tmp_path / "tenants"), limiter)))
     await server.start()
     prepared: list[Any] = []
-    prepare, read = server.app.generation._prompts.prepare, server.app.generation.reader.read
+    prepare, read = server.app.generation._planner.plan, server.app.generation.reader.read
 
-    def counted(request: Any) -> Any:
-        prepared.append(request)
-        return prepare(request)
+    def counted(*arguments: Any) -> Any:
+        prepared.append(arguments)
+        return prepare(*arguments)
 
     async def counted_read(*arguments: Any) -> Any:
         prepared.append(arguments)
         return await read(*arguments)
 
-    monkeypatch.setattr(server.app.generation._prompts, "prepare", counted)
+    monkeypatch.setattr(server.app.generation._planner, "plan", counted)
     monkeypatch.setattr(server.app.generation.reader, "read", counted_read)
     long = {"prompt": "the quick brown fox " * 200, "max_tokens": 1}  # more tokens than the key has
     large = {"prompt": "the quick brown fox " * 5000, "max_tokens": 1}  # than the context has

@@ -115,7 +115,7 @@ async def test_no_answer_is_anothers(proxy: int, tmp_path: Path, server: HttpSer
             assert f"{name}-{number}" in answer.text
             text = f"x{name} {number}"
             ids = (await http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()["tokens"]
-            assert server.app.generation._model.tokenizer.decode(ids) == text
+            assert server.app.generation.model.tokenizer.decode(ids) == text
 
     headers = {"host": "llm.example.org"}
     async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{proxy}", headers=headers, verify=context, timeout=60) as http:

@@ -1,0 +1,303 @@
+"""The two endpoints that generate: from a complete call to its submission.
+
+    arrived -> parse -> plan -> open an exchange -> admit -> submit; from there the dispatcher pushes tokens through the exchange
+
+A short prompt is planned with the next turn of the event loop, a long one on a thread, a large body in the reader process; before
+the latter two, the limits of its key are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine
+from time import monotonic
+from typing import Any, TypeVar
+
+from ...transport.process.otel import RequestTrace, Tracing
+from ..errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, no_workers
+from ..http.access.access import Access
+from ..http.access.forwarded import TrustedProxies
+from ..http.body import ClientGone
+from ..http.call import JSON, Answering, Call, Endpoint
+from ..http.limits import LARGE_BODY_BYTES, HttpLimits
+from ..http.overload import Overload
+from ..lifecycle.request import Dispatcher
+from ..metrics.body_log import NAME as BODY_LOG
+from ..metrics.body_log import BodyLog
+from ..metrics.metrics import Metrics
+from ..tenants.buckets import Shortage
+from ..tenants.limiter import Admission, Answer, estimated_tokens, headers_of, refusal_of
+from ..tenants.limits import Account
+from ..tenants.tenancy import Tenancy
+from ..text.served_model import ServedModel
+from .bodies.fields import UnknownFields
+from .exchange import HttpExchange
+from .plan import PLAN_HEADERS, GenerateRequest, Planner, RequestPlan, parse
+from .reader.body_reader import BodyReader
+
+STEMS: dict[Endpoint, str] = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
+"""How the ids of requests begin."""
+SWEEP_EVERY_S = 1.0
+OVERDUE_S = 5.0
+"""Seconds after its deadline at which a response is ended here, should the lifecycle have failed to."""
+MAX_PER_TURN = 32
+"""Requests that are handled before streams are served again: some milliseconds."""
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class GenerationApi:
+    """Takes calls in, plans and submits them: a ``CallHandler``, and the ``Service`` of its exchanges."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        model: ServedModel,
+        limits: HttpLimits,
+        metrics: Metrics,
+        tenancy: Tenancy | None = None,
+        overload: Overload | None = None,
+        access: Access | None = None,
+        proxies: TrustedProxies | None = None,
+        bodies: BodyLog | None = None,
+        tracing: Tracing | None = None,
+        times_tokens: bool = False,
+    ) -> None:
+        """``times_tokens``: note when each token came, for the trace file."""
+        self.dispatcher = dispatcher
+        self.model = model
+        self.limits = limits
+        self.metrics = metrics
+        self.access = access or Access()
+        self.proxies = proxies or TrustedProxies()
+        self.overload = overload or Overload()
+        self.bodies = bodies
+        self.tracing = tracing
+        self.times_tokens = times_tokens
+        self.reader = BodyReader(model, limits, self.overload)
+        self.open: dict[Call, HttpExchange] = {}
+        self.refusal: ApiError | None = None  # the answer to every new request; None: they are served
+        self._tenancy = tenancy or Tenancy()
+        self._unknown = UnknownFields()
+        self._planner = Planner(model, limits)
+        self._preparing: set[asyncio.Task[None]] = set()
+        self._id_stem = secrets.token_hex(10)  # of this process; requests are numbered
+        self._num_requests = 0
+        self._arrived: list[tuple[Call, float]] = []  # complete calls and the monotonic seconds at which they were
+        self._sweep: asyncio.TimerHandle | None = None  # set while anything is open
+
+    def opened(self, call: Call) -> None:
+        self.metrics.num_open += 1
+
+    def account_of(self, call: Call) -> Account:
+        return self._tenancy.directory.account(call.headers.get(b"authorization", b""))
+
+    def handle(self, call: Call) -> None:
+        """Handle the call with the next turn of the loop, together with all others that have come by then."""
+        if not self._arrived:
+            asyncio.get_running_loop().call_soon(self._handle_arrived)
+        self._arrived.append((call, monotonic()))
+
+    def refuse(self, call: Call, error: ApiError, id: str = "") -> None:
+        """Answer with an error as the whole response, under this id or a new one."""
+        id = id or self._new_id(call.endpoint)
+        self.metrics.request_ended(call.endpoint, str(error.status))
+        self.metrics.refused(error)
+        if self.bodies is not None:
+            self.metrics.failures.call(BODY_LOG, self.bodies.refused, call, id, error.status, error.body())
+        call.respond(error.status, [JSON, (b"x-request-id", id.encode()), *error.headers()], error.body())
+
+    def closed(self, call: Call) -> None:
+        self.metrics.num_open -= 1
+        call.responder = None
+        exchange = self.open.pop(call, None)
+        if self.bodies is not None:
+            named = (exchange.id, exchange.status) if exchange is not None else ()
+            self.metrics.failures.call(BODY_LOG, self.bodies.closed, call, *named)
+        if exchange is not None:
+            exchange.let_go()
+        elif call.gone:
+            self.metrics.request_ended(call.endpoint, "cancelled")  # there is no exchange yet that counts it
+
+    def _handle_arrived(self) -> None:
+        """Take all calls through one stage before the next: with its code in the processor's caches that saves a third."""
+        arrived = self._next_arrived()
+        parsed = [(call, r, at) for call, at in arrived if (r := self._stage(call, self._parse, call, at)) is not None]
+        planned = [
+            (call, plan, arrival)
+            for call, request, arrival in parsed
+            if (plan := self._stage(call, self._plan, call, request, arrival)) is not None
+        ]
+        opened = [(call, self._stage(call, self._open, call, plan, arrival)) for call, plan, arrival in planned]
+        for call, exchange in opened:
+            if exchange is not None:
+                self._stage(call, self._admit, call, exchange)
+
+    def _next_arrived(self) -> list[tuple[Call, float]]:
+        """Take as many calls as one turn of the loop may handle: streams are served between two turns."""
+        count = num_bytes = 0
+        for call, _ in self._arrived[:MAX_PER_TURN]:
+            if count and num_bytes + len(call.body) > LARGE_BODY_BYTES:
+                break
+            count, num_bytes = count + 1, num_bytes + len(call.body)
+        arrived, self._arrived = self._arrived[:count], self._arrived[count:]
+        if self._arrived:
+            asyncio.get_running_loop().call_soon(self._handle_arrived)
+        return arrived
+
+    def _stage(self, call: Call, work: Callable[..., T], *inputs: Any) -> T | None:
+        """Return what ``work`` makes of the inputs; None where the client has gone, or the call was refused."""
+        if call.gone:
+            return None
+        try:
+            return work(*inputs)
+        except Exception as error:
+            self._failed(call, error)
+            return None
+
+    def _parse(self, call: Call, arrival: float) -> GenerateRequest | None:
+        """Validate the body. Return None if it is large: then the reader process does it."""
+        if call.method != "POST":
+            raise MethodNotAllowed(f"{call.endpoint} takes POST, not {call.method}.", "POST")
+        if self.refusal is not None:
+            raise self.refusal
+        if len(call.body) > LARGE_BODY_BYTES:
+            self._spawn(call, self._plan_aside(call, None, arrival))
+            return None
+        request = parse(call.endpoint, call.body)
+        self.model.check_name(request.model)
+        if gap := self.dispatcher.gap():
+            raise no_workers(gap)
+        return request
+
+    def _plan(self, call: Call, request: GenerateRequest, arrival: float) -> RequestPlan | None:
+        """Return None if planning takes long: then a thread does it."""
+        if self._planner.is_quick(request):
+            return self._planner.plan(request, call.headers, call.account.priority_class)
+        self._spawn(call, self._plan_aside(call, request, arrival))
+        return None
+
+    async def _plan_aside(self, call: Call, request: GenerateRequest | None, arrival: float) -> None:
+        """Plan a costly request once its key's limits allow one. ``request``: None where the body has not been parsed."""
+        limiter, own_class = self._tenancy.limiter, call.account.priority_class
+        admission = await self._asked(lambda answer: limiter.admit(call.account, 1, answer))
+        try:
+            if request is not None:
+                known = request
+                plan = await self.model.tokenizer.aside(lambda: self._planner.plan(known, call.headers, own_class))
+            else:
+                headers = {name: call.headers[name] for name in PLAN_HEADERS if name in call.headers}
+                plan = await self.reader.read("plan", call.body, call.endpoint, headers, own_class)
+                if gap := self.dispatcher.gap():
+                    raise no_workers(gap)
+            if call.gone:
+                raise ClientGone
+            exchange = self._open(call, plan, arrival)
+            while len(exchange.choices) < plan.num_choices:
+                await asyncio.sleep(0)
+                exchange.make_requests()
+        except BaseException:
+            limiter.settle(admission, 0)
+            raise
+        limiter.correct(admission, _estimate(plan), lambda answer: self._answered(call, exchange, answer))
+
+    async def _asked(self, ask: Callable[[Answer], None]) -> Admission:
+        """Wait for a limiter's answer. Raises RateLimited."""
+        answer: asyncio.Future[Admission | Shortage] = asyncio.get_running_loop().create_future()
+        ask(answer.set_result)
+        if isinstance(found := await answer, Shortage):
+            raise refusal_of(found)
+        return found
+
+    def _spawn(self, call: Call, work: Coroutine[None, None, None]) -> None:
+        async def stage() -> None:
+            try:
+                await work
+            except ClientGone:
+                pass  # ``closed`` has counted it
+            except Exception as error:
+                if not call.gone:
+                    self._failed(call, error)
+
+        task = asyncio.get_running_loop().create_task(stage())
+        self._preparing.add(task)
+        task.add_done_callback(self._preparing.discard)
+
+    def _failed(self, call: Call, error: Exception) -> None:
+        id = self._new_id(call.endpoint)
+        if not isinstance(error, ApiError):
+            fields = {"fields": {"request_id": id}}
+            _log.error("%s: a request to %s failed", id, call.endpoint, exc_info=error, extra=fields)
+            error = InternalError(f"Internal error; the server's log says more under {id}.")
+        self.refuse(call, error, id)
+
+    def _open(self, call: Call, plan: RequestPlan, arrival: float) -> HttpExchange:
+        """Make the exchange with its first choices: all of them, if the plan is a quick one."""
+        if plan.num_choices > (most := self.limits.max_choices):
+            asked = f"{len(plan.prompts)} prompts times n (or best_of) are {plan.num_choices} choices"
+            raise InvalidRequest(f"n: {asked}; at most {most} are allowed", param="n")
+        self._unknown.note(plan.unknown_fields)
+        id, trace = self._new_id(call.endpoint), self._begin_trace(call, arrival)
+        answering: Answering = call if self.bodies is None else self.bodies.record(call)
+        call.drop_body()
+        exchange = HttpExchange(self, answering, plan, id, arrival, trace)
+        exchange.make_requests()
+        return exchange
+
+    def _admit(self, call: Call, exchange: HttpExchange) -> None:
+        tokens = _estimate(exchange.plan)
+        self._tenancy.limiter.admit(call.account, tokens, lambda answer: self._answered(call, exchange, answer))
+
+    def _answered(self, call: Call, exchange: HttpExchange, answer: Admission | Shortage) -> None:
+        """Submit or refuse the request, as its key's limits have answered: at once, or while the client waited."""
+        if isinstance(answer, Shortage):
+            exchange.discard()
+            self.refuse(call, refusal_of(answer))
+        elif call.gone:
+            exchange.discard()
+            self._tenancy.limiter.settle(answer, 0)
+        else:
+            exchange.admission, exchange.more_headers = answer, headers_of(answer.room)
+            call.responder = self.open[call] = exchange
+            if self._sweep is None:
+                self._sweep = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._end_overdue)
+            if (meter := self._tenancy.meter) is not None:
+                self.metrics.failures.call("usage", lambda: meter.began(exchange.account.billing_begun()))
+            exchange.submit()
+
+    def _end_overdue(self) -> None:
+        """End every response whose deadline has passed: the last defence, should the lifecycle forget a request."""
+        self._sweep = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._end_overdue) if self.open else None
+        for exchange in list(self.open.values()):
+            if exchange.deadline < monotonic() - OVERDUE_S:
+                exchange.overdue()
+
+    def done(self, exchange: HttpExchange) -> None:
+        """See ``Service``: replace the estimate of its tokens by their number, and bill it."""
+        if (admission := exchange.admission) is not None:
+            failures, meter, account = self.metrics.failures, self._tenancy.meter, exchange.account
+            failures.call("limits", lambda: self._tenancy.limiter.settle(admission, account.num_used_tokens()))
+            if meter is not None:
+                failures.call("usage", lambda: meter.ended(account.billing()))
+
+    def _begin_trace(self, call: Call, arrival: float) -> RequestTrace | None:
+        if self.tracing is None:
+            return None
+        names = [name for name in (b"traceparent", b"tracestate") if call.headers.get(name)]
+        try:
+            context = {name.decode(): call.headers[name].decode("latin-1") for name in names}
+            return self.tracing.begin(f"POST {call.endpoint}", context, arrival)
+        except Exception as error:  # whatever a library of others raises
+            self.metrics.failures.note("tracing", error)
+            return None
+
+    def _new_id(self, endpoint: Endpoint) -> str:
+        self._num_requests += 1
+        return f"{STEMS[endpoint]}-{self._id_stem}{self._num_requests:012x}"
+
+
+def _estimate(plan: RequestPlan) -> int:
+    """Return the tokens that a request is taken to use before it has ended."""
+    return estimated_tokens(plan.num_prompt_tokens, plan.max_tokens, plan.num_choices)

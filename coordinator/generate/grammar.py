@@ -1,0 +1,106 @@
+"""Which grammar an answer must follow, and whether it compiles: what cannot is rejected with 400 before a worker sees it."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Lock
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from ..chat_output.reasoning import thinks_already
+from ..chat_output.style import THOUGHT_MARKS
+from ..chat_output.tool_parsers import ARGS
+from ..errors import InvalidRequest
+from ..text.served_model import ServedModel
+from ..text.tokenizer import Tokenizer
+from .bodies.chat import ChatCompletionRequest
+from .bodies.completion import CompletionRequest
+from .bodies.output_format import grammar_of
+from .call_grammar import after_thought, call_grammar, calls_at_will, either
+from .prompts import Prompt
+
+MAX_REMEMBERED = 1024
+MAX_LEXER_STATES = 50_000
+"""As on the workers; with the library's other limits it bounds the work: a second or so for the worst."""
+MAX_REASON_CHARS = 500
+
+
+def has_grammar(request: CompletionRequest | ChatCompletionRequest) -> bool:
+    """Return whether the output must follow a grammar, so that workers need a mask."""
+    return request.output_format is not None or (isinstance(request, ChatCompletionRequest) and request.holds_calls)
+
+
+def grammar_for(
+    request: CompletionRequest | ChatCompletionRequest, model: ServedModel, prompt: Prompt
+) -> tuple[bytes, str]:
+    """Return the grammar that the output must follow (empty: none), and the field to blame if it does not compile."""
+    wanted = request.output_format
+    grammar, param = (grammar_of(wanted), wanted.param) if wanted is not None else (b"", "")
+    if not isinstance(request, ChatCompletionRequest):
+        return grammar, param
+    if request.must_call:
+        grammar, param = _calls(request, model), request.field_of_tools
+    elif grammar and request.callable_tools:
+        grammar = either(grammar, _calls(request, model))
+    elif request.holds_calls:
+        grammar, param = _calls(request, model, make=calls_at_will), request.field_of_tools
+    if grammar and model.chat_style.thinks:
+        special = model.tokenizer.special_id(THOUGHT_MARKS[1]) is not None
+        grammar = after_thought(grammar, model.tokenizer.as_lark, special, opened=thinks_already(prompt.text))
+    return grammar, param
+
+
+def _calls(request: ChatCompletionRequest, model: ServedModel, make: Callable[..., bytes] = call_grammar) -> bytes:
+    tokenizer = model.tokenizer
+    return make(
+        model.chat_style.tools,
+        request.callable_tools,
+        tokenizer.as_lark,
+        parallel=not request.one_call,
+        has_args_mark=tokenizer.fast.token_to_id(ARGS) is not None,
+    )
+
+
+class GrammarCheck:
+    """Compiles grammars for one model's vocabulary, and remembers those that compiled. Methods may be called on several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._loaded: LLTokenizer | None = None
+        self._good: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = Lock()
+
+    def check(self, grammar: bytes, param: str) -> None:
+        """Raise InvalidRequest with the library's reason if the grammar does not compile, or no text satisfies it."""
+        with self._lock:
+            if grammar in self._good:
+                self._good.move_to_end(grammar)
+                return
+            tokenizer = self._loaded or self._load()
+        matcher = LLMatcher(tokenizer, grammar.decode(), log_level=0, limits=LLParserLimits(max_lexer_states=MAX_LEXER_STATES))
+        reason = matcher.get_error()
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+            reason = matcher.get_error() and "no text satisfies it"
+        if reason:
+            raise InvalidRequest(f"{param}: {_for_people(reason)}", param=param)
+        with self._lock:
+            self._good[grammar] = None
+            if len(self._good) > MAX_REMEMBERED:
+                self._good.popitem(last=False)
+
+    def _load(self) -> LLTokenizer:
+        """The end-of-text token makes no difference to whether a grammar compiles."""
+        self._loaded = LLTokenizer(self._tokenizer.fast.to_str(), n_vocab=self._vocab_size, eos_token=[0])
+        return self._loaded
+
+
+def _for_people(reason: str) -> str:
+    """Keep the part of the library's reason that is about what the client wrote, not about the grammar made of it."""
+    if found := re.search(r"^error: (.+)$", reason, re.MULTILINE) if "regex parse error" in reason else None:
+        return f"the regular expression cannot be read: {found[1]}"
+    if found := re.match(r'at \d+\(\d+\): invalid regex ".*?" \(in regex\): ([^\n;]+)', reason):
+        return f"the regular expression cannot be followed: {found[1]}"
+    return reason[:MAX_REASON_CHARS].strip()

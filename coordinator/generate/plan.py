@@ -1,0 +1,294 @@
+"""``RequestPlan``: everything one body asks for, checked against the model. The answer and its sequences are made from it alone.
+
+    body --parse--> pydantic model --Planner.plan--> RequestPlan(prompts, sampling, format, limits) --> HttpExchange
+
+A short prompt is planned on the event loop, a long one on a thread, a large body in the reader process: so a plan pickles.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple, cast, get_args
+
+from msgspec import convert
+from msgspec.structs import replace
+from pydantic import ValidationError
+
+from ...transport.messages.messages import Sampling
+from ..errors import ContextTooLong, InvalidRequest
+from ..http.call import Endpoint
+from ..http.limits import HttpLimits
+from ..lifecycle.request import PriorityClass
+from ..text.served_model import ServedModel
+from ..validation import from_validation
+from .bodies.chat import ChatCompletionRequest
+from .bodies.completion import CompletionRequest
+from .bodies.fields import MAX_UNKNOWN
+from .bodies.sampling import OnTimeout, ServiceTier
+from .chat_reading import ChatReading
+from .grammar import GrammarCheck, grammar_for, has_grammar
+from .prompts import Prompt, is_long, num_choices, prompts_of
+
+GenerateRequest = CompletionRequest | ChatCompletionRequest
+TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER = b"x-request-timeout", b"x-on-timeout", b"x-session-id"
+PLAN_HEADERS = (TIMEOUT_HEADER, ON_TIMEOUT_HEADER, SESSION_HEADER)
+"""The headers that a plan depends on."""
+COMPLETION_MAX_TOKENS = 16
+SMALLEST_TOP_P = 1e-6
+"""Stands for 0: only the most likely token is left."""
+MANY_CHOICES = 64
+"""The most choices of one request that are made in one turn of the loop: 4096 take 25 ms."""
+FROM_REQUEST = frozenset(
+    {
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "min_tokens", "stop_token_ids", "ignore_eos"),
+    }
+)
+"""Sampling fields that are taken over as given."""
+NUM_USUAL = 8
+"""Fields that every request's sampling has."""
+TIER_CLASSES: dict[ServiceTier, PriorityClass] = {"priority": "premium", "default": "standard", "flex": "batch"}
+"""The other tiers ask for the key's own class."""
+CLASS_TIERS: dict[PriorityClass, ServiceTier] = {"premium": "priority", "standard": "default", "free": "default", "batch": "flex"}
+"""The tier that an answer names."""
+_RANKS: dict[PriorityClass, int] = {"premium": 0, "standard": 1, "free": 2, "batch": 3}
+
+
+class RequestPlan(NamedTuple):
+    """What one request asks for."""
+
+    endpoint: Endpoint
+    # prompts
+    prompts: list[Prompt]
+    num_prompt_tokens: int  # of each prompt once, however many candidates it has
+    # sampling
+    samplings: list[Sampling]  # of each prompt's first candidate
+    seed: int | None  # the client's; None: drawn for each candidate
+    num_candidates: int  # sequences generated for each prompt
+    num_best: int | None  # how many of each prompt's candidates are returned, likeliest first; None: all, in order
+    # format of the answer
+    reading: ChatReading | None  # how thoughts and tool calls are read out of the text; None: it is plain
+    stop: Sequence[str] | None
+    num_logprobs: int | None  # alternatives reported beside each token; None: no log probabilities
+    echo: bool
+    streamed: bool
+    return_token_ids: bool
+    include_usage: bool
+    usage_on_every_chunk: bool
+    padded: bool  # each chunk's length tells little
+    service_tier: ServiceTier | None  # named in the answer
+    # limits
+    timeout_s: float
+    on_timeout: OnTimeout
+    priority_class: PriorityClass
+    priority: int
+    session: str  # requests of one session prefer the same workers
+    unknown_fields: Sequence[str]
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.num_candidates
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that any one sequence may generate."""
+        return max([sampling.max_tokens for sampling in self.samplings])
+
+    def sampling_of(self, prompt: int, candidate: int) -> Sampling:
+        """Return the sampling of a prompt's candidate: candidates differ by their seed only."""
+        first = self.samplings[prompt]
+        return first if candidate == 0 else replace(first, seed=seed_of(self.seed, candidate))
+
+
+def parse(endpoint: Endpoint, body: bytes | bytearray) -> GenerateRequest:
+    """Validate a body. Raises InvalidRequest."""
+    kind = ChatCompletionRequest if endpoint == "/v1/chat/completions" else CompletionRequest
+    try:
+        request: GenerateRequest = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise from_validation(error) from error
+    return request
+
+
+class Planner:
+    """Makes the plans for one model. ``plan`` may be called on several threads."""
+
+    def __init__(self, model: ServedModel, limits: HttpLimits) -> None:
+        self.model, self._limits = model, limits
+        self._grammars = GrammarCheck(model.tokenizer, model.vocab_size)
+
+    def is_quick(self, request: GenerateRequest) -> bool:
+        """Whether the event loop may plan and open the request itself, in about 0.1 ms."""
+        return not is_long(request) and not has_grammar(request) and num_choices(request) <= MANY_CHOICES
+
+    def plan(self, request: GenerateRequest, headers: Mapping[bytes, bytes], own_class: PriorityClass) -> RequestPlan:
+        """Render, tokenize and check a request.
+
+        ``headers`` hold at least PLAN_HEADERS, as far as they were sent; ``own_class`` is the key's. Raises InvalidRequest where
+        the request does not fit the model or the server's limits.
+        """
+        chat = request if isinstance(request, ChatCompletionRequest) else None
+        echo = chat is None and bool(getattr(request, "echo", False))
+        prompts = prompts_of(request, self.model)
+        grammar, param = grammar_for(request, self.model, prompts[0]) if has_grammar(request) else (b"", "")
+        if grammar:
+            self._grammars.check(grammar, param)
+        n = request.n or 1
+        priority_class = class_in_force(request.service_tier, own_class)
+        return RequestPlan(
+            endpoint="/v1/completions" if chat is None else "/v1/chat/completions",
+            prompts=prompts if echo else [prompt.without_text() for prompt in prompts],
+            num_prompt_tokens=sum([len(prompt.token_ids) for prompt in prompts]),
+            samplings=[sampling_of(request, self.model, len(prompt.token_ids), grammar) for prompt in prompts],
+            seed=request.seed,
+            num_candidates=request.num_candidates,
+            num_best=n if request.num_candidates > n else None,
+            reading=ChatReading.of(chat, self.model) if chat is not None else None,
+            stop=request.stop,
+            num_logprobs=num_logprobs(request),
+            echo=echo,
+            streamed=bool(request.stream),
+            return_token_ids=bool(request.return_token_ids),
+            include_usage=request.include_usage,
+            usage_on_every_chunk=request.usage_on_every_chunk,
+            padded=request.obfuscated,
+            service_tier=CLASS_TIERS[priority_class] if request.service_tier else None,
+            timeout_s=timeout_of(request.timeout, headers, self._limits.request_timeout_s),
+            on_timeout=on_timeout_of(
+                request.on_timeout,
+                headers,
+                has_timeout=request.timeout is not None or TIMEOUT_HEADER in headers,
+                deadline_error=self._limits.deadline_error,
+            ),
+            priority_class=priority_class,
+            priority=request.priority or 0,
+            session=_header(headers, SESSION_HEADER)[:512] or request.prompt_cache_key or request.user or "",
+            unknown_fields=[name[:64] for name in request.unknown_fields()[:MAX_UNKNOWN]],
+        )
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+def sampling_of(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int, grammar: bytes = b"") -> Sampling:
+    """Return the sampling of a prompt's first candidate: the request's fields over the model's defaults.
+
+    Raises InvalidRequest where the request does not fit the model.
+    """
+    defaults = model.defaults
+    fields: dict[str, Any] = {
+        "max_tokens": _max_tokens(request, model, num_prompt_tokens),
+        "seed": seed_of(request.seed, 0),
+        "temperature": float(defaults.temperature),
+        "top_k": int(defaults.top_k),
+        "top_p": float(defaults.top_p),
+        "min_p": float(defaults.min_p),
+        "repetition_penalty": float(defaults.repetition_penalty),
+        "grammar": grammar,
+    }
+    for name in request.model_fields_set & FROM_REQUEST:
+        if (given := getattr(request, name)) is not None:
+            fields[name] = given
+    if len(fields) > NUM_USUAL:
+        _check_unusual(fields, model.vocab_size)
+    fields["top_k"] = max(0, fields["top_k"])
+    fields["top_p"] = max(fields["top_p"], SMALLEST_TOP_P)
+    logprobs = num_logprobs(request)
+    if logprobs is not None or request.num_candidates > (request.n or 1):  # the likeliest are chosen by them
+        fields["logprobs"] = logprobs or 0
+    return convert(fields, Sampling)
+
+
+def num_logprobs(request: GenerateRequest) -> int | None:
+    """Return how many alternatives to report beside each token; None for no log probabilities."""
+    if isinstance(request, ChatCompletionRequest):
+        return (request.top_logprobs or 0) if request.logprobs else None
+    return request.logprobs
+
+
+def seed_of(seed: int | None, candidate: int) -> int:
+    """Derive a candidate's seed from the client's seed and the candidate's number; draw one where the client gave none."""
+    if seed is None:
+        return random.getrandbits(63)
+    if candidate == 0:
+        return seed % (1 << 63)
+    return int.from_bytes(blake2b(f"{seed}/{candidate}".encode(), digest_size=8).digest()) >> 1
+
+
+def _max_tokens(request: GenerateRequest, model: ServedModel, num_prompt_tokens: int) -> int:
+    chat = isinstance(request, ChatCompletionRequest)
+    asked = request.max_new_tokens
+    new_name = isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None
+    param = "max_completion_tokens" if new_name else "max_tokens"
+    room = model.max_model_len - num_prompt_tokens
+    if asked is not None:
+        if asked > room:
+            raise ContextTooLong(model.max_model_len, num_prompt_tokens, asked, param=param)
+        return asked
+    if room < 1:
+        raise ContextTooLong(model.max_model_len, num_prompt_tokens, None, param="messages" if chat else "prompt")
+    return min(room, model.defaults.max_new_tokens or (room if chat else COMPLETION_MAX_TOKENS))
+
+
+def _check_unusual(fields: dict[str, Any], vocab_size: int) -> None:
+    """Check the fields that few requests set. Raises InvalidRequest."""
+    for name in ("logit_bias", "stop_token_ids"):
+        bad = [token_id for token_id in fields.get(name, ()) if token_id >= vocab_size]
+        if bad:
+            message = f"{name}: token ids {', '.join(map(str, bad))} are outside the vocabulary of {vocab_size} tokens"
+            raise InvalidRequest(message, param=name)
+    if (min_tokens := fields.get("min_tokens", 0)) > (max_tokens := fields["max_tokens"]):
+        message = f"min_tokens: is {min_tokens}, more than the {max_tokens} tokens allowed at most"
+        raise InvalidRequest(message, param="min_tokens")
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def class_in_force(tier: ServiceTier | None, own: PriorityClass) -> PriorityClass:
+    """Return the lower of the tier's class and the key's ``own``: as with OpenAI, asking for more is not refused, only ignored."""
+    return own if tier is None else max(own, TIER_CLASSES.get(tier, own), key=_RANKS.__getitem__)
+
+
+def timeout_of(field: float | None, headers: Mapping[bytes, bytes], longest_s: float) -> float:
+    """Return the seconds that a request may take: the body's ``timeout``, else the header's, else ``longest_s``.
+
+    Raises InvalidRequest where the header is not a positive number, or more than ``longest_s`` is asked for.
+    """
+    param, asked = "timeout", field
+    if asked is None and (value := headers.get(TIMEOUT_HEADER)) is not None:
+        param = TIMEOUT_HEADER.decode()
+        try:
+            asked = float(value)
+        except ValueError:
+            asked = 0.0
+        if not 0 < asked < float("inf"):
+            raise InvalidRequest(f"{param}: {value[:40]!r} is no number of seconds above 0", param=param)
+    if asked is None:
+        return longest_s
+    if asked > longest_s:
+        raise InvalidRequest(f"{param}: at most {longest_s:g} seconds are allowed here, not {asked:g}", param=param)
+    return asked
+
+
+def on_timeout_of(
+    field: OnTimeout | None, headers: Mapping[bytes, bytes], *, has_timeout: bool, deadline_error: bool
+) -> OnTimeout:
+    """Return what a request's deadline does to its answer: the body's ``on_timeout``, else the header's.
+
+    Without either it is ``timeout`` for a request that sets a timeout, and so knows more than OpenAI's words, and ``length`` for
+    others, whose SDK may refuse a word it does not know. Raises InvalidRequest.
+    """
+    name = ON_TIMEOUT_HEADER.decode()
+    asked = field or _header(headers, ON_TIMEOUT_HEADER)
+    if not asked:
+        return "error" if deadline_error else "timeout" if has_timeout else "length"
+    if asked not in get_args(OnTimeout):
+        raise InvalidRequest(f"{name}: {asked[:40]!r} is none of {', '.join(get_args(OnTimeout))}", param=name)
+    return cast(OnTimeout, asked)
+
+
+def _header(headers: Mapping[bytes, bytes], name: bytes) -> str:
+    return headers.get(name, b"").decode("latin-1")
