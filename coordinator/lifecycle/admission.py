@@ -109,7 +109,7 @@ class Forecast:
         return None if rate is None else (tokens_ahead + num_tokens) * share / rate
 
 
-class Admission:
+class AdmissionControl:
     """Refuses requests that cannot be served, or not in time."""
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Workers that change their role in place: which may, what they are told, and how long it took. Pure; times
-in seconds.
+"""Workers that change their role in place: which may, and how long it took. Pure; times in seconds.
 
-order --Flip--> the worker drains; its process says Hello in the other role --first work--> ... --Goodbye of
-the old role-->
+order --Flip--> the worker drains; its process sends Hello in the other role --first work-->
+      ... --Goodbye of the old role-->
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ workers has room.
     worker.py         one worker                            open_workers.py  which take new work
     evacuation.py     sequences leave draining workers      flips.py         workers change their role
     suspicion.py      requests that kill workers            outcomes.py      retries, readiness
-    time_ledger.py    where a request's time goes
+    time_ledger.py    where a request's time goes            snapshot.py      the present state, as values
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...transport.messages.messages import (
 )
 from ...transport.messages.token_runs import TellTokens
 from .actions import Action, End
-from .admission import Admission, Forecast
+from .admission import AdmissionControl, Forecast
 from .evacuation import Evacuation
 from .flips import FlipRecord, Flips
 from .limits import LifecycleLimits as LifecycleLimits
@@ -63,7 +63,7 @@ class Lifecycle:
         self.requests = self._machine.assignments.requests  # all that have not ended, by id
         self.outcomes = self._machine.outcomes
         forecast = Forecast()
-        self._admission = Admission(limits, self.pools, self.queue, forecast)
+        self._admission = AdmissionControl(limits, self.pools, self.queue, forecast)
         self._placement = Placement(policy, self.queue, self.pools, self._machine)
         self._progress = Progress(self._machine)
         self._members = Membership(incarnation, limits, self.pools, self._machine, self.flips, forecast)
@@ -181,10 +181,10 @@ class Lifecycle:
         actions = self._progress.milestone(worker, message, now)
         return actions if num_moved == self.outcomes.num_moved else actions + self._evacuation.evacuate(now)
 
-    def receive_runs(self, worker_id: WorkerId, told: TellTokens, now: float) -> list[Action]:
+    def receive_runs(self, worker_id: WorkerId, message: TellTokens, now: float) -> list[Action]:
         """Take the tokens of many steps of a decode worker at once, in virtual time."""
         worker = self.pools.workers.get(worker_id)
-        return [] if worker is None else self._receive_tokens(worker, told, now)
+        return [] if worker is None else self._receive_tokens(worker, message, now)
 
     def process_ending(self, worker_id: WorkerId) -> None:
         """Note that a worker's process has ended. Its last messages are still to be read: its silence

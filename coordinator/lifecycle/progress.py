@@ -19,7 +19,7 @@ from .request import Request
 from .state_machine import RequestStateMachine
 from .worker import Worker
 
-Milestone = FirstToken | Joined | RequestFailed
+MilestoneMessage = FirstToken | Joined | RequestFailed
 
 
 class Progress:
@@ -59,10 +59,10 @@ class Progress:
             actions += self._machine.cancel_at([worker], unknown)
         return actions
 
-    def token_runs(self, worker: Worker, told: TellTokens, now: float) -> list[Action]:
+    def token_runs(self, worker: Worker, message: TellTokens, now: float) -> list[Action]:
         """Take the tokens of many steps at once, in virtual time. They are not pushed to a sink."""
         actions: list[Action] = []
-        for run in told.runs:
+        for run in message.runs:
             request = self._by_dispatch.get(run.dispatch)
             if request is None or request.decode is not worker:
                 actions += self._machine.cancel_at([worker], [run.dispatch])
@@ -75,7 +75,7 @@ class Progress:
                     actions += self._machine.finish(request, run.finished, run.decode_s, now)
         return actions
 
-    def milestone(self, worker: Worker, message: Milestone, now: float) -> list[Action]:
+    def milestone(self, worker: Worker, message: MilestoneMessage, now: float) -> list[Action]:
         """Take a milestone of one dispatch."""
         request = self._by_dispatch.get(message.dispatch)
         if request is not None and request.move is not None and message.dispatch == request.move.dispatch:
@@ -93,7 +93,7 @@ class Progress:
         return self._failed(request, message, now)
 
     def _move_milestone(
-        self, request: Request, worker: Worker, message: Milestone, now: float
+        self, request: Request, worker: Worker, message: MilestoneMessage, now: float
     ) -> list[Action]:
         """Take a milestone of a sequence that moves between decode workers."""
         assert request.move is not None, "it moves"

@@ -1,4 +1,5 @@
-"""What the lifecycle knows, as values, for code outside the coordinator that watches the load and the workers.
+"""What the lifecycle knows, as values, for code outside the coordinator that watches the load and the
+workers.
 
 Pure. Times are seconds; moments are of a monotonic clock.
 """
@@ -103,11 +104,13 @@ def snapshot_of(lifecycle: Lifecycle) -> Snapshot:
 
 
 def finished(request: Request, ended: Ended) -> FinishedRequest | None:
-    """Return what served an ended request; None if it was refused or never admitted, which says nothing of the workers."""
+    """Return how an ended request was served; None if it was refused or never admitted."""
     if ended.ledger is None or ended.error in ("refused", "unavailable"):
         return None
     stages, count, prompt = ended.stages, ended.num_output_tokens, len(request.prompt_token_ids)
     failed = ended.error is not None
     ttft_s = math.inf if failed else stages.parse + stages.queue + stages.prefill
     tpot_s = (stages.handoff + stages.decode) / (count - 1) if count > 1 else None
-    return FinishedRequest(request.arrival, prompt, min(ended.num_cached_tokens, prompt), count, ttft_s, tpot_s)
+    return FinishedRequest(
+        request.arrival, prompt, min(ended.num_cached_tokens, prompt), count, ttft_s, tpot_s
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from .granting import BlockPool
 from .handoff import Key, PeerId
 from .incoming import Incoming
-from .quarantine import Ended, Quarantine
+from .quarantine import EndedLease, Quarantine
 
 
 class LeaseTable:
@@ -60,7 +60,7 @@ class LeaseTable:
         """Without a join. A writer that writes by itself must be believed to have stopped before its blocks are free."""
         self.take_back(incoming)
         if one_sided:
-            self.quarantine.leases[incoming.lease] = Ended(incoming.key, incoming.peer, incoming.held)
+            self.quarantine.leases[incoming.lease] = EndedLease(incoming.key, incoming.peer, incoming.held)
         else:
             self._pool.release(incoming.held)
 

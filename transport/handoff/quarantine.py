@@ -9,7 +9,7 @@ from .handoff import Key, PeerId
 
 
 @dataclass(slots=True)
-class Ended:
+class EndedLease:
     """A lease that ended without its writer's word."""
 
     key: Key
@@ -23,7 +23,7 @@ class Quarantine:
     """Time alone ends nothing here: the writer's Release does, or its death, or that it was shut out."""
 
     def __init__(self) -> None:
-        self.leases: dict[int, Ended] = {}
+        self.leases: dict[int, EndedLease] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -33,7 +33,7 @@ class Quarantine:
         """The leases that wait for this writer's word."""
         return [lease for lease, ended in self.leases.items() if ended.writer == peer]
 
-    def to_ask(self, every_s: float, now: float) -> Iterator[tuple[int, Ended]]:
+    def to_ask(self, every_s: float, now: float) -> Iterator[tuple[int, EndedLease]]:
         """The leases whose writers are to be asked now."""
         for lease, ended in self.leases.items():
             if now - ended.asked >= every_s:
