@@ -25,10 +25,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..loadgen.settings import LoadSettings
-from ..planner.settings import (
-    PlanSettings,
-    ProfileSettings,
-    SimulateSettings,
+from ..planner.settings import PlanSettings, ProfileSettings, SimulateSettings
+from ..planner.trace_settings import (
     TraceConvertSettings,
     TraceFitSettings,
     TraceMakeSettings,

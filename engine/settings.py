@@ -41,8 +41,7 @@ class WorkerSettings(BaseModel):
         default="tcp://127.0.0.1:7700",
         pattern=rf"^{CONTROL_ADDRESS}(,{CONTROL_ADDRESS})*$",
         description="The coordinator's control address, tcp://HOST:PORT; those of several hosts with commas "
-        "between. More processes of "
-        "one host are found by themselves.",
+        "between.",
     )
     key_file: Path | None = Field(
         default=None,
@@ -59,22 +58,17 @@ class WorkerSettings(BaseModel):
     dtype: DType = Field(
         default="auto",
         description="Type of weights and KV cache. auto: bfloat16 on GPUs and on CPUs with AMX or "
-        "AVX512-BF16; on other CPUs bfloat16 if "
-        "the checkpoint is, else float32.",
+        "AVX512-BF16; else the checkpoint's, bfloat16 or float32.",
     )
     kv_dtype: KVDType = Field(
         default="auto",
-        description="Type of the KV cache. auto: as dtype. fp8: float8 (e4m3), half the memory and traffic; "
-        "scales by head from the "
-        "checkpoint (self_attn.k_scale, v_scale) where it has them, else 1. On CPUs in plain torch, for "
-        "tests. All workers alike. "
-        "Not yet run on a GPU.",
+        description="Type of the KV cache. auto: as dtype. fp8: float8 (e4m3) with the checkpoint's scales, "
+        "else 1; the same on all workers. Not yet run on a GPU.",
     )
     quantization: Quantization = Field(
         default="none",
-        description="fp8: linear layers multiply in float8 (e4m3), scales by row; needs a GPU with float8 "
-        "instructions (Ada, Hopper or "
-        "later), and not exact. All workers alike. Not yet run on a GPU.",
+        description="fp8: linear layers multiply in float8 (e4m3). Needs an Ada, Hopper or later GPU, and "
+        "not exact; the same on all workers. Not yet run on a GPU.",
     )
     block_size: int = Field(
         default=0,
@@ -89,41 +83,35 @@ class WorkerSettings(BaseModel):
         default=None,
         gt=0,
         le=65_536,
-        description="Size of the KV cache in GiB. Default: by the memory that is free, see "
-        "gpu_memory_utilization and "
-        "cpu_memory_utilization, and no more than 64 sequences (or max_num_seqs of a decode worker) can "
-        "fill.",
+        description="Size of the KV cache in GiB. Default: by the free memory, at most what 64 sequences (or "
+        "max_num_seqs) can fill.",
     )
     kv_cache_shrink: bool = Field(
         default=False,
-        description="Where num_blocks or kv_cache_gib do not fit into what is free, start with what does, as "
-        "long as it holds a sequence "
-        "of max_model_len. `splitserve up` gives it to workers that it starts again.",
+        description="If num_blocks or kv_cache_gib do not fit, start with what does, if that holds one "
+        "sequence of max_model_len.",
     )
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,
         le=1,
-        description="Share of the GPU's whole memory that this worker may use in all, for weights, steps and "
-        "KV cache, as far as it is "
-        "free. `splitserve up` divides it among workers that share a GPU.",
+        description="Share of the GPU's memory for weights, steps and KV cache. `splitserve up` divides it "
+        "among workers that share a GPU.",
     )
     cpu_memory_utilization: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Share of the host's free memory (in a container: of what its limit leaves), weights "
-        "taken off, for the KV cache of a "
-        "worker on a CPU, or for the host's copy of a GPU's; for all workers together that share it by "
-        "memory_shared_by. A fifth of what "
-        "is free is always left.",
+        description="Share of the host's free memory (or the container's), less weights, for KV caches on "
+        "CPUs or the copy of a GPU's; for all workers of memory_shared_by together. A fifth of what is free "
+        "remains.",
     )
     memory_shared_by: int = Field(
         default=1,
         ge=1,
         le=4096,
         description="Workers of this cluster on this host: each takes an equal part of "
-        "cpu_memory_utilization. `splitserve up` decides it.",
+        "cpu_memory_utilization.",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -134,19 +122,15 @@ class WorkerSettings(BaseModel):
     )
     exact: bool = Field(
         default=False,
-        description="The same request gives the same tokens whatever shares its batch, however its prompt is "
-        "chunked, whatever is cached, "
-        "and whether a worker dies on the way. All workers alike. On GPUs not yet confirmed on hardware.",
+        description="The same request gives the same tokens whatever shares its batch, is cached, or fails; "
+        "the same on all workers. On GPUs not yet confirmed.",
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads for computing.")
     runner: str = Field(
         default="model",
         pattern=r"^(model|paced:.+)$",
-        description="model computes; paced:PROFILE.json takes the time that the profile says and computes "
-        "nothing, to rehearse a cluster: "
-        "answers mean nothing, weights are not needed, device, dtype, threads and exact have no effect, and "
-        "kv_cache_gib is what the "
-        "blocks are cut down to.",
+        description="model computes; paced:PROFILE.json takes the profile's time and computes nothing, to "
+        "rehearse a cluster: answers mean nothing, and weights are not needed.",
     )
     mover: Mover = Field(
         default="auto",
@@ -158,27 +142,25 @@ class WorkerSettings(BaseModel):
     )
     plaintext_kv: bool = Field(
         default=False,
-        description="Send KV blocks between hosts in the clear: faster, for a trusted network. Both workers "
-        "must say so; else encrypted.",
+        description="Send KV blocks between hosts in the clear, for a trusted network; needed on both "
+        "workers. Default: encrypted.",
     )
     step_log: Path | None = Field(
         default=None,
-        description="Folder for a file of this process with a line for each step: what was in it, and how "
-        "long it took. To see whether a "
-        "profile holds for what really runs.",
+        description="Folder for a file of this process with a line for each step: its content and duration.",
     )
     drain_timeout_s: float = Field(
         default=10,
         ge=0,
         le=3600,
-        description="Seconds that a worker told to stop (SIGTERM, or an admin call) gets to finish or hand "
-        "over what it runs.",
+        description="Seconds that a draining worker gets to finish or move its sequences.",
     )
     orphaned_after_s: float = Field(
         default=10,
         ge=1,
         le=3600,
-        description="Seconds without a word of the coordinator after which a worker frees all it holds.",
+        description="Seconds without a message of the coordinator after which a worker frees all its "
+        "requests.",
     )
     otlp_endpoint: str | None = Field(
         default=None,
@@ -187,10 +169,10 @@ class WorkerSettings(BaseModel):
         "splitserve[otel].",
     )
     log_level: LogLevel = Field(
-        default="info", description="Least level that is logged; SIGUSR2 turns debug on, and off again."
+        default="info", description="Least level that is logged; SIGUSR2 toggles debug."
     )
     log_format: LogFormat = Field(
-        default="text", description="text, or json: one object a line, with request ids where there are any."
+        default="text", description="text, or json: one object a line, with request ids."
     )
 
     @property

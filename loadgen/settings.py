@@ -28,23 +28,21 @@ class LoadSettings(BaseModel):
     )
     tls_ca: Path | None = Field(
         default=None,
-        description="Certificates in PEM that an https:// server's is checked against. Default: the "
-        "system's; a coordinator that you run "
-        "on this host is known by its own.",
+        description="CA certificates in PEM for an https:// server. Default: the system's, and the "
+        "certificate of a coordinator on this host.",
     )
     requests: int = Field(
         default=100,
         ge=1,
         le=10_000_000,
-        description="Requests to send and measure; with --trace at most so many, if it is given.",
+        description="Requests to send and measure; with --trace at most this many, if given.",
     )
     trace: Path | None = Field(
         default=None,
-        description="Replay this trace: its arrivals and lengths, with equal tokens where its block hashes "
-        "are equal.",
+        description="Replay this trace: its arrivals and lengths, with equal tokens for equal block hashes.",
     )
     warmup: int = Field(
-        default=2, ge=0, le=100_000, description="Requests sent before, one at a time, and not measured."
+        default=2, ge=0, le=100_000, description="Unmeasured requests that are sent first, one at a time."
     )
     concurrency: int | None = Field(
         default=None,
@@ -65,16 +63,16 @@ class LoadSettings(BaseModel):
         default=1 << 20,
         ge=2,
         le=1 << 20,
-        description="Cut lengths so that prompt and output together have at most so many tokens.",
+        description="Most tokens of prompt and output together; longer ones are cut.",
     )
     shared_prefix_len: int = Field(
         default=0,
         ge=0,
         le=1 << 20,
-        description="So many leading prompt tokens are the same in many requests.",
+        description="Leading prompt tokens that many requests share.",
     )
     num_prefixes: int = Field(
-        default=1, ge=1, le=1_000_000, description="How many different shared prefixes there are."
+        default=1, ge=1, le=1_000_000, description="Number of different shared prefixes."
     )
     prompts: Literal["ids", "text"] = Field(
         default="ids", description="Random token ids, or random words (lengths are then approximate)."

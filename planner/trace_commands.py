@@ -1,4 +1,5 @@
-"""``splitserve trace ...``: each function is one command and returns its exit status. They raise PlannerError."""
+"""``splitserve trace ...``: each function is one command and returns its exit status. They raise
+PlannerError."""
 
 from __future__ import annotations
 
@@ -10,13 +11,19 @@ import orjson
 from rich.console import Console
 
 from .errors import TraceError, WorkloadError
-from .settings import TraceConvertSettings, TraceFitSettings, TraceMakeSettings, TraceReading, TraceStatsSettings
 from .trace.operators import cut, mean_rate, mixed, scaled, thinned
 from .trace.own_format import write_trace
 from .trace.readers import open_trace
 from .trace.request import Trace
 from .trace.statistics import Shapes, TraceStatistics, describe
 from .trace.tables import print_statistics
+from .trace_settings import (
+    TraceConvertSettings,
+    TraceFitSettings,
+    TraceMakeSettings,
+    TraceReading,
+    TraceStatsSettings,
+)
 from .workload.arrivals import Arrivals, diurnal_profile
 from .workload.fit import fit as fitted
 from .workload.lengths import MarginalLengths
@@ -54,23 +61,32 @@ def make(settings: TraceMakeSettings) -> int:
     if settings.rate is not None:
         workload = workload.at_rate(settings.rate)
     duration_s = settings.duration_s or math.inf
-    return _write(settings.output, workload.trace(settings.seed, max_requests=settings.requests, duration_s=duration_s))
+    return _write(
+        settings.output, workload.trace(settings.seed, max_requests=settings.requests, duration_s=duration_s)
+    )
 
 
 def fit(settings: TraceFitSettings, files: Sequence[Path]) -> int:
     """``splitserve trace fit``."""
     if len(files) != 1:
-        raise WorkloadError(f"a workload is fitted to one trace, not to {len(files)}; mix them first: splitserve trace convert")
+        raise WorkloadError(
+            f"a workload is fitted to one trace, not to {len(files)}; mix them first: splitserve trace "
+            "convert"
+        )
     (trace,) = _opened(settings, files)
     workload = fitted(trace, settings.step_s)
     write_workload(settings.output, workload)
     described = _beside(trace, files[0], workload, settings.seed)
     print_statistics([statistics for statistics, _ in described], Console())
     if described[0][0].blocks:
-        print("Prefix reuse is not fitted: what is drawn has no block hashes. Use the trace itself where reuse matters.")
+        print(
+            "Prefix reuse is not fitted: what is drawn has no block hashes. Use the trace itself where reuse "
+            "matters."
+        )
     arrivals = workload.arrivals
     print(
-        f"wrote {settings.output}: {len(arrivals.profile):,} steps of {arrivals.step_s:g} s; CV of the gaps beside them: {arrivals.cv:.2f}"
+        f"wrote {settings.output}: {len(arrivals.profile):,} steps of {arrivals.step_s:g} s; CV of the gaps "
+        f"beside them: {arrivals.cv:.2f}"
     )
     if settings.plot_file:
         _draw(settings.plot_file, described)
@@ -88,7 +104,9 @@ def _beside(trace: Trace, path: Path, workload: Workload, seed: int) -> list[Des
 
 def _opened(settings: TraceReading, files: Sequence[Path]) -> list[Trace]:
     """All files, their first rows checked."""
-    return [open_trace(path, disorder_s=settings.disorder_s, drop_empty=settings.drop_empty) for path in files]
+    return [
+        open_trace(path, disorder_s=settings.disorder_s, drop_empty=settings.drop_empty) for path in files
+    ]
 
 
 def _described(trace: Trace, path: Path) -> Described:
@@ -104,7 +122,10 @@ def _write(path: Path, trace: Trace) -> int:
 
 
 def _write_json(path: Path, described: Sequence[Described]) -> None:
-    content = orjson.dumps([statistics.as_json() for statistics, _ in described], option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
+    content = orjson.dumps(
+        [statistics.as_json() for statistics, _ in described],
+        option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS,
+    )
     try:
         path.write_bytes(content + b"\n")
     except OSError as error:
@@ -123,8 +144,14 @@ def _draw(path: Path, described: Sequence[Described]) -> None:
 def _workload(settings: TraceMakeSettings) -> Workload:
     """What the options describe, at the rate of 1 until --rate changes it."""
     profile = diurnal_profile(settings.diurnal_amplitude) if settings.diurnal_amplitude else (1.0,)
-    arrivals = Arrivals(rate=1.0, cv=settings.burstiness, profile=profile, step_s=settings.diurnal_period_s / len(profile))
-    lengths = MarginalLengths(prompt=settings.prompt_len, output=settings.output_len, correlation=settings.length_correlation)
+    arrivals = Arrivals(
+        rate=1.0, cv=settings.burstiness, profile=profile, step_s=settings.diurnal_period_s / len(profile)
+    )
+    lengths = MarginalLengths(
+        prompt=settings.prompt_len, output=settings.output_len, correlation=settings.length_correlation
+    )
     sessions = Sessions(**{name: getattr(settings, name) for name in Sessions.model_fields})
     needs_sessions = settings.turns > 1 or settings.system_prompts
-    return Workload(arrivals=arrivals, lengths=lengths, sessions=sessions if needs_sessions else None).at_rate(1.0)
+    return Workload(
+        arrivals=arrivals, lengths=lengths, sessions=sessions if needs_sessions else None
+    ).at_rate(1.0)
