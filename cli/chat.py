@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import orjson
-from prompt_toolkit import PromptSession
 from rich.console import Console
 
 from .checks import read_key
@@ -231,6 +230,8 @@ async def _lines() -> AsyncIterator[str]:
             print(f"> {line.rstrip()}", flush=True)
             yield line
         return
+    from prompt_toolkit import PromptSession  # the extra `chat`
+
     session: PromptSession[str] = PromptSession("> ")
     while True:
         try:

@@ -7,6 +7,7 @@ import importlib.util
 EXTRAS = {
     "worker": ("torch", "safetensors", "xxhash", "cryptography", "psutil", "pynvml"),
     "bench": ("aiohttp",),
+    "chat": ("prompt_toolkit",),
     "plots": ("matplotlib",),
 }
 

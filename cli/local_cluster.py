@@ -39,24 +39,29 @@ SOCKET_NAME_CHARS = len("/pymp-12345678/listener-12345678")
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # of the prefixes, in turn
 
 
-def run(plan: Plan) -> int:
-    """Runs until stopped, or until the chat or answer is over. Returns the exit status."""
+def run(plan: Plan, entry: str) -> int:
+    """Run until stopped, or until the chat or answer is over. Return the exit status.
+
+    ``entry``: the function that ``splitserve`` runs, as MODULE:NAME, for the workers that are forked.
+    """
     if len(str(plan.folder.path)) + SOCKET_NAME_CHARS <= MAX_SOCKET_PATH:
         tempfile.tempdir = str(plan.folder.path)  # of multiprocessing's sockets: the next start removes what a killed one leaves
     try:
-        return asyncio.run(_run(plan))
+        return asyncio.run(_run(plan, entry))
     except KeyboardInterrupt:
         return 130
     finally:
         Finalize(None, plan.folder.close, exitpriority=-200)  # multiprocessing's own folder lies in it, which it removes at -100
 
 
-async def _run(plan: Plan) -> int:
+async def _run(plan: Plan, entry: str) -> int:
     interactive = plan.up.chat or plan.up.prompt is not None
     names = ["coordinator", *(worker.name for worker in plan.workers), "up"]
     stream = open(plan.run_dir / "log", "a", encoding="utf-8", opener=private) if interactive else sys.stdout  # noqa: SIM115
     log = json_log(stream) if plan.coordinator.log_format == "json" else prefixed_log(stream, names)
-    forks = WorkerForks(lambda text: log("up", f"{time.strftime('%H:%M:%S')} WARNING {text}")) if plan.up.fork_workers else None
+    forks = None
+    if plan.up.fork_workers:
+        forks = WorkerForks(entry, lambda text: log("up", f"{time.strftime('%H:%M:%S')} WARNING {text}"))
     supervisor = Supervisor(
         commands(plan, forks.start if forks else None),
         is_ready=lambda: is_ready(plan.url, plan.coordinator.tls_cert),

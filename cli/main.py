@@ -24,6 +24,7 @@ from .options import SettingsCommand, given, options
 from .settings import ChatSettings, DoctorSettings, FlipSettings, TopSettings
 
 HELP_WIDTH = 110
+ENTRY = "splitserve.cli.main:main"
 EPILOG = (
     "Every option can also be given as an environment variable (--some-option: SPLITSERVE_SOME_OPTION) or in a YAML file "
     "(--config FILE). A flag beats a variable, a variable beats the file."
@@ -127,8 +128,11 @@ def run_doctor(settings: DoctorSettings) -> int:
 
 def run_bench(settings: Any) -> int:
     from ..loadgen.load import main as bench
+    from .checks import read_key
+    from .tls_trust import trust
 
-    return bench(settings)
+    key = read_key("--api-key-file", settings.api_key_file)
+    return bench(settings, key, trust(settings.url, settings.tls_ca) or None)
 
 
 def run_profile(settings: Any) -> int:
@@ -237,7 +241,7 @@ def run_up(config: Path | None, **flags: Any) -> None:
     from .local_cluster import run
     from .up import plan
 
-    sys.exit(run(plan(given(flags), Sources.read(config))))
+    sys.exit(run(plan(given(flags), Sources.read(config)), ENTRY))
 
 
 def up_command() -> click.Command:

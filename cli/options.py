@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import types
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,6 +17,19 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from .config import Layer, Value, flag_of
+
+MAX_SHOWN = 30
+"""A command with more options shows the everyday ones, and all of them with --help-all."""
+HELP_ALL = "help_all"
+EVERYDAY = frozenset(
+    """
+    prefill decode flexible chat prompt model served_model_name host port control_address key_file insecure
+    max_model_len max_queue steer tenants_file open_access tls_cert tls_key admin_port processes batch_file log_level
+    log_requests name coordinator device dtype exact threads mover max_num_seqs max_batch_tokens
+    gpu_memory_utilization kv_cache_gib listen data_listen advertise_host start_as
+    """.split()  # noqa: SIM905
+)
+"""Options that a person sets up a server with."""
 
 
 class SettingOption(click.Option):
@@ -34,20 +48,49 @@ class SettingOption(click.Option):
             hidden=hidden,
         )
         self.group = group
+        self.brief = (flag if metavar(field) == "BOOLEAN" else f"{flag} {metavar(field)}", brief(text, field))
 
 
 class SettingsCommand(click.Command):
-    """A command whose help lists its options under their groups."""
+    """A command whose help lists its options under their groups: of many only the everyday ones, without --help-all."""
+
+    def __init__(self, name: str, **attributes: Any) -> None:
+        super().__init__(name, **attributes)
+        if sum(not getattr(parameter, "hidden", False) for parameter in self.params) > MAX_SHOWN:
+            self.params.append(_help_all())
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
+        is_short = any(parameter.name == HELP_ALL for parameter in self.params) and HELP_ALL not in ctx.meta
         for parameter in self.get_params(ctx):
-            record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)  # the usage line shows those
-            if record is not None:
-                groups.setdefault(getattr(parameter, "group", "Other options"), []).append(record)
+            record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)
+            if record is None:  # an argument, which the usage line shows, or a hidden option
+                continue
+            if is_short and isinstance(parameter, SettingOption):
+                if parameter.name not in EVERYDAY:
+                    continue
+                record = parameter.brief
+            groups.setdefault(getattr(parameter, "group", "Other options"), []).append(record)
         for group, records in groups.items():
             with formatter.section(group):
                 formatter.write_dl(records)
+
+
+def _help_all() -> click.Option:
+    def show(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+        if asked:
+            ctx.meta[HELP_ALL] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    return click.Option(
+        ["--help-all", HELP_ALL],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show every option, with its bounds, and exit.",
+    )
 
 
 def options(
@@ -105,6 +148,13 @@ def default(field: FieldInfo) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value.value if isinstance(value, enum.Enum) else value)
+
+
+def brief(text: str, field: FieldInfo) -> str:
+    """Return the first clause of a description, and the default."""
+    clause = re.split(r"[.;:] ", text or field.description or "")[0].rstrip(".")
+    shown = "" if text else default(field)  # a command's own text tells its own default
+    return f"{clause}." + (f"  [{shown}]" if shown not in ("", "off") else "")
 
 
 def facts(field: FieldInfo) -> str:

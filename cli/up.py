@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,7 @@ def up_options() -> list[click.Parameter]:
 def plan(flags: Layer, sources: Sources) -> Plan:
     """Settings of all processes. Makes the run directory and the cluster's key. Raises ConfigError."""
     up = build(UpSettings, [_only(UpSettings, flags), *sources.of("up")])
-    if advice := missing_for("worker"):
+    if advice := missing_for("worker") or (missing_for("chat") if up.chat and sys.stdin.isatty() else ""):
         raise ConfigError(advice)
     if not (up.prefill or up.mixed) or not (up.decode or up.mixed):
         raise ConfigError(f"{'--decode' if up.prefill else '--prefill'} is 0: start one at least, or workers of both roles by --mixed")

@@ -72,22 +72,6 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
     progress_timeout_s: float = Field(
         default=30, ge=0.1, le=3600, description="A busy worker that ends no step for so many seconds is dead."
     )
-    max_attempts: int = Field(
-        default=4,
-        ge=1,
-        le=100,
-        description="How often in a row a request may fail on workers before it ends with an error; its handoff three times more.",
-    )
-    suspect_after: int = Field(
-        default=2, ge=1, le=100, description="A request that ran on so many workers in a row when they died is then run apart from others."
-    )
-    max_deaths: int = Field(
-        default=4,
-        ge=1,
-        le=100,
-        description="A request that ran on so many workers in a row when they died ends with an error. In a row: fewer than 16 tokens came "
-        "between them; that number doubles with each death after so many in all.",
-    )
     processes: int = Field(
         default=1,
         ge=1,
@@ -139,9 +123,6 @@ class CoordinatorSettings(RecordSettings, TenantSettings, HttpSettings):
         """The lifecycle's bounds; ``siblings``: where the other coordinator processes of this host listen to workers."""
         return LifecycleLimits(
             max_queue=self.max_queue,
-            max_attempts=self.max_attempts,
-            suspect_after=self.suspect_after,
-            max_deaths=self.max_deaths,
             dead_after_s=self.dead_after_s,
             progress_timeout_s=self.progress_timeout_s,
             heartbeat_s=self.heartbeat_s,

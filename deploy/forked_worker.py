@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
-FORK_SERVER_MODULES = ("splitserve.deploy.fork_server", "splitserve.cli.main", "splitserve.worker.loop")
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ADOPTED_EVERY_S = 1e-4
 
@@ -17,17 +17,19 @@ ADOPTED_EVERY_S = 1e-4
 def be_worker(
     supervisor: int,
     first: Callable[[], None] | None,
+    entry: str,
     name: str,
     arguments: Sequence[str],
     environ: Mapping[str, str],
     output: Connection,
     born: Connection,
 ) -> None:
-    """Becomes a child of ``supervisor``, calls ``first``, then becomes ``splitserve ARGUMENTS`` with this environment and output.
+    """Become a child of ``supervisor``, call ``first``, then ``entry`` with these arguments, environment and output.
 
-    Sends (process id, fork server's process id) through ``born`` once it is the supervisor's child. Ends with SystemExit.
+    ``entry``: the function that ``splitserve ARGUMENTS`` runs, as MODULE:NAME. Sends (process id, fork server's process
+    id) through ``born`` once this process is the supervisor's child. Ends with SystemExit.
     """
-    from ..deploy import fork_server
+    from . import fork_server
 
     _move_to(supervisor, fork_server.libc.prctl)
     os.setsid()  # Ctrl-C reaches the supervisor alone, which stops its children in good order
@@ -42,9 +44,7 @@ def be_worker(
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = ["splitserve", *arguments]
-    from ..cli.main import main
-
-    main()
+    pkgutil.resolve_name(entry)()
 
 
 def _move_to(supervisor: int, prctl: Callable[..., int]) -> None:

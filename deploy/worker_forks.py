@@ -21,8 +21,10 @@ from multiprocessing import forkserver, get_context
 from types import ModuleType
 
 from .child_process import Command
-from .forked_worker import FORK_SERVER_MODULES, be_worker
+from .forked_worker import be_worker
 
+FORK_SERVER, WORKER = "splitserve.deploy.fork_server", "splitserve.worker.loop"
+"""Imported once, before any fork, together with the entry's module."""
 PR_SET_CHILD_SUBREAPER = 36
 PAUSES_S = (0.02, 0.1, 0.5, 2.0)
 """After each failed start: a process that has been killed lives for a moment more."""
@@ -32,11 +34,12 @@ _libc = ctypes.CDLL(None)
 class WorkerForks:
     """Starts workers; ``start`` is a ``child_process.Start``. Makes this process the subreaper of its descendants until ``close``."""
 
-    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """``say`` takes a sentence when the fork server has ended."""
-        self._say = say
+    def __init__(self, entry: str, say: Callable[[str], None] = lambda text: None) -> None:
+        """``entry``: the function that ``splitserve`` runs, as MODULE:NAME; ``say`` takes a sentence when the fork
+        server has ended."""
+        self._say, self._entry = say, entry
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(list(FORK_SERVER_MODULES))
+        self._context.set_forkserver_preload([FORK_SERVER, entry.partition(":")[0], WORKER])
         os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # the server's: one with threads must not fork
         self._thread = ThreadPoolExecutor(1, "worker forks")  # the first start waits for the imports, and Process is for one thread
         self._server: int | None = None  # its process id
@@ -68,7 +71,7 @@ class WorkerForks:
         with receiver, born:
             with sender, told:
                 os.dup2(output, sender.fileno(), inheritable=False)  # a Connection, for that is what is handed to a fork
-                arguments = (os.getpid(), first, command.name, tuple(command.argv), dict(command.env), sender, told)
+                arguments = (os.getpid(), first, self._entry, command.name, tuple(command.argv), dict(command.env), sender, told)
                 between = self._context.Process(target=be_worker, args=arguments, daemon=True)
                 with _without_main():
                     between.start()

@@ -7,6 +7,7 @@ client.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,6 @@ import orjson
 from rich.console import Console
 from rich.progress import Progress
 
-from ..cli.checks import read_key
-from ..cli.tls_trust import trust
 from .report import Report, draw_plot, print_report, summarize, write_json
 from .sample import Sample
 from .settings import LoadSettings
@@ -31,15 +30,18 @@ class LoadError(Exception):
     """The load could not be generated; the message names the reason."""
 
 
-def main(settings: LoadSettings) -> int:
-    """``splitserve bench``: prints the report. Returns the exit status: 1 if any request failed."""
+def main(settings: LoadSettings, key: str = "", tls: ssl.SSLContext | None = None) -> int:
+    """Run ``splitserve bench`` and print the report. Return the exit status: 1 if any request failed.
+
+    ``key``: the API key, if the server needs one; ``tls``: which certificates to trust; None: the system's.
+    """
     console = Console()
     requests = planned_requests(settings)
     try:
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("requests", total=len(requests))
             samples, duration_s = asyncio.run(
-                generate_load(settings, lambda: progress.advance(task), requests)
+                generate_load(settings, lambda: progress.advance(task), requests, key, tls)
             )
     except LoadError as error:
         print(f"splitserve: {error}", file=sys.stderr)
@@ -57,9 +59,11 @@ async def generate_load(
     settings: LoadSettings,
     on_done: Callable[[], object] = lambda: None,
     requests: Sequence[LoadRequest] | None = None,
+    key: str = "",
+    tls: ssl.SSLContext | None = None,
 ) -> tuple[list[Sample], float]:
-    """Sends ``requests``, or those that the settings plan. Returns the samples and the seconds from the first
-    start to the last end.
+    """Send ``requests``, or those that the settings plan. Return the samples and the seconds from the first start to
+    the last end. ``key``, ``tls``: see ``main``.
 
     Raises LoadError.
     """
@@ -67,8 +71,7 @@ async def generate_load(
     if not requests:
         raise LoadError(f"{settings.trace} has no requests")
     timeout = aiohttp.ClientTimeout(total=settings.timeout_s, connect=30)
-    connector = aiohttp.TCPConnector(limit=0, ssl=trust(settings.url, settings.tls_ca) or True)
-    key = read_key("--api-key-file", settings.api_key_file)
+    connector = aiohttp.TCPConnector(limit=0, ssl=tls or True)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(
         settings.url.rstrip("/"), headers=headers, timeout=timeout, connector=connector

@@ -22,9 +22,9 @@ ALLOWED: dict[str, set[str]] = {  # folders, rooms or files
     "coordinator": {"transport"},
     "steering": {"coordinator.lifecycle.snapshot", "engine.latency_profile", "transport"},
     "planner": SERVING,
-    "loadgen": {"transport", "planner", "cli"},
+    "loadgen": {"transport", "planner.trace", "planner.workload"},
     "cli": {*SERVING, "planner", "loadgen", "deploy"},
-    "deploy": {"coordinator", "worker", "engine", "transport", "cli"},
+    "deploy": {"worker"},
     "bench": {*SERVING, "kernels", "planner", "loadgen", "cli", "deploy"},
 }
 MAY_IMPORT_TORCH = {"kernels", "engine", "worker", "bench", "cli", "planner"}

@@ -14,6 +14,7 @@ import httpx
 import psutil
 
 from ...cli.local_cluster import is_ready, known_workers
+from ...cli.main import ENTRY
 from ...cli.operator_access import OperatorAuth
 from ...cli.settings import DEMO_MODEL, DEMO_MODEL_NAME
 from ...cli.up import free_port
@@ -53,7 +54,7 @@ class ChaosCluster:
         self._control = f"tcp://{self._address('coordinator')}:{ports[1]}"
         self._http_port = ports[0]
         os.environ |= self._clock_of("")  # the fork server's
-        self._forks = WorkerForks(lambda sentence: self._log("up", sentence))
+        self._forks = WorkerForks(ENTRY, lambda sentence: self._log("up", sentence))
         self._environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._num_starts = 0
         self._supervisor = Supervisor(

@@ -12,8 +12,8 @@ import pytest
 from support.fake_openai import USAGE, fake_openai
 
 from splitserve.cli.chat import account, answer_once, converse
+from splitserve.cli.main import run_bench
 from splitserve.cli.settings import ChatSettings
-from splitserve.loadgen import load
 from splitserve.loadgen.settings import LoadSettings
 from splitserve.transport.process.private_files import write_private
 
@@ -32,8 +32,9 @@ async def test_the_key_of_a_file_is_shown(tmp_path: Path) -> None:
     write_private(tmp_path / "key", "sk-split-abc\n")
     async with fake_openai() as server:
         assert await answer_once(ChatSettings(url=server.url, api_key_file=tmp_path / "key"), "count") == 0
-        await load.generate_load(LoadSettings(url=server.url, api_key_file=tmp_path / "key", requests=1, warmup=0))
-        assert server.keys == ["Bearer sk-split-abc"] * 2
+        await asyncio.to_thread(run_bench, LoadSettings(url=server.url, api_key_file=tmp_path / "key", requests=1, warmup=0))
+        assert set(server.keys) == {"Bearer sk-split-abc"}
+        assert len(server.keys) >= 2
 
 
 def test_the_account_names_every_stage() -> None:

@@ -54,8 +54,10 @@ def test_every_command_has_help(command: str) -> None:
     result = CliRunner().invoke(cli, [command, "--help"])
     assert result.exit_code == 0
     assert result.output.startswith(f"Usage: cli {command}")
+    whole = CliRunner().invoke(cli, [command, "--help-all"]) if "--help-all" in result.output else result
+    assert whole.exit_code == 0
     for name in SECTIONS[command].model_fields if command in SECTIONS else ():
-        assert flag_of(name) in result.output
+        assert flag_of(name) in whole.output
 
 
 @pytest.mark.parametrize(
@@ -183,3 +185,21 @@ def test_an_admin_key_for_a_flip_that_is_not_there_is_said_so(tmp_path: Path) ->
     error = CliRunner().invoke(cli, ["flip", "worker-0", "--to", "decode", "--admin-key-file", str(tmp_path / "key")]).exception
     assert isinstance(error, ConfigError)
     assert "--admin-key-file: cannot read" in str(error)
+
+
+@pytest.mark.parametrize("command", ["up", "coordinator", "prefill", "decode", "worker"])
+def test_help_is_two_screens(command: str) -> None:
+    help_text = CliRunner().invoke(cli, [command, "--help"], terminal_width=110).output
+    assert len(help_text.splitlines()) <= 60
+    assert "--help-all" in help_text
+    assert all(f"  {option} " in help_text for option in ("--model", "--log-level"))
+
+
+def test_up_shows_every_option_of_the_coordinator_when_asked() -> None:
+    help_text = CliRunner().invoke(cli, ["up", "--help-all"]).output
+    names = [*SECTIONS["up"].model_fields, *SECTIONS["coordinator"].model_fields]
+    assert [name for name in names if flag_of(name) not in help_text] == []
+
+
+def test_few_options_are_all_shown() -> None:
+    assert "--help-all" not in CliRunner().invoke(cli, ["doctor", "--help"]).output

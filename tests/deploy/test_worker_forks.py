@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from splitserve.cli.main import ENTRY
 from splitserve.cli.settings import DEMO_MODEL
 from splitserve.deploy.child_process import NOT_STARTED, ChildProcess, Command, reap_adopted
 from splitserve.deploy.worker_forks import WorkerForks
@@ -40,7 +41,7 @@ class Said:
 @pytest.fixture(scope="module")
 def forks() -> Iterator[WorkerForks]:
     """One for all: its server imports torch once."""
-    forks = WorkerForks()
+    forks = WorkerForks(ENTRY)
     yield forks
     forks.close()
 
@@ -143,7 +144,8 @@ import asyncio
 from splitserve.deploy.child_process import ChildProcess, Command
 from splitserve.deploy.worker_forks import WorkerForks
 
-child = ChildProcess(Command("left", {WORKER!r}, {ENVIRON!r}, WorkerForks().start), lambda name, line: print(child.pid, line, flush=True))
+command = Command("left", {WORKER!r}, {ENVIRON!r}, WorkerForks({ENTRY!r}).start)
+child = ChildProcess(command, lambda name, line: print(child.pid, line, flush=True))
 asyncio.run(child.run())
 """
 
