@@ -11,7 +11,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
@@ -31,10 +30,8 @@ from .http.access.tls import TlsFiles
 from .http.access.url import is_loopback, listed
 from .http.access_gate import AccessGate
 from .http.limits import HttpLimits
-from .http.listening_server import ListeningServer, bind, context_of
+from .http.listening_server import ListeningServer, bind
 from .http.overload import Overload
-from .http.protocol import HttpProtocol
-from .http.websocket_protocol import WebSocketProtocol
 from .listeners import ListenerFailures, Listeners
 from .metrics.body_log import BodyLog
 from .metrics.metrics import Metrics
@@ -50,8 +47,6 @@ from .settings import CoordinatorSettings
 from .tenants.tenancy import Tenancy
 from .text.served_model import ServedModel
 
-BACKLOG = 4096
-KEEP_ALIVE_S = 75
 POLL_S = 0.02
 DAY_S = 86_400.0
 
@@ -192,25 +187,9 @@ class HttpServer:
     ) -> None:
         """Binds at once; ``shared``: beside other processes on the same port. Raises OSError with the address and what to do."""
         self.app = app
-        config = uvicorn.Config(
-            app,
-            http=HttpProtocol,
-            ws=WebSocketProtocol,
-            ws_max_size=app.generation.limits.max_body_bytes,
-            ws_per_message_deflate=False,
-            lifespan="off",
-            log_config=None,
-            log_level="error",  # not a line for each client that speaks no HTTP
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=5,
-            ssl_context_factory=context_of(app.front.tls),
-        )
         self._socket = sock or bind(host, port, shared=shared)
-        self._server = ListeningServer(config, self._socket)
+        size = app.generation.limits.max_body_bytes
+        self._server = ListeningServer(app, self._socket, app.front.tls, max_message_bytes=size)
         self._running: list[asyncio.Task[None]] = []
 
     @property
@@ -243,23 +222,9 @@ class HttpServer:
         timeout_s, loop = self.app.generation.limits.receive_timeout_s, asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(1.0, timeout_s / 4))
-            for connection in tuple(self._server.server_state.connections):
-                if isinstance(connection, HttpProtocol | WebSocketProtocol):
-                    connection.hurry(loop.time(), timeout_s)
+            self._server.hurry(loop.time(), timeout_s)
 
 
 def admin_server(app: AccessGate, host: str, port: int, tls: TlsFiles | None = None) -> ListeningServer:
     """Binds at once. Raises OSError. ``app`` checks who asks."""
-    config = uvicorn.Config(
-        app,
-        http=HttpProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        ssl_context_factory=context_of(tls),
-    )
-    return ListeningServer(config, bind(host, port))
+    return ListeningServer(app, bind(host, port), tls)

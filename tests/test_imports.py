@@ -100,6 +100,13 @@ ORDERED = ["coordinator", "kernels", "prefill", "decode", "worker", "steering", 
 """Folders whose files and rooms can be put in an order in which each imports only earlier ones, at every level."""
 
 
+def test_only_the_http_room_knows_uvicorn() -> None:
+    """Its protocols override private members of uvicorn; everything else sees Call, CallHandler and ListeningServer."""
+    files = {path for path in (ROOT / "coordinator").rglob("*.py") if any(n.split(".")[0] == "uvicorn" for n in imports_of(path))}
+    assert files
+    assert {path.parent for path in files} == {ROOT / "coordinator" / "http"}
+
+
 def module_imports() -> dict[tuple[str, ...], set[tuple[str, ...]]]:
     """Every file of the product and the files it imports (for type checking too), as paths without the suffix."""
     paths = {path.relative_to(ROOT).with_suffix("").parts: path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")}
