@@ -14,7 +14,7 @@ workers has room.
     worker.py         one worker                            open_workers.py  which take new work
     evacuation.py     sequences leave draining workers      flips.py         workers change their role
     suspicion.py      requests that kill workers            outcomes.py      retries, readiness
-    time_ledger.py    where a request's time goes            snapshot.py      the present state, as values
+    time_ledger.py    where a request's time goes           snapshot.py      the present state, as values
 """
 
 from __future__ import annotations
