@@ -1,4 +1,4 @@
-"""What can go wrong in the planner's tools.
+"""The planner's errors.
 
     PlannerError
     ├── TraceError       a trace file cannot be read, or a row of it is wrong: names the file, the line and the field
@@ -6,7 +6,7 @@
     ├── ProfilingError   a profile cannot be measured or imported
     └── SimulationError  a cluster cannot be simulated or planned
 
-Each message says what was wrong, what is allowed and what to do.
+Each message states what was wrong, what is allowed and what to do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class PlannerError(Exception):
 
 
 class TraceError(PlannerError):
-    """A trace cannot be read or written. ``line`` counts from 1 and ``field`` is a column or key, where one is to blame."""
+    """A trace cannot be read or written. ``line`` counts from 1; ``field`` is the column or key at fault, if
+    any."""
 
     def __init__(self, path: Path, message: str, *, line: int | None = None, field: str | None = None) -> None:
         place = [f"{path}", *([f"line {line}"] if line else []), *([field] if field else [])]

@@ -100,7 +100,8 @@ def the_goal(settings: PlanSettings, question: Question) -> Goal:
 
 
 def require_reachable(question: Question, max_batch_tokens: int) -> None:
-    """Raises SimulationError where too many requests could not be good even if each had the cluster to itself."""
+    """Raises SimulationError where too many requests could not be good even if each had the cluster to
+    itself."""
     requests, bounds = question.load.requests, question.level.bounds
     share = sum(good_alone(r, question.hardware, max_batch_tokens, bounds) for r in requests) / len(requests)
     if share < question.level.attainment:

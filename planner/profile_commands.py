@@ -1,4 +1,5 @@
-"""``splitserve profile``: measures how long a worker's steps take on this machine, or imports what others have published."""
+"""``splitserve profile``: measures how long a worker's steps take on this machine, or imports what others
+have published."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def profile(settings: ProfileSettings) -> int:
 
 
 def show(profile: Profile, console: Console) -> None:
-    """What the profile says, in numbers that one can judge."""
+    """Print the profile's main numbers."""
     right = ("ms", "error", "95%", "worst", "points")
     columns = [Column("step", no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in right)]
     table = Table(
@@ -201,7 +202,7 @@ def _contention(
 
 
 def _power(model: WorkerModel, found: Sequence[Repeats], block_size: int) -> Power | None:
-    """In the largest steps of each role; None without a GPU whose driver tells."""
+    """Watts in the largest steps of each role; None if no driver reports power."""
     from ..worker.gpu_telemetry import telemetry_of
     from .profile.measure import batch_of
     from .profile.power import measure_power

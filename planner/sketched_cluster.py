@@ -1,4 +1,5 @@
-"""``splitserve simulate --sketch``: about how a cluster would do under a trace, thirty times as fast as the simulator says it, or more."""
+"""``splitserve simulate --sketch``: about how a cluster would do under a trace, thirty times as fast as the
+simulator says it, or more."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def _require_plain(cluster: Cluster) -> None:
 
 
 def _as_linked(pool: Pool, slowest: float) -> Profile:
-    """Its profile, with the pool's own memory and link; ``slowest``: bytes a second of the slowest link that KV blocks arrive by."""
+    """Its profile, with the pool's own memory and link; ``slowest``: bytes a second of the slowest link that
+    KV blocks arrive by."""
     profile = pool.profile
     link = {"bytes_per_s": min(pool.bytes_per_s, slowest), "message_s": pool.message_s}
     handoff = profile.handoff.model_copy(update=link)
@@ -63,7 +65,8 @@ def _as_linked(pool: Pool, slowest: float) -> Profile:
 
 
 def sketch_summary(found: Sketched, cluster: Cluster, trace: Trace, bounds: Slo) -> dict[str, Any]:
-    """JSON-ready, as far as a sketch knows it, under the names of ``simulator/report.py``'s ``summary``; times in seconds."""
+    """JSON-ready, as far as a sketch knows it, under the names of ``simulator/report.py``'s ``summary``;
+    times in seconds."""
     times = [request.arrival_s for request in trace]
     arriving, elapsed = times[-1] - times[0], max(found.elapsed_s, 1e-9)
     rows = []

@@ -13,9 +13,9 @@ NOTATION = notation("ttft", "tpot", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """``bounds``: seconds a request may take. ``attainment``: which share of all requests must be within *all* of them at once (as
-    DistServe defines goodput). Several percents are taken by the largest that is said. ``says_share``: one was said, and not taken
-    for granted."""
+    """``bounds``: seconds a request may take. ``attainment``: which share of all requests must be within
+    *all* of them at once (as DistServe defines goodput). Several percents are taken by the largest that is
+    said. ``says_share``: one was said, and not taken for granted."""
 
     bounds: Slo
     attainment: float = 0.9

@@ -1,9 +1,9 @@
 """Measures how much slower a step gets while another worker of the same host computes.
 
-In each round every shape of step runs beside a neighbour that rests, that computes prompts and that generates, in random order. Of a
-shape's rounds the median of (time beside) / (time alone) counts, with the 95% interval of a median by McGill, Tukey and Larsen (1978),
-1.57 * interquartile range / sqrt(rounds); of the shapes their mean. Times are this process's on its processors, so that waiting for one
-that others use does not count: what is left is that the same instructions take longer.
+In each round every shape of step runs beside a neighbour that rests, computes prompts, or generates, in
+random order. A shape's slowdown is the median over rounds of (time beside) / (time alone), with the 95%
+interval of a median by McGill, Tukey and Larsen (1978), 1.57 * interquartile range / sqrt(rounds). The result
+is the mean over shapes. Times are this process's processor time, so waiting for a processor does not count.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MIN_ROUNDS, MAX_ROUNDS = 6, 40
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 STATES: tuple[Role | None, ...] = (None, *ROLES)
 PREFILL_TOKENS = 256
-"""Of the largest prefill step here: a whole one takes seconds on a CPU, and as much longer beside others."""
+"""Most tokens of a prefill step here: a whole step takes seconds on a CPU."""
 LEAST_S = 0.05
-"""A short step is repeated for so long in each round."""
+"""Seconds for which a short step is repeated in each round."""
 
 
 class Neighbour(Protocol):
@@ -57,8 +57,8 @@ class Beside:
 
 
 def shapes(bounds: Bounds) -> list[Experiment]:
-    """Steps of both roles as they occur: prompts short, long and with much before them; batches small and large, with short and long
-    contexts."""
+    """Steps of both roles as they occur: prompts short, long and with much before them; batches small and
+    large, with short and long contexts."""
     tokens, longest = min(PREFILL_TOKENS, bounds.max_batch_tokens), bounds.max_model_len - 1
     prompts = [((0, max(1, tokens // 8)),), ((0, tokens),), ((max(0, min(longest, 4 * tokens) - tokens), tokens),)]
     batches = []
@@ -83,8 +83,10 @@ def measure_contention(
     clock: Callable[[], float] = time.perf_counter,
     processor_clock: Callable[[], float] = time.process_time,
 ) -> list[Beside]:
-    """``progress``: hears of each round. Ends when all slowdowns are known to ``precision`` (of the time alone, 95%), or after
-    ``budget_s`` seconds, but not before ``MIN_ROUNDS``."""
+    """Measure until all slowdowns are known to ``precision`` (of the time alone, 95%), or for ``budget_s``
+    seconds.
+
+    It runs ``MIN_ROUNDS`` rounds at least. ``progress`` is called after each round."""
     draw, end = random.Random(seed), clock() + budget_s
     batches = {experiment: batch_of(experiment, block_size) for experiment in experiments}
     found = [Beside(experiment, role) for role in ROLES for experiment in experiments]
@@ -103,7 +105,7 @@ def measure_contention(
 
 
 def _seconds(runner: Runner, batch: Batch, processor_clock: Callable[[], float]) -> float:
-    """Of a step, the mean over as many as ``LEAST_S`` has room for."""
+    """Mean seconds of a step, over as many as fit into ``LEAST_S``."""
     began, count = processor_clock(), 0
     while True:
         runner.execute(batch)
@@ -113,7 +115,8 @@ def _seconds(runner: Runner, batch: Batch, processor_clock: Callable[[], float])
 
 
 def by_roles(found: Sequence[Beside]) -> Iterator[tuple[str, float, float, tuple[float, float]]]:
-    """For each pair of roles: its name in ``Contention``, the slowdown, its uncertainty, and the least and most of a shape."""
+    """For each pair of roles: its name in ``Contention``, the slowdown, its uncertainty, and the least and
+    most of a shape."""
     for role in ROLES:
         for neighbour in ROLES:
             of_pair = [b for b in found if b.experiment.role == role and b.neighbour == neighbour]

@@ -1,4 +1,5 @@
-"""Which steps are measured: a grid over what a step's time depends on, and random ones to test the fit with. Pure."""
+"""Which steps are measured: a grid over what a step's time depends on, and random ones to test the fit with.
+Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a worker can run: its options, and its KV cache of ``num_blocks`` blocks of ``block_size`` tokens."""
+    """What a worker can run: its options, and its KV cache of ``num_blocks`` blocks of ``block_size``
+    tokens."""
 
     max_batch_tokens: int
     max_num_seqs: int

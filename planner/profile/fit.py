@@ -30,8 +30,8 @@ class StepPoint:
 
 
 def fit_steps(points: Sequence[StepPoint], knots: Sequence[float], extras: Sequence[str] = ("read_s", "seq_s", "cached_s")) -> StepModel:
-    """``knots``: units at which the curve may bend; those without a point near them are left out. ``extras``: which slopes the points can
-    tell apart from the curve."""
+    """``knots``: units at which the curve may bend; those without a point near them are left out. ``extras``:
+    which slopes the points can tell apart from the curve."""
     assert points, "nothing was measured"
     units = np.array([p.units for p in points])
     seconds = np.array([p.seconds for p in points])
@@ -55,8 +55,8 @@ def residuals(model: StepModel, points: Sequence[StepPoint]) -> Residuals:
 
 @dataclass(frozen=True, slots=True)
 class PutPoint:
-    """Measured puts, one after the other: ``num_bytes`` of all of them, ``num_slices``: for each put, the blocks of which it took some
-    layers only."""
+    """Measured puts, one after the other: ``num_bytes`` of all of them, ``num_slices``: for each put, the
+    blocks of which it took some layers only."""
 
     num_bytes: int
     num_puts: int
@@ -65,9 +65,10 @@ class PutPoint:
 
 
 def fit_puts(points: Sequence[PutPoint]) -> HandoffModel:
-    """A mover's ``put_s``, ``slice_s``, ``bytes_per_s`` and ``join_s``; the other fields are the model's defaults. What the bytes of a
-    transfer take is a curve over them, since small ones stay in caches; its slope from end to end gives ``bytes_per_s``, and what it has
-    at its beginning beside that, once a transfer, ``join_s``. Of points of at least two sizes, in some of which there are more puts."""
+    """A mover's ``put_s``, ``slice_s``, ``bytes_per_s`` and ``join_s``; the other fields are the model's
+    defaults. What the bytes of a transfer take is a curve over them, since small ones stay in caches; its
+    slope from end to end gives ``bytes_per_s``, and what it has at its beginning beside that, once a
+    transfer, ``join_s``. Of points of at least two sizes, in some of which there are more puts."""
     sizes = np.array([float(p.num_bytes) for p in points])
     knots, seconds = np.unique(sizes), np.array([p.seconds for p in points])
     columns = {"puts": np.array([float(p.num_puts) for p in points]), "slices": np.array([float(p.num_slices) for p in points])}

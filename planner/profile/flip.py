@@ -1,4 +1,5 @@
-"""Measures how long a worker takes to change its role in place: the real worker, over a model that is loaded."""
+"""Measures how long a worker takes to change its role in place: the real worker, over a model that is
+loaded."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ RECEIVE_LIMIT = 64
 def measure_flip(model: WorkerModel, settings: FlexibleSettings, num_flips: int = FLIPS) -> float:
     """Return the seconds that a change of role takes: the median of the slower way.
 
-    A change is timed from its order until the hello of the new role has arrived, beside the role that was. The settings
-    use no key; whatever coordinator they name, only a channel made here receives from the worker. Raises ProfilingError.
+    A change is timed from its order until the hello of the new role has arrived, beside the role that was.
+    The settings use no key; whatever coordinator they name, only a channel made here receives from the
+    worker. Raises ProfilingError.
     """
     listening = RouterChannel.bind("tcp://127.0.0.1:*", None, FROM_WORKER)
     named = {"coordinator": listening.address, "name": "profiled", "start_as": "prefill"}

@@ -1,4 +1,5 @@
-"""Measures what moves KV blocks on this machine: each mover with its checksums, and a message from one process to another."""
+"""Measures what moves KV blocks on this machine: each mover with its checksums, and a message from one
+process to another."""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ Work = TypeVar("Work")
 
 
 def measure_movers(block_bytes: int, num_layers: int, precision: float = 0.02) -> dict[str, HandoffModel]:
-    """The movers that any two workers of this machine share, between two pools of blocks like these; each put so often that its time is
-    known to ``precision`` (relative, 95%), up to ``MAX_REPEATS`` times."""
+    """Measure the movers that any two workers of this machine share, between two pools of such blocks.
+
+    Each put is repeated until its time is known to ``precision`` (relative, 95%), up to ``MAX_REPEATS``
+    times."""
     num_blocks = max(2, POOL_BYTES // block_bytes)
     shape = (num_blocks, num_layers, -(-block_bytes // num_layers))
     own = np.random.default_rng(0).integers(0, 256, int(np.prod(shape)), np.uint8).reshape(shape)
@@ -59,7 +62,8 @@ def _shm(own: Blocks, message_s: float, precision: float) -> HandoffModel:
 
 
 def _tcp(own: Blocks, message_s: float, precision: float) -> HandoffModel:
-    """Over loopback, enciphered, from the put until all of it has arrived. Both ends are in this process and share its cores."""
+    """Over loopback, enciphered, from the put until all of it has arrived. Both ends are in this process and
+    share its cores."""
     theirs = np.zeros_like(own)
     target = TcpTarget("tcp://127.0.0.1:*", theirs)
     source, sums, num_layers = TcpSource(target.data_address("127.0.0.1"), own), RunningChecksums(own), own.shape[1]
@@ -93,8 +97,9 @@ def _tcp(own: Blocks, message_s: float, precision: float) -> HandoffModel:
 
 
 def _model(own: Blocks, put: Callable[[int, int], None], theirs: Blocks, message_s: float, precision: float) -> HandoffModel:
-    """What a put costs at all, and a block of which it takes some layers only, is told from the bytes by puts of one and of many blocks,
-    whole and in slices. ``put``: hears of how many blocks, and how many layers each of its puts is to take."""
+    """Fit a mover's model to puts of one and of many blocks, whole and in slices.
+
+    ``put`` gets the number of blocks, and the number of layers of each of its puts."""
     points: list[PutPoint] = []
     checks: list[float] = []
     for count, layers in _designed_puts(len(own), own.shape[1]):
@@ -106,14 +111,15 @@ def _model(own: Blocks, put: Callable[[int, int], None], theirs: Blocks, message
 
 
 def _designed_puts(num_blocks: int, num_layers: int) -> list[tuple[int, int]]:
-    """How many blocks, and how many layers a put: all blocks are put whole only, for the bytes take the time then."""
+    """How many blocks, and how many layers a put: all blocks are put whole only, for the bytes take the time
+    then."""
     some = num_blocks // 8 or 1
     whole = {(1, num_layers), (some, num_layers), (num_blocks, num_layers)}
     return sorted(whole | {(count, layers) for count in (1, some) for layers in (1, -(-num_layers // 4))})
 
 
 def slices(num_layers: int, layers: int) -> list[tuple[int, int]]:
-    """All layers, so many at a time: the first of each slice, and how many it has."""
+    """(First layer, number of layers) of each slice of at most ``layers`` layers."""
     return [(first, min(layers, num_layers - first)) for first in range(0, num_layers, layers)]
 
 
@@ -129,7 +135,8 @@ def seconds_of(work: Callable[[Work], None], of: Work) -> float:
 
 
 def repeated(measure: Callable[[], float], precision: float) -> list[float]:
-    """Its values, of so many calls that their mean is known to ``precision`` (relative, 95%), or of ``MAX_REPEATS``."""
+    """Values of repeated calls, until their mean is known to ``precision`` (relative, 95%), at most
+    ``MAX_REPEATS``."""
     found: list[float] = []
     while len(found) < MIN_REPEATS or (len(found) < MAX_REPEATS and uncertainty_of(found) > precision):
         found.append(measure())
@@ -137,7 +144,8 @@ def repeated(measure: Callable[[], float], precision: float) -> list[float]:
 
 
 def measure_message(num_messages: int = 200) -> float:
-    """Seconds that a small message takes from one channel to another of this machine, both in this process."""
+    """Seconds that a small message takes from one channel to another of this machine, both in this
+    process."""
     router = RouterChannel.bind("tcp://127.0.0.1:*", None, (Alive,))
     dealer = DealerChannel.connect(router.address, b"profile", None, (Alive,))
     poller = zmq.Poller()

@@ -1,4 +1,5 @@
-"""Runs the designed steps on a real model runner until their times are known well enough, and fits the profile."""
+"""Runs the designed steps on a real model runner until their times are known well enough, and fits the
+profile."""
 
 from __future__ import annotations
 
@@ -98,9 +99,10 @@ def measure(
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Repeats]:
-    """Rounds over all experiments in random order, so that what changes on the machine meanwhile hits all alike; one that is known to
-    ``precision`` (relative, 95%) drops out. ``progress``: hears how many are known. Ends after ``budget_s`` seconds, but not before each
-    has run ``MIN_REPEATS`` times."""
+    """Run rounds over all experiments in random order, so that changes of the machine affect all alike.
+
+    An experiment that is known to ``precision`` (relative, 95%) drops out. ``progress`` gets the number of
+    known ones. Ends after ``budget_s`` seconds, but not before each has run ``MIN_REPEATS`` times."""
     draw, end = random.Random(seed), clock() + budget_s
     found = [Repeats(experiment) for experiment in experiments]
     batches = [batch_of(experiment, block_size) for experiment in experiments]
@@ -147,7 +149,8 @@ class _NullRunner:
 
 
 def decode_loop_s(num_seqs: int, num_steps: int = 200) -> float:
-    """Seconds between two decode steps: the real scheduler and the step's thread around a runner that takes no time."""
+    """Seconds between two decode steps: the real scheduler and the step's thread around a runner that takes
+    no time."""
     scheduler = DecodeScheduler(BlockManager(num_seqs * 40), 16, num_seqs, 1 << 16, frozenset())
     for i in range(num_seqs):
         blocks = scheduler.blocks.allocate(4)

@@ -1,4 +1,4 @@
-"""Another worker's computing, in a process of its own: the same model, and steps of one role in a loop while it is told to."""
+"""A second process that computes steps of one role in a loop, with the same model, on command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDED_S = 10.0
 
 
 class NeighbourProcess:
-    """To be used in a ``with`` block. The process ends with the block, and when this one does, however that ends: then its line is cut."""
+    """Context manager of the process, which ends with the block or with this process: its pipe closes."""
 
     def __init__(self, settings: WorkerSettings, bounds: Bounds, experiments: Sequence[Experiment]) -> None:
         self._start = (settings, bounds, list(experiments))
@@ -47,7 +47,7 @@ class NeighbourProcess:
         self._process.join()
 
     def compute(self, role: Role | None) -> None:
-        """From the return of this on it computes steps of this role, one after the other; None: it rests. Raises ProfilingError."""
+        """Make it compute steps of this role from now on; None: it rests. Raises ProfilingError."""
         self._line.send(role)
         self._await_answer(ANSWERED_S)
 

@@ -1,4 +1,4 @@
-"""Watts of a worker's GPU by what it does: idle, in prefill steps, in decode steps. From the driver (NVML), where there is one."""
+"""Watts of a worker's GPU, idle, in prefill and in decode steps, from the driver (NVML)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVERY_S = 0.1
 
 
 class Meter(Protocol):
-    """What the driver told when it was last asked; what it does not tell is left out."""
+    """The driver's last readings; it may omit some."""
 
     gauges: Mapping[str, float]
 
@@ -23,7 +23,8 @@ class Meter(Protocol):
 def measure_power(
     meter: Meter, prefill: Callable[[], object], decode: Callable[[], object], clock: Callable[[], float] = time.monotonic
 ) -> Power | None:
-    """``prefill``, ``decode``: run one full step. None where the driver does not tell the power."""
+    """Measure the power. ``prefill`` and ``decode`` run one full step. None if the driver does not report
+    power."""
     watts = [_watts(meter, work, clock) for work in (lambda: time.sleep(EVERY_S), prefill, decode)]
     idle, of_prefill, of_decode = watts
     if idle is None or of_prefill is None or of_decode is None:
@@ -32,7 +33,8 @@ def measure_power(
 
 
 def _watts(meter: Meter, work: Callable[[], object], clock: Callable[[], float]) -> float | None:
-    """The mean while ``work`` is repeated, without the first third, in which the average still holds what was before."""
+    """Mean watts while ``work`` is repeated, without the first third, which still averages the time
+    before."""
     began, asked, told = clock(), clock(), []
     while (now := clock()) < began + SECONDS:
         work()

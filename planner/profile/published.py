@@ -1,7 +1,8 @@
 """Profiles from published performance data: splitwise-sim's measurements, DistServe's fitted coefficients.
 
-What the data do not tell (the KV cache's size, the link) comes from the model's shape and from what the publication says. Power stays
-unknown: splitwise-sim's columns are shares of a limit that is not named, without that of an idle GPU, and zero for the H100.
+What the data lack (the KV cache's size, the link) comes from the model's shape and the publication. Power
+stays unknown: splitwise-sim's columns are shares of an unnamed limit, without an idle GPU's, and zero for the
+H100.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .fit import StepPoint, fit_steps
 GIB = 1 << 30
 BLOCK_SIZE = 64  # tokens
 GPU_BYTES = 80 * GIB
-"""Of each GPU that splitwise-sim measured. What the weights leave of them is taken for the KV cache, all of it, as there."""
+"""Memory of each GPU that splitwise-sim measured. The KV cache gets all that the weights leave, as there."""
 SPLITWISE_HANDOFF = HandoffModel(put_s=0.0, bytes_per_s=200 * GIB, message_s=0.0, check_bytes_per_s=1e15)
 """Its ``mixed_pool.yml``: 200 GiB/s for each request."""
 
@@ -49,7 +50,7 @@ SHAPES = {
 
 
 def import_published(path: Path, model: str, hardware: str, tensor_parallel: int) -> Profile:
-    """A profile from any file known here, told apart by its beginning. Raises ProfilingError."""
+    """Import a profile from any known format; the file's beginning decides. Raises ProfilingError."""
     text = _text(path)
     if text.lstrip().startswith("{"):
         return _distserve(path, json.loads(text), model, tensor_parallel)
@@ -60,7 +61,8 @@ def import_published(path: Path, model: str, hardware: str, tensor_parallel: int
 
 
 def splitwise(path: Path, rows: list[dict[str, str]], model: str, hardware: str, tensor_parallel: int) -> Profile:
-    """splitwise-sim's measurements as they are meant: decode time by sequences and by the tokens in their caches."""
+    """splitwise-sim's measurements as they are meant: decode time by sequences and by the tokens in their
+    caches."""
     cells = _splitwise_cells(path, rows, model, hardware, tensor_parallel)
     shape = _shape(model)
     prefill, decode = [], []
@@ -82,8 +84,9 @@ def splitwise(path: Path, rows: list[dict[str, str]], model: str, hardware: str,
 
 
 def splitwise_curves(path: Path, model: str, hardware: str, tensor_parallel: int) -> tuple[StepModel, StepModel]:
-    """splitwise-sim's own reading of its measurements, for comparisons with its results: medians over prompt * batch tokens, both for
-    prompts and for decode steps; it asks the latter for a number of *sequences*, and so gets nearly one time for all."""
+    """splitwise-sim's own reading of its measurements, for comparisons with its results: medians over prompt
+    * batch tokens, both for prompts and for decode steps; it asks the latter for a number of *sequences*, and
+    so gets nearly one time for all."""
     rows = [r for r in csv.DictReader(_text(path).splitlines()) if _is(r, model, hardware, tensor_parallel)]
     if not rows:
         raise ProfilingError(f"{path} has no rows for {model}, {hardware}, tensor parallelism {tensor_parallel}")
@@ -99,7 +102,8 @@ def splitwise_curves(path: Path, model: str, hardware: str, tensor_parallel: int
 
 
 def _distserve(path: Path, content: dict[str, Any], model: str, tensor_parallel: int) -> Profile:
-    """Milliseconds: prefill a + b sum(l) + c sum(l^2); decode a + b sum(context) + c batch, in two regimes of the batch."""
+    """Milliseconds: prefill a + b sum(l) + c sum(l^2); decode a + b sum(context) + c batch, in two regimes of
+    the batch."""
     try:
         fitted = content[model][str(tensor_parallel)]
     except KeyError:

@@ -13,7 +13,8 @@ from ..simulator.cluster import Cluster, Pool, PoolRole
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of worker. ``most``: workers there can be; None: as many as there are GPUs. Price and power of a whole worker."""
+    """One kind of worker. ``most``: workers there can be; None: as many as there are GPUs. Price and power of
+    a whole worker."""
 
     name: str
     profile: Profile
@@ -26,14 +27,15 @@ class Kind:
 
     @classmethod
     def of(cls, profile: Profile, gpus: int = 1) -> Kind:
-        """As the profile says."""
+        """A kind with the profile's price and power."""
         return cls(profile.name, profile, gpus, profile.price_per_hour, profile.power)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """``max_batch_tokens``: the chunk budget of a step's prompts; ``max_num_seqs``: the largest decode batch. The kinds are indices
-    into the hardware; colocated workers are of ``prefill_kind``. ``mover``: one that the profiles know; empty: their only one."""
+    """``max_batch_tokens``: the chunk budget of a step's prompts; ``max_num_seqs``: the largest decode batch.
+    The kinds are indices into the hardware; colocated workers are of ``prefill_kind``. ``mover``: one that
+    the profiles know; empty: their only one."""
 
     prefill: int
     decode: int
@@ -66,13 +68,13 @@ class Candidate:
         return f"{self.ratio}, steps of {self.max_batch_tokens} prompt tokens, batches of {self.max_num_seqs}{mover}"
 
     def moved(self, by: int) -> Candidate | None:
-        """So many workers more for prompts, and as many less to generate; None where there are not enough."""
+        """Move ``by`` workers from decode to prefill; None if there are not enough."""
         moved = self.with_more(by, -by)
         left = moved.decode if self.decode else moved.colocated
         return moved if self.prefill and min(moved.prefill, left) >= 1 else None
 
     def with_more(self, prefill: int = 0, decode: int = 0) -> Candidate:
-        """Where colocated workers do all of one thing, more of them."""
+        """Add workers; colocated ones where they alone do one thing."""
         if not self.prefill:
             return replace(self, colocated=self.colocated + prefill + decode)
         if not self.decode:
@@ -107,7 +109,7 @@ class Hardware:
         yield from ((role, count, kind) for role, count, kind in counts if count)
 
     def cluster(self, candidate: Candidate, max_queue: int) -> Cluster:
-        """To be simulated."""
+        """The cluster to simulate."""
         pools = [
             Pool(
                 role=role,
@@ -121,12 +123,12 @@ class Hardware:
         return Cluster(pools=tuple(pools), max_queue=max_queue, workers_per_host=self.workers_per_host)
 
     def fit_errors(self, candidate: Candidate) -> tuple[float | None, float | None]:
-        """By how much of itself a step of prompts, and one of sequences, is off on average by the fit of its profile. None: not known."""
+        """Mean relative errors of the profile's fit, of prefill and decode steps. None: not known."""
         prefill, decode = self.kinds[candidate.prefill_kind], self.kinds[candidate.decode_kind]
         return prefill.profile.prefill.mean_error, decode.profile.decode.mean_error
 
     def with_slower_steps(self) -> Hardware:
-        """By as much as the profiles' fits are off."""
+        """The same hardware with steps slower by the profiles' mean errors."""
         return replace(self, kinds=tuple(replace(kind, profile=kind.profile.with_slower_steps()) for kind in self.kinds))
 
     def num_gpus(self, candidate: Candidate) -> int:

@@ -1,4 +1,4 @@
-"""The processes that sketch and simulate: each is told the question once."""
+"""The processes that sketch and simulate; each gets the question once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Crew:
         return [one() for one in [self.begin(function, one) for one in asked]]
 
     def begin(self, function: Callable[[Question, Asked], Result], asked: Asked) -> Callable[[], Result]:
-        """As one of ``ask``, which others may run beside; what it returns waits for the result."""
+        """Start one call of ``ask`` beside others, and return a call that waits for its result."""
         if self._pool is None:
             return partial(function, self._question, asked)
         return self._pool.submit(_call, function, asked).result

@@ -1,4 +1,5 @@
-"""What the requests need on average, and what a cluster could serve at best. Pure arithmetic on means: a bound, never a plan."""
+"""What the requests need on average, and what a cluster could serve at best. Pure arithmetic on means: a
+bound, never a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ LARGEST_BATCH = 512
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Means of the requests, in tokens. ``context``: in a sequence's cache while it generates, averaged over its tokens."""
+    """Means of the requests, in tokens. ``context``: in a sequence's cache while it generates, averaged over
+    its tokens."""
 
     prompt: float  # not counting what an unbounded prefix cache would have
     output: float
@@ -63,7 +65,8 @@ def bound(candidate: Candidate, hardware: Hardware, demand: Demand, tpot_s: floa
 
 
 def _with_colocated(count: int, prompt_s: float, answer_s: float, computed: float, generated: float) -> float:
-    """Such workers take what prompts and answers are left by those that do one of the two, and generate for what they compute."""
+    """Such workers take what prompts and answers are left by those that do one of the two, and generate for
+    what they compute."""
     low, high = 0.0, (computed + count / prompt_s) * 1.001
     for _ in range(40):
         rate = (low + high) / 2
@@ -74,19 +77,22 @@ def _with_colocated(count: int, prompt_s: float, answer_s: float, computed: floa
 
 
 def _per_token(profile: Profile, max_num_seqs: int, demand: Demand, tpot_s: float | None) -> float:
-    """Seconds of a decode step a sequence, at the best batch that is allowed, fits into the cache, and is not too slow."""
+    """Seconds of a decode step a sequence, at the best batch that is allowed, fits into the cache, and is not
+    too slow."""
     room = int(profile.memory.num_blocks * profile.memory.block_size / max(demand.context, 1.0))
     best, seqs = float("inf"), 1
     while seqs <= min(max_num_seqs, max(room, 1)):
         seconds = profile.decode.seconds(seqs, seqs * demand.context, seqs)
-        if seqs == 1 or tpot_s is None or seconds <= 2 * tpot_s:  # not all of a sequence's steps are as slow as the slowest
+        # not all of a sequence's steps are as slow as the slowest
+        if seqs == 1 or tpot_s is None or seconds <= 2 * tpot_s:
             best = min(best, seconds / seqs)
         seqs *= 2
     return best
 
 
 def largest_batch(profile: Profile, demand: Demand, tpot_s: float | None) -> int:
-    """The largest power of two whose decode step meets ``tpot_s`` and fits into the cache; at least 1, at most 512."""
+    """The largest power of two whose decode step meets ``tpot_s`` and fits into the cache; at least 1, at
+    most 512."""
     seqs = 1
     while seqs < LARGEST_BATCH:
         larger = 2 * seqs
@@ -99,7 +105,8 @@ def largest_batch(profile: Profile, demand: Demand, tpot_s: float | None) -> int
 
 
 def good_alone(request: TraceRequest, hardware: Hardware, max_batch_tokens: int, bounds: Slo) -> bool:
-    """Whether some kind of worker would serve this request within its bounds if nothing took time but its own steps."""
+    """Whether some kind of worker would serve this request within its bounds if nothing took time but its own
+    steps."""
     prompt, output = request.num_prompt_tokens, request.num_output_tokens
     prefills = [k.profile for k in hardware.kinds if k.prefills and prompt < k.profile.memory.max_model_len]
     decodes = [k.profile for k in hardware.kinds if k.decodes and prompt < k.profile.memory.max_model_len]

@@ -1,4 +1,4 @@
-"""What is wanted: the highest goodput from so much hardware, or the cheapest or thriftiest cluster for a rate."""
+"""The goal: the highest goodput of the hardware, or the cluster of least cost or energy for a rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Objective = Literal["goodput", "cost", "energy"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the whole cluster; None: no limit."""
+    """Limits of the whole cluster; None: no limit."""
 
     gpus: int
     price_per_hour: float | None = None
@@ -75,7 +75,8 @@ def energy_of(found: Sketched, hardware: Hardware, candidate: Candidate) -> floa
 def settings_of(question: Question, goal: Goal, shape: Candidate) -> list[Candidate]:
     """A shape with each chunk budget, with batches about the largest that keeps TPOT, and with each mover."""
     decode = question.hardware.kinds[shape.decode_kind if shape.prefill else shape.prefill_kind]
-    batch = largest_batch(decode.profile, question.demand, question.level.bounds.tpot_s)  # few steps are as full as the fullest
+    # few steps are as full as the fullest
+    batch = largest_batch(decode.profile, question.demand, question.level.bounds.tpot_s)
     movers = question.hardware.movers if shape.prefill else ("",)
     return [
         replace(shape, max_batch_tokens=chunk, max_num_seqs=seqs, mover=mover)
@@ -123,7 +124,8 @@ def _most_decode(hardware: Hardware, limits: Limits, candidate: Candidate, kind:
 
 
 def mixtures(best: Candidate) -> Iterator[Candidate]:
-    """Around a split: a quarter and a half of it colocated instead, the rest in its ratio; and all that generate colocated."""
+    """Around a split: a quarter and a half of it colocated instead, the rest in its ratio; and all that
+    generate colocated."""
     if best.prefill_kind == best.decode_kind:
         yield replace(best, decode=0, colocated=best.decode)
     for share in (4, 2):

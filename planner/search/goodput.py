@@ -3,8 +3,9 @@
     attainment(rate) = good requests / all requests        good: finished, and within all bounds at once
     goodput          = the highest rate with attainment(rate) >= the share asked for
 
-The trace keeps its shape: a higher rate compresses its time, bursts and all. TPOT is (last token - first token) / (tokens - 1).
-The same search runs over the sketch, which costs a hundredth, and over the simulator, which begins where the sketch has ended.
+The trace keeps its shape: a higher rate compresses its time, bursts and all. TPOT is (last token - first
+token) / (tokens - 1). The same search runs over the sketch, which costs a hundredth, and over the simulator,
+which begins where the sketch has ended.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Load:
         return Trace("load", lambda: iter(scaled), self.block_size)
 
     def repeated(self, times: int) -> Load:
-        """The same requests over and over, each time as long after the last time's end as they are apart on average."""
+        """The same requests over and over, each time as long after the last time's end as they are apart on
+        average."""
         first, again_s = self.requests[0].arrival_s, (self.requests[-1].arrival_s - self.requests[0].arrival_s) + 1 / self.rate
         again = [replace(r, arrival_s=r.arrival_s - first + i * again_s) for i in range(times) for r in self.requests]
         return replace(self, requests=tuple(again))
@@ -77,7 +79,8 @@ class Question:
     demand: Demand
     arrivals: tuple[Arrival, ...]
     seed: int = 0
-    energies: dict[tuple[Candidate, float], float | None] = field(default_factory=dict)  # those known, by rate
+    # those known, by rate
+    energies: dict[tuple[Candidate, float], float | None] = field(default_factory=dict)
     _times: dict[tuple[int, int, int, str], StepTimes] = field(default_factory=dict)
 
     @classmethod
@@ -88,13 +91,14 @@ class Question:
     @property
     def allowed(self) -> float:
         """How many requests may miss their bounds."""
-        return (1 - self.level.attainment) * len(self.load.requests) + 1e-6  # 0.1 of 600 are 60, and not 59.99
+        # 0.1 of 600 are 60, and not 59.99
+        return (1 - self.level.attainment) * len(self.load.requests) + 1e-6
 
     def bound(self, candidate: Candidate) -> float:
         return bound(candidate, self.hardware, self.demand, self.level.bounds.tpot_s)
 
     def repeated(self, times: int) -> Question:
-        """Of the same requests over and over, which find as little of their prompts in a cache as the first time."""
+        """The question for the same requests over and over, with the same cache hits each time."""
         load = self.load.repeated(times)
         asked = zip(load.requests, self.arrivals * times, strict=True)
         return replace(self, load=load, arrivals=tuple(replace(a, at_s=r.arrival_s) for r, a in asked), energies={})
@@ -116,9 +120,9 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """``goodput``: requests a second; 0 where the candidate was not better than what was known (``pruned``) or never good enough.
-    ``tried``: (rate, attainment), where the attainment of a rate that fails is an upper bound. ``sketched``: what the sketch thought.
-    ``best``: the highest rate tried that was good enough."""
+    """``goodput``: requests a second; 0 where the candidate was not better than what was known (``pruned``)
+    or never good enough. ``tried``: (rate, attainment), where the attainment of a rate that fails is an upper
+    bound. ``sketched``: what the sketch thought. ``best``: the highest rate tried that was good enough."""
 
     candidate: Candidate
     bound: float
@@ -131,8 +135,9 @@ class Answer:
 
     @property
     def at_bound(self) -> bool:
-        """Whether it was good enough up to what no cluster of its kind keeps up with for long: then the search has ended for the
-        load's shortness or the bounds' looseness, and the goodput is not more than this."""
+        """Whether it was good enough up to what no cluster of its kind keeps up with for long: then the
+        search has ended for the load's shortness or the bounds' looseness, and the goodput is not more than
+        this."""
         return self.goodput >= self.bound * (1 - PRECISION) > 0
 
 
@@ -163,8 +168,8 @@ def sketched_goodput(question: Question, candidate: Candidate, at_least: float =
 
 
 def simulate(question: Question, candidate: Candidate, rate: float, give_up: bool = True) -> Simulation:
-    """The candidate under the load at this rate, simulated. With ``give_up`` it ends as soon as too many requests have failed, or
-    will have: see ``num_failed``."""
+    """The candidate under the load at this rate, simulated. With ``give_up`` it ends as soon as too many
+    requests have failed, or will have: see ``num_failed``."""
     cluster = question.hardware.cluster(candidate, max_queue=1 << 30)
     simulation = Simulation(cluster, question.seed, question.level.bounds)
     allowed, look_at = question.allowed, 0.0
@@ -189,8 +194,8 @@ def num_failed(simulation: Simulation) -> int:
 
 
 def answer(question: Question, candidate: Candidate, at_least: float = 0.0, guess: float = 0.0, at_guess: Tallies | None = None) -> Answer:
-    """The candidate's goodput, if it is more than ``at_least``. ``guess``: where to begin; the nearer, the fewer simulations.
-    ``at_guess``: what came of that one, where it has been simulated already."""
+    """The candidate's goodput, if it is more than ``at_least``. ``guess``: where to begin; the nearer, the
+    fewer simulations. ``at_guess``: what came of that one, where it has been simulated already."""
     found = Answer(candidate, question.bound(candidate), sketched=guess)
     if found.bound <= at_least:
         found.pruned = True

@@ -1,4 +1,5 @@
-"""The launch configuration of a plan: a file for ``splitserve up --config``, or for the commands that start single workers of each kind."""
+"""The launch configuration of a plan: a file for ``splitserve up --config``, or for the commands that start
+single workers of each kind."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ Section = dict[str, str | int]
 
 
 def write_launch(path: Path, hardware: Hardware, candidate: Candidate, said: str = "") -> None:
-    """What the plan relied on: how many workers of each role, their steps and batches, and the memory and the types that the profile of
-    their hardware has. Colocated workers are what ``splitserve up --mixed`` starts. ``said``: one line for whoever reads the file. Raises
-    SimulationError."""
+    """What the plan relied on: how many workers of each role, their steps and batches, and the memory and the
+    types that the profile of their hardware has. Colocated workers are what ``splitserve up --mixed`` starts.
+    ``said``: one line for whoever reads the file. Raises SimulationError."""
     pools = {role: (count, kind) for role, count, kind in hardware.pools(candidate)}
     up: Section = {"prefill": candidate.prefill, "decode": candidate.decode}
     if candidate.colocated:

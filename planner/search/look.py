@@ -11,7 +11,8 @@ from ..simulator.tallies import Tallies
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Simulated to the end. ``busy``: by pool's role; ``extrapolated``: shares of the steps that no measurement covers."""
+    """Simulated to the end. ``busy``: by pool's role; ``extrapolated``: shares of the steps that no
+    measurement covers."""
 
     rate: float
     tallies: Tallies

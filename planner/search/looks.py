@@ -56,8 +56,8 @@ def answered(question: Question, asked: tuple[Candidate, float, float]) -> Answe
 
 
 def by_chance(question: Question, asked: tuple[Candidate, float, int]) -> tuple[float, Look]:
-    """(candidate, its goodput, which): the goodput and the look under the same load in another order; under one half of it where its
-    requests are tied together."""
+    """(candidate, its goodput, which): the goodput and the look under the same load in another order; under
+    one half of it where its requests are tied together."""
     candidate, goodput, which = asked
     if question.load.is_tied:
         half = len(question.load.requests) // 2
@@ -75,8 +75,8 @@ def by_chance(question: Question, asked: tuple[Candidate, float, int]) -> tuple[
 
 
 def if_slower(question: Question, asked: tuple[Candidate, float]) -> float | None:
-    """(candidate, its goodput): the goodput where every step takes longer by as much as its profile's fit is off on average. None: no
-    fit's error is known."""
+    """(candidate, its goodput): the goodput where every step takes longer by as much as its profile's fit is
+    off on average. None: no fit's error is known."""
     candidate, goodput = asked
     if question.hardware.fit_errors(candidate) == (None, None):
         return None

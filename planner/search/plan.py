@@ -1,8 +1,8 @@
 """The search: which cluster meets the goal best, by how much, and against what.
 
-Hundreds of candidates are sketched, best bound first, each only as far as it can still beat the best one known. The few that the sketch
-puts in front are simulated and bisected; so are the best one's neighbours and the same hardware colocated. What is said at the end is
-simulated.
+Hundreds of candidates are sketched, best bound first, each only as far as it can still beat the best one
+known. The few that the sketch puts in front are simulated and bisected; so are the best one's neighbours and
+the same hardware colocated. What is said at the end is simulated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Report = Callable[[str], None]
 
 @dataclass(slots=True)
 class Growth:
-    """``attainment`` of ``candidate`` under ``GROWTH`` times the load; ``unchanged``: of the cluster as it is."""
+    """``attainment`` of ``candidate`` under ``GROWTH`` times the load; ``unchanged``: of the cluster as it
+    is."""
 
     candidate: Candidate
     attainment: float
@@ -53,10 +54,11 @@ class Means:
 
 @dataclass(slots=True)
 class Plan:
-    """``split``: the best of those whose workers do one thing each; ``best``: of all that disaggregate, with or without colocated workers
-    beside; ``colocated``: of those that do not. ``sketches``: by candidate, the goodput that the sketch gives to each ratio at its best
-    settings. ``others``: (goodput, look) of the winner under the same load in other orders. ``warnings``: where the rest of the trace is
-    harder than what was planned on."""
+    """``split``: the best of those whose workers do one thing each; ``best``: of all that disaggregate, with
+    or without colocated workers beside; ``colocated``: of those that do not. ``sketches``: by candidate, the
+    goodput that the sketch gives to each ratio at its best settings. ``others``: (goodput, look) of the
+    winner under the same load in other orders. ``warnings``: where the rest of the trace is harder than what
+    was planned on."""
 
     question: Question
     goal: Goal
@@ -72,8 +74,10 @@ class Plan:
     growth: Growth
     means: Means
     energy_wh: float | None  # a request of the winner, by the sketch
-    if_slower: float | None  # the winner's goodput, were all steps slower by their profile's error; None: that is not known
-    sustained: float | None = None  # its goodput, by the sketch, where the load comes over and over; None: the load is not short
+    # the winner's goodput, were all steps slower by their profile's error; None: that is not known
+    if_slower: float | None
+    # its goodput, by the sketch, where the load comes over and over; None: the load is not short
+    sustained: float | None = None
     curves: dict[Candidate, list[Glance]] = field(default_factory=dict)
     sizes: dict[Candidate, Glance] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -98,11 +102,13 @@ class Plan:
         return self.at_goodput.tallies.percentiles()["e2e"]["mean"]
 
     def is_short(self, one: Answer) -> bool:
-        """Whether the load, at this one's goodput, is over before a cluster has filled: for long it serves less."""
+        """Whether the load, at this one's goodput, is over before a cluster has filled: for long it serves
+        less."""
         return one.goodput > 0 and len(self.question.load.requests) / one.goodput <= LIVES_TO_FILL * self.life_s
 
     def is_at_most(self, one: Answer) -> bool:
-        """Whether its goodput is the most that it may be, and not what it is: for the load's shortness, or the bounds' looseness."""
+        """Whether its goodput is the most that it may be, and not what it is: for the load's shortness, or
+        the bounds' looseness."""
         return self.goal.objective == "goodput" and (one.at_bound or self.is_short(one))
 
     def value(self, one: Answer) -> float:
@@ -144,7 +150,8 @@ class _Search:
         grown_rate = GROWTH * (rate if of_goodput else self._goal.rate)
         relaxed_rate = 0.8 * rate if of_goodput else self._goal.rate
         of_means, expected = self._from_means(sketches)
-        others = [self._crew.begin(by_chance, (winner.candidate, rate, which)) for which in (1, 2)]  # these take the longest
+        # these take the longest
+        others = [self._crew.begin(by_chance, (winner.candidate, rate, which)) for which in (1, 2)]
         rates = [*([] if _seen_at(winner, rate) else [rate]), relaxed_rate, grown_rate]
         slower = self._crew.begin(if_slower, (winner.candidate, rate))
         looks = [self._crew.begin(look, asked) for asked in (*((winner.candidate, at) for at in rates), (of_means, expected))]
@@ -184,7 +191,8 @@ class _Search:
     # --- the sketch ------------------------------------------------------------------------------
 
     def _sketched(self) -> dict[Candidate, float]:
-        """The goodput of each shape at its best settings, by the sketch; then of mixtures around the best split."""
+        """The goodput of each shape at its best settings, by the sketch; then of mixtures around the best
+        split."""
         all_shapes = list(shapes(self._question.hardware, self._goal.limits))
         found = self._best_settings([one for shape in all_shapes for one in settings_of(self._question, self._goal, shape)])
         splits = {c: goodput for c, goodput in found.items() if c.prefill}
@@ -208,8 +216,8 @@ class _Search:
         return {one: goodput for goodput, one in best.values()}
 
     def _families(self, sketches: dict[Candidate, float]) -> list[list[Candidate]]:
-        """Of each the best one is looked for, and they are in front: pure splits; splits with colocated workers beside, as rivals of the
-        former where they are not better; colocated ones."""
+        """Of each the best one is looked for, and they are in front: pure splits; splits with colocated
+        workers beside, as rivals of the former where they are not better; colocated ones."""
         split, partly, together = (
             _in_front((c for c in sketches if kind(c)), sketches, self._value) for kind in (_is_split, _is_partly, _is_together)
         )
@@ -218,7 +226,8 @@ class _Search:
         return [one for one in (split, partly, together) if one]
 
     def _best_ones(self) -> tuple[Answer, Answer, Answer, Answer]:
-        """Of all that were simulated: the best pure split, the best that disaggregates, the best colocated, the best."""
+        """Of all that were simulated: the best pure split, the best that disaggregates, the best colocated,
+        the best."""
         split, partly, together = (
             max((a for a in self._known.values() if kind(a.candidate)), key=self._value_of, default=_nothing())
             for kind in (_is_split, _is_partly, _is_together)
@@ -229,7 +238,8 @@ class _Search:
     # --- the simulator ---------------------------------------------------------------------------
 
     def _answer(self, asked: list[tuple[Candidate, float, float]], fresh: bool = True) -> list[Answer]:
-        """Unless ``fresh``, what is known already is not tried again, but of a rival that was pruned no goodput is known."""
+        """Unless ``fresh``, what is known already is not tried again, but of a rival that was pruned no
+        goodput is known."""
         new = [one for one in asked if fresh or one[0] not in self._known or self._known[one[0]].pruned]
         for one in self._crew.ask(answered, new):
             earlier = self._known.get(one.candidate)
@@ -240,8 +250,8 @@ class _Search:
         return [self._known[candidate] for candidate, _, _ in asked]
 
     def _simulate(self, families: list[list[Candidate]], sketches: dict[Candidate, float]) -> None:
-        """The first of each, and which of its rivals are better. For a rate that is given: the first that serves it, in the order of what
-        it costs."""
+        """The first of each, and which of its rivals are better. For a rate that is given: the first that
+        serves it, in the order of what it costs."""
         if self._goal.objective != "goodput":
             for family in families:
                 smallest(self._question, self._goal, family, self._crew, self._known)
@@ -255,8 +265,8 @@ class _Search:
         self._answer(rivals)
 
     def _guesses(self, candidates: list[Candidate], sketches: dict[Candidate, float]) -> list[float]:
-        """The sketch's goodput of each, also of settings with which its shape was not at its best: a sketch costs a hundredth of the
-        simulations that a search without a guess begins with."""
+        """The sketch's goodput of each, also of settings with which its shape was not at its best: a sketch
+        costs a hundredth of the simulations that a search without a guess begins with."""
         known = {c: sketches[c] for c in candidates if sketches.get(c)}
         lacking = [c for c in candidates if c not in known]
         known |= zip(lacking, self._crew.ask(sketched, [(c, 0.0) for c in lacking]), strict=True)
@@ -270,7 +280,8 @@ class _Search:
         return [c for c in around if c is not None and (c.colocated > 0 or min(c.prefill, c.decode) > 0)]
 
     def _grown(self, candidate: Candidate, rate: float) -> tuple[Candidate, float]:
-        """The fewest workers more that serve so much, and how well: sketched, then simulated, with more where that is too few."""
+        """The fewest workers more that serve so much, and how well: sketched, then simulated, with more where
+        that is too few."""
         more = 1
         for _ in range(MOST_GROWN):
             bigger = self._least_more(candidate, rate, more)
@@ -281,7 +292,8 @@ class _Search:
         return bigger, seen.tallies.attainment
 
     def _least_more(self, candidate: Candidate, rate: float, at_least: int) -> Candidate:
-        """With ``at_least`` so many workers more: the first that the sketch finds good enough, and that could keep up for long."""
+        """With ``at_least`` so many workers more: the first that the sketch finds good enough, and that could
+        keep up for long."""
         most = max(at_least, 2 * candidate.num_workers)
         for more in range(at_least, most + 1):
             tried = [candidate.with_more(more - d, d) for d in range(more + 1)] if candidate.prefill else [candidate.with_more(more)]
@@ -301,7 +313,8 @@ class _Search:
     # --- for the plots ---------------------------------------------------------------------------
 
     def _draw_from(self, plan: Plan, rate: float) -> None:
-        """Attainment over the rate of the ratios around the best, and what clusters of other sizes would give at four fifths."""
+        """Attainment over the rate of the ratios around the best, and what clusters of other sizes would give
+        at four fifths."""
         split, told = plan.split.candidate, {plan.winner.candidate, plan.split.candidate, plan.colocated.candidate}
         near = {_shape(c): c for c in plan.sketches if c.is_split and abs(c.prefill - split.prefill) <= 3}
         near |= {_shape(c): c for c in told if c.num_workers}

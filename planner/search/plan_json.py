@@ -75,7 +75,8 @@ def _answer(one: Answer) -> dict[str, Any]:
 
 
 def _compared(plan: Plan, one: Answer) -> float | None:
-    """By the objective, over the recommended cluster's: 0.9 has a tenth less goodput, or costs a tenth less. None where it failed."""
+    """By the objective, over the recommended cluster's: 0.9 has a tenth less goodput, or costs a tenth less.
+    None where it failed."""
     ours, theirs = abs(plan.value(plan.winner)), abs(plan.value(one))
     return theirs / ours if ours and isfinite(ours) and theirs and isfinite(theirs) else None
 

@@ -1,4 +1,5 @@
-"""Draws a plan: goodput over the ratio, attainment over the rate, utilisation, and what a smaller cluster would cost in latency."""
+"""Draws a plan: goodput over the ratio, attainment over the rate, utilisation, and what a smaller cluster
+would cost in latency."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def _goodput_over_ratio(axes: Axes, plan: Plan) -> None:
 
 
 def _value_over_ratio(axes: Axes, plan: Plan) -> None:
-    """Of each cluster that serves the rate and could not be smaller, by the sketch: what it costs, or the energy of a request."""
+    """Of each cluster that serves the rate and could not be smaller, by the sketch: what it costs, or the
+    energy of a request."""
     split = plan.split.candidate
     known = [c for c in plan.sketches if _same_kinds(c, split)]
     axes.plot([_share(c) for c in known], [-plan.goal.value(plan.question, c, plan.goal.rate) for c in known], "o", label="sketched")
@@ -75,8 +77,8 @@ def _attainment_over_rate(axes: Axes, plan: Plan) -> None:
 
 
 def _cost_against_latency(axes: Axes, plan: Plan) -> None:
-    """Each cluster of half to all of the workers (twice as many, for cost and energy) at four fifths of the best one's goodput; the line
-    joins those that meet the bounds and that none beats in both."""
+    """Each cluster of half to all of the workers (twice as many, for cost and energy) at four fifths of the
+    best one's goodput; the line joins those that meet the bounds and that none beats in both."""
     hardware = plan.question.hardware
     priced = all(hardware.price_per_hour(c) is not None for c in plan.sizes)
     costs = [hardware.price_per_hour(c) or 0.0 if priced else float(hardware.num_gpus(c)) for c in plan.sizes]

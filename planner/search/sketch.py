@@ -1,9 +1,11 @@
-"""A sketch of a cluster under a load: prompts queue, sequences share a device, nothing else is there. It ranks; the simulator decides.
+"""A sketch of a cluster under a load: prompts queue, sequences share a device, nothing else is there. It
+ranks; the simulator decides.
 
-Prompts go to the worker with the fewest tokens before it and are computed in chunks, shortest first with aging. Between two arrivals a
-decode batch is a fluid: its steps take the profiled time of so many sequences with so much context. A worker that does both takes turns: a
-step of prompts, a step of sequences. No messages, no caches that fill, no protocol: some forty microseconds a request, so that hundreds of
-candidates can be looked at.
+Prompts go to the worker with the fewest tokens before it and are computed in chunks, shortest first with
+aging. Between two arrivals a decode batch is a fluid: its steps take the profiled time of so many sequences
+with so much context. A worker that does both takes turns: a step of prompts, a step of sequences. No
+messages, no caches that fill, no protocol: some forty microseconds a request, so that hundreds of candidates
+can be looked at.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Arrival:
 
 
 class StepTimes:
-    """A profile's step times as tables, for ``max_batch_tokens`` prompt tokens and ``max_num_seqs`` sequences in a step."""
+    """A profile's step times as tables, for ``max_batch_tokens`` prompt tokens and ``max_num_seqs`` sequences
+    in a step."""
 
     def __init__(self, profile: Profile, max_batch_tokens: int, max_num_seqs: int) -> None:
         self.max_batch_tokens, self.max_num_seqs = max_batch_tokens, max_num_seqs
@@ -67,15 +70,16 @@ class StepTimes:
         return seconds + self.prefill_loop_s
 
     def handoff_s(self, num_new: int, computed_in_s: float) -> float:
-        """What of the transfer is left when the prompt is computed: the last layer of the last chunk, or what the link could not keep up
-        with."""
+        """What of the transfer is left when the prompt is computed: the last layer of the last chunk, or what
+        the link could not keep up with."""
         last = min(num_new, self.max_batch_tokens) * self._token_s / self._num_layers
         return self._handoff_s + max(last, num_new * self._token_s - computed_in_s)
 
 
 @dataclass(slots=True)
 class Sketched:
-    """``num_good`` of ``num_ended``. ``busy_s``: seconds in which steps ran, over all workers, by pool: (with prompts, without)."""
+    """``num_good`` of ``num_ended``. ``busy_s``: seconds in which steps ran, over all workers, by pool: (with
+    prompts, without)."""
 
     num_good: int = 0
     num_ended: int = 0
@@ -116,8 +120,8 @@ _STEPPED, _FLUID, _JOINS, _DECODED = range(4)
 
 
 class Sketch:
-    """One run over ``arrivals``. Ends early when more than ``allowed`` requests have missed their bounds. ``coordinator_s``: of each
-    request, in HTTP, template and tokenizer."""
+    """One run over ``arrivals``. Ends early when more than ``allowed`` requests have missed their bounds.
+    ``coordinator_s``: of each request, in HTTP, template and tokenizer."""
 
     def __init__(
         self, pools: Sequence[SketchPool], bounds: Slo, allowed: float = float("inf"), coordinator_s: float = COORDINATOR_S
@@ -136,7 +140,8 @@ class Sketch:
                     self._decodes.append(worker)
         self._together = [pool.computes and pool.generates for pool in pools]
         self._num_pools = len(pools)
-        self._events: list[tuple[float, int, int, _Worker | None, int]] = []  # when, number, kind, whose, version or request
+        # when, number, kind, whose, version or request
+        self._events: list[tuple[float, int, int, _Worker | None, int]] = []
         self._number = 0
 
     def run(self, arrivals: Sequence[Arrival]) -> Sketched:
@@ -201,12 +206,14 @@ class Sketch:
         return True
 
     def _rank(self, arrival: Arrival, num_tokens_left: int, worker: _Worker) -> tuple[bool, float]:
-        """Return the prompt's rank. What it has waited is counted from zero, not from now, so that ranks stay comparable."""
+        """Return the prompt's rank. What it has waited is counted from zero, not from now, so that ranks stay
+        comparable."""
         waited_s = -(arrival.at_s + self._coordinator_s)
         return prompt_rank(False, num_tokens_left, waited_s, worker.times.max_batch_tokens)
 
     def _who_computes(self, arrival: Arrival, request: int, place: _Worker) -> _Worker:
-        """A prefill worker, or the one that generates, where it does both: whichever costs less, as in coordinator/lifecycle/routing.py."""
+        """A prefill worker, or the one that generates, where it does both: whichever costs less, as in
+        coordinator/lifecycle/routing.py."""
         prefill = min(self._prefills, key=lambda w: (w.pending, _turn(w.number, request))) if self._prefills else place
         if self._together[place.pool] and place.pending + arrival.num_new * (1 + len(place.running)) <= prefill.pending + arrival.num_new:
             return place
@@ -281,7 +288,8 @@ class Sketch:
         worker, arrival = self._place[request], self._arrivals[request]
         assert worker is not None, "it was dispatched"
         self._follow(worker)
-        of_running = worker.due if worker.stepping else 0.5 if worker.running else 0.0  # what is left of the step of sequences that runs
+        # what is left of the step of sequences that runs
+        of_running = worker.due if worker.stepping else 0.5 if worker.running else 0.0
         heappush(worker.running, (worker.steps + of_running + arrival.num_output - 1, request))
         worker.context += arrival.num_prompt
         if not worker.stepping:

@@ -15,8 +15,8 @@ MOST_SIMULATED = 12
 
 
 def smallest_that_serve(question: Question, goal: Goal, crew: Crew) -> dict[Candidate, float]:
-    """By the sketch: of every pair of kinds with every setting, for each number of prefill workers the fewest decode workers. With the
-    goodput of each, which is at least the goal's rate."""
+    """By the sketch: of every pair of kinds with every setting, for each number of prefill workers the fewest
+    decode workers. With the goodput of each, which is at least the goal's rate."""
     families = [one for family in _families(question) for one in settings_of(question, goal, family)]
     return {c: goal.rate for found in crew.ask(_of_family, [(goal, family) for family in families]) for c in found}
 
@@ -74,8 +74,8 @@ def _fewest(question: Question, goal: Goal, row: list[Candidate]) -> Candidate |
 
 
 def smallest(question: Question, goal: Goal, candidates: list[Candidate], crew: Crew, known: dict[Candidate, Answer]) -> None:
-    """Adds to ``known`` the first that serves the rate in simulation, best value first, and what was tried before it. One that does not
-    is tried again with a worker more on either side."""
+    """Adds to ``known`` the first that serves the rate in simulation, best value first, and what was tried
+    before it. One that does not is tried again with a worker more on either side."""
     waiting, seen = list(candidates), set(candidates)
     for _ in range(MOST_SIMULATED):
         waiting.sort(key=lambda c: goal.value(question, c, goal.rate), reverse=True)

@@ -1,4 +1,5 @@
-"""Whether to disaggregate at all, in words: the best pure split and the same hardware colocated, beside what is recommended."""
+"""Whether to disaggregate at all, in words: the best pure split and the same hardware colocated, beside what
+is recommended."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def _described(plan: Plan, one: Answer, turns: str) -> str:
 
 
 def compared(plan: Plan, one: Answer) -> str:
-    """What another cluster would do, in the goal's units, and by how much that is more or less than the recommended one."""
+    """What another cluster would do, in the goal's units, and by how much that is more or less than the
+    recommended one."""
     if one.goodput <= 0:
         lowest = min((rate for rate, _ in one.tried), default=0.0)
         return f"not good enough at {lowest:.2f} requests/s, the lowest rate tried" if one.tried else "not tried"

@@ -74,7 +74,8 @@ def _if_slower(plan: Plan) -> str:
 
 
 def _at_most(plan: Plan) -> list[str]:
-    """What the goodput means where not the cluster has ended the search for it, or the load was over before it could."""
+    """What the goodput means where not the cluster has ended the search for it, or the load was over before
+    it could."""
     winner, said = plan.winner, []
     if winner.at_bound and plan.goal.objective == "goodput":
         said.append(

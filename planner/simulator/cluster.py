@@ -21,8 +21,8 @@ class _Part(BaseModel):
 
 
 class Pool(_Part):
-    """``count`` equal workers. A colocated one is what ``splitserve up --mixed`` starts: of both roles over one KV cache, their steps in
-    turn."""
+    """``count`` equal workers. A colocated one is what ``splitserve up --mixed`` starts: of both roles over
+    one KV cache, their steps in turn."""
 
     role: PoolRole
     count: Annotated[int, Field(ge=1, le=100_000)]
@@ -30,7 +30,8 @@ class Pool(_Part):
     max_batch_tokens: Annotated[int, Field(ge=1)] = 512  # of prompts in a step
     max_num_seqs: Annotated[int, Field(ge=1, le=65_536)] = 64  # in a decode batch
     num_blocks: Annotated[int, Field(ge=2)] | None = None  # None: as profiled
-    link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None  # None: as the profile's mover; else the slower of both
+    # None: as the profile's mover; else the slower of both
+    link_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     link_latency_s: Annotated[float, Field(ge=0)] = 0.0  # added to each message
     flexible: bool = False  # its workers can change their roles; ``role`` is the one that they begin with
     one_step: bool = False  # colocated: prompts and sequences share steps, as other servers have it
@@ -71,10 +72,13 @@ class Cluster(_Part):
     routing: Policy = "hybrid"
     max_queue: Annotated[int, Field(ge=0)] = 1024
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    coordinator_s: Annotated[float, Field(ge=0)] = 1e-3  # a request spends so long in HTTP, chat template and tokenizer
-    workers_per_host: Annotated[int, Field(ge=1)] = 1  # they slow each other where their profiles know ``contention``
+    # a request spends so long in HTTP, chat template and tokenizer
+    coordinator_s: Annotated[float, Field(ge=0)] = 1e-3
+    # they slow each other where their profiles know ``contention``
+    workers_per_host: Annotated[int, Field(ge=1)] = 1
     failures: tuple[Failure, ...] = ()
-    mean_seconds_between_failures: Annotated[float, Field(gt=0)] | None = None  # of one worker; None: none but ``failures``
+    # of one worker; None: none but ``failures``
+    mean_seconds_between_failures: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -95,12 +99,14 @@ class Cluster(_Part):
 
     @property
     def num_hosts(self) -> int:
-        """Workers are dealt out to them in turn, in the order of the pools, so that a host has some of each role."""
+        """Workers are dealt out to them in turn, in the order of the pools, so that a host has some of each
+        role."""
         return -(-self.num_workers // self.workers_per_host)
 
 
 def alone_on_their_hosts(workers_per_host: int, profiles: Iterable[Profile]) -> str:
-    """A warning where workers share hosts and their profiles do not say what that costs; empty where there is none to give."""
+    """A warning where workers share hosts and their profiles do not say what that costs; empty where there is
+    none to give."""
     unknown = sorted({profile.name for profile in profiles if profile.contention is None}) if workers_per_host > 1 else []
     if not unknown:
         return ""
@@ -111,7 +117,8 @@ def alone_on_their_hosts(workers_per_host: int, profiles: Iterable[Profile]) -> 
 
 
 def read_cluster(path: Path) -> Cluster:
-    """From a YAML file, in which ``profile`` is the path of a profile's file, relative to the YAML file. Raises SimulationError."""
+    """From a YAML file, in which ``profile`` is the path of a profile's file, relative to the YAML file.
+    Raises SimulationError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         pools = [{**pool, "profile": Profile.read(path.parent / pool["profile"])} for pool in content["pools"]]

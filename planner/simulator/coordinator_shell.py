@@ -85,7 +85,8 @@ class CoordinatorShell:
         self._look_closely()
 
     def _look_closely(self) -> None:
-        """While the core wants to see each token, or the time of the oldest request is nearly over: what it got until then counts."""
+        """While the core wants to see each token, or the time of the oldest request is nearly over: what it
+        got until then counts."""
         oldest = next(iter(self.open.values()), None)
         ends_at = oldest.arrived_at + self._simulation.cluster.request_timeout_s if oldest else float("inf")
         self._simulation.look_closely(self.core.needs_each_token or ends_at < self._queue.now + 3 * TICK_S)
@@ -98,7 +99,8 @@ class CoordinatorShell:
                 worker.last_seen = worker.progressed = worker.held_at = now
 
     def _steer(self, steering: Steering) -> None:
-        """Decode workers that jump over steps tell of their tokens now, so that they are known at the next look."""
+        """Decode workers that jump over steps tell of their tokens now, so that they are known at the next
+        look."""
         now = self._queue.now
         self._queue.after(steering.options.every_s, self._steer, steering)
         for decision in steering.look(snapshot_of(self.core), now):

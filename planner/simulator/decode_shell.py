@@ -21,7 +21,8 @@ from .device import Device
 from .worker_shell import HOST, LEASE, MOVERS, Surroundings, WorkerShell
 
 TELL_TOKENS_S = 10.0
-"""At least so often the coordinator hears of the tokens of running sequences: it gives up on one that has none for long."""
+"""At least so often the coordinator hears of the tokens of running sequences: it gives up on one that has
+none for long."""
 
 
 class DecodeShell(WorkerShell):
@@ -55,7 +56,8 @@ class DecodeShell(WorkerShell):
 
     @property
     def num_growing_blocks(self) -> int:
-        """Which the sequences here may need before others end: prompts that are computed beside them leave so many."""
+        """Which the sequences here may need before others end: prompts that are computed beside them leave so
+        many."""
         return self.core.room()[1]
 
     def _room(self) -> tuple[int, int]:
@@ -80,7 +82,8 @@ class DecodeShell(WorkerShell):
             self.core.tell_tokens()
 
     def die(self) -> None:
-        """The coordinator hears of the tokens of all steps that have ended, as if each had been told at once."""
+        """The coordinator hears of the tokens of all steps that have ended, as if each had been told at
+        once."""
         self.tell_tokens()
         super().die()
 
@@ -96,7 +99,8 @@ class DecodeShell(WorkerShell):
         if self.alive and addressee == self.id:
             self.device.rouse()
             self._peers[peer_id] = peer
-            if type(message) in (Placed, Renew, Handoff):  # ask for a check of blocks at most, unless somebody can join now
+            # ask for a check of blocks at most, unless somebody can join now
+            if type(message) in (Placed, Renew, Handoff):
                 self.core.from_peer(peer_id, message, self.queue.now)
                 self._turn_if_somebody_joins()
             else:

@@ -1,11 +1,12 @@
 """One device under virtual time: it runs one step at a time, of one worker or of the two that share it.
 
-Two workers' steps take turns, as on ``worker/turns.py``: each makes its next step when its last one has ended, and a step that
-is made while the other one's runs is the next to run. So a sequence waits for at most one step of prompts between two tokens.
+Two workers' steps take turns, as on ``worker/turns.py``: each makes its next step when its last one has
+ended, and a step that is made while the other one's runs is the next to run. So a sequence waits for at most
+one step of prompts between two tokens.
 
-Decode steps that differ in nothing but their positions are run many at once (``_Run``): their ends are worked out ahead, and the core
-hears of those that have passed when something else happens to it, or at the end. ``jumps`` False: one event a step. What comes out is
-the same, bit for bit.
+Decode steps that differ in nothing but their positions are run many at once (``_Run``): their ends are worked
+out ahead, and the core hears of those that have passed when something else happens to it, or at the end.
+``jumps`` False: one event a step. What comes out is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class DecodeSide(Protocol):
 
 @dataclass(slots=True)
 class _Run:
-    """Foretold steps: each takes ``seconds[i]`` and ends at ``ends[i]``; ``num_begun`` are booked as begun, ``num_passed`` as over."""
+    """Foretold steps: each takes ``seconds[i]`` and ends at ``ends[i]``; ``num_begun`` are booked as begun,
+    ``num_passed`` as over."""
 
     foretold: Foretold
     seconds: list[float]
@@ -105,8 +107,8 @@ class _Run:
 
 
 class Noise:
-    """How many times its modelled time each step of one machine takes. ``seed``: of its own, so that it is the same whatever other
-    machines do meanwhile."""
+    """How many times its modelled time each step of one machine takes. ``seed``: of its own, so that it is
+    the same whatever other machines do meanwhile."""
 
     def __init__(self, seed: str, noise_cv: float) -> None:
         self._draw = random.Random(seed)
@@ -129,9 +131,9 @@ class Noise:
 
 
 class Device:
-    """``one_step``: what two workers want done is one step over the chunks and the sequences of both. ``host``: that it shares with
-    others whose steps slow its own down; then no step's end is known ahead, and decode steps run one by one.
-    ``pace``: in place of noise."""
+    """``one_step``: what two workers want done is one step over the chunks and the sequences of both.
+    ``host``: that it shares with others whose steps slow its own down; then no step's end is known ahead, and
+    decode steps run one by one. ``pace``: in place of noise."""
 
     def __init__(
         self,
@@ -148,7 +150,8 @@ class Device:
         self._host, self._pace = host, pace
         self._hosted: HostedStep | None = None  # the running step there
         self.jumps = jumps and pace is None
-        self._decoded_at, self._num_decoded = 0.0, 0  # the last decode step's end, and how many sequences may be in the next one
+        # the last decode step's end, and how many sequences may be in the next one
+        self._decoded_at, self._num_decoded = 0.0, 0
         self._run: _Run | None = None
         self._jump = FIRST_JUMP
         self.prefill: PrefillSide | None = None
@@ -257,7 +260,8 @@ class Device:
         self._computing, self._generating = prompts is not None, sequences is not None
         seconds = self._seconds(prompts, sequences)
         loop_s = self._clock.profile.prefill_loop_s if sequences is None else self._clock.profile.decode_loop_s
-        loop_s = max(0.0, loop_s - (self._queue.now - self._made_at))  # the loop has turned while the other's step ran
+        # the loop has turned while the other's step ran
+        loop_s = max(0.0, loop_s - (self._queue.now - self._made_at))
         self.busy_s += seconds
         self.num_steps += 1
         if prompts is not None:
@@ -337,7 +341,8 @@ class Device:
         self._jump = min(2 * self._jump, LONGEST_JUMP)
 
     def _look_at_run(self, run: _Run) -> None:
-        """Something has happened to a worker here: the run goes on, ends with the running step, or has become a step like any other."""
+        """Something has happened to a worker here: the run goes on, ends with the running step, or has become
+        a step like any other."""
         assert self.decode is not None, "it runs here"
         step = self.decode.core.take_unforetold()
         if step is not None:

@@ -10,7 +10,8 @@ Event = Callable[..., None]
 
 
 class EventQueue:
-    """What happens next. ``now`` is in seconds; two events of one instant run in the order in which they were put in."""
+    """What happens next. ``now`` is in seconds; two events of one instant run in the order in which they were
+    put in."""
 
     def __init__(self) -> None:
         self.now = 0.0

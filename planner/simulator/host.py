@@ -1,7 +1,7 @@
 """A host: what its workers share slows a step down while others compute beside it.
 
-A step's end moves whenever a neighbour's step begins or ends: what is left of it then goes on at the new pace, as in processor sharing.
-The loop around a step slows nobody and is not slowed.
+A step's end moves whenever a neighbour's step begins or ends: what is left of it then goes on at the new
+pace, as in processor sharing. The loop around a step slows nobody and is not slowed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from .events import EventQueue
 
 @dataclass(slots=True, eq=False)
 class HostedStep:
-    """A step that runs here. ``ends_at``: if its neighbours go on as they are; ``slowdown``: times as long as alone, now."""
+    """A step that runs here. ``ends_at``: if its neighbours go on as they are; ``slowdown``: times as long as
+    alone, now."""
 
     role: StepRole
     contention: Contention
@@ -42,8 +43,8 @@ class Host:
         on_moved: Callable[[float, float], None],
         on_done: Callable[[], None],
     ) -> HostedStep:
-        """A step that computes from ``loop_s`` from now on, alone for ``seconds``. ``on_moved``: hears each time that its end moves,
-        until when and by how much (seconds, of the simulation and of time)."""
+        """A step that computes from ``loop_s`` from now on, alone for ``seconds``. ``on_moved``: hears each
+        time that its end moves, until when and by how much (seconds, of the simulation and of time)."""
         now = self._queue.now
         step = HostedStep(role, contention, now + (loop_s + seconds), on_moved, on_done)
         self._queue.at(step.ends_at, self._end, step, step.ends_at)

@@ -1,4 +1,5 @@
-"""A page to scrub through a simulation: every worker's KV cache and queue at any time. One file, no network."""
+"""A page to scrub through a simulation: every worker's KV cache and queue at any time. One file, no
+network."""
 
 from __future__ import annotations
 

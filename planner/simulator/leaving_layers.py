@@ -24,7 +24,8 @@ class LeavingLayers:
         return self.made_at + (self.loop_s + self.seconds * num_layers / self.num_layers)
 
     def num_done(self, now: float) -> int:
-        """How many were final at the last look that a worker would have had by now: a multiple of the stride."""
+        """How many were final at the last look that a worker would have had by now: a multiple of the
+        stride."""
         share = (now - self.made_at - self.loop_s) / self.seconds if self.seconds else 1.0
         done = max(0, int(share * self.num_layers / self.stride) + 1) * self.stride
         while done > 0 and (done >= self.num_layers or self.time_of(done) > now):
@@ -32,8 +33,8 @@ class LeavingLayers:
         return done
 
     def await_layers(self, wanted: int, num_seen: int) -> int:
-        """The first look after the one at ``num_seen`` layers at which ``wanted`` are final; 0: there is none before the end, or it is
-        awaited already."""
+        """The first look after the one at ``num_seen`` layers at which ``wanted`` are final; 0: there is none
+        before the end, or it is awaited already."""
         looks = max(-(-wanted // self.stride), num_seen // self.stride + 1)
         before, self.awaited = self.awaited, looks * self.stride
         return self.awaited if before != self.awaited < self.num_layers else 0

@@ -15,8 +15,8 @@ from .timeline import Timeline
 
 
 def rows_by_pool(names: Sequence[str]) -> dict[str, list[int]]:
-    """``names``: of workers, ``ROLE-POOL-NUMBER`` or, where a process may have both roles, ``ROLE-POOL-NUMBER:ROLE``. A pool is called by
-    its role where no other one has it, else ``ROLE-POOL``."""
+    """``names``: of workers, ``ROLE-POOL-NUMBER`` or, where a process may have both roles,
+    ``ROLE-POOL-NUMBER:ROLE``. A pool is called by its role where no other one has it, else ``ROLE-POOL``."""
     found: dict[str, list[int]] = {}
     for row, name in enumerate(names):
         found.setdefault(name.rpartition("-")[0], []).append(row)

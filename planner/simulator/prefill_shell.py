@@ -24,8 +24,8 @@ MOST_PROMPTS = 64
 
 
 class PrefillShell(WorkerShell):
-    """While a step runs, its layers become final one after the other and leave as the core wants them: there is an event where some leave,
-    and none for the others."""
+    """While a step runs, its layers become final one after the other and leave as the core wants them: there
+    is an event where some leave, and none for the others."""
 
     role = "prefill"
     core: PrefillCore
@@ -100,7 +100,8 @@ class PrefillShell(WorkerShell):
                 self._await_next_slice(leaving, num_layers)
 
     def _await_next_slice(self, leaving: LeavingLayers, num_seen: int) -> None:
-        """The next look at the running step's layers, after the one at ``num_seen``, is when some of them leave, as things are now."""
+        """The next look at the running step's layers, after the one at ``num_seen``, is when some of them
+        leave, as things are now."""
         wanted = self.core.feed.next_slice(leaving.step) if self.device.jumps else 0
         if wanted is not None and (num_layers := leaving.await_layers(wanted, num_seen)):
             self.queue.at(leaving.time_of(num_layers), self._layers_done, leaving, num_layers)

@@ -1,4 +1,5 @@
-"""A trace's requests as the coordinator takes them: equal block hashes become equal tokens, all else is unique."""
+"""A trace's requests as the coordinator takes them: equal block hashes become equal tokens, all else is
+unique."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ SINK = NullSink()
 
 
 def generation_request(number: int, request: TraceRequest, block_size: int, arrival: float, timeout_s: float) -> Request:
-    """``block_size``: tokens that one of the trace's hashes stands for; ``arrival``: seconds of the virtual clock."""
+    """``block_size``: tokens that one of the trace's hashes stands for; ``arrival``: seconds of the virtual
+    clock."""
     return Request(
         request_id=f"r{number}",
         prompt_token_ids=prompt_tokens(number, request, block_size),

@@ -15,7 +15,8 @@ from .records import COLUMNS, RequestRecord
 
 @contextmanager
 def record_file(path: Path | None) -> Iterator[Callable[[RequestRecord], None] | None]:
-    """What a simulation calls for each record; gzip'ed if the name ends in .gz. Nothing where ``path`` is None. Raises SimulationError."""
+    """What a simulation calls for each record; gzip'ed if the name ends in .gz. Nothing where ``path`` is
+    None. Raises SimulationError."""
     if path is None:
         yield None
         return

@@ -51,7 +51,8 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per output token after the first; None where there is no other. A request ends with its last token."""
+        """Seconds per output token after the first; None where there is no other. A request ends with its
+        last token."""
         return (self.ended_at - self.first_at) / (self.num_received - 1) if self.num_received > 1 else None
 
     @property

@@ -21,8 +21,9 @@ EXPLAINED = {
 
 
 def summary(simulation: Simulation) -> dict[str, Any]:
-    """JSON-ready; times in seconds. ``goodput_per_s``: good requests a second of the time in which requests arrived, that is attainment
-    times the offered rate (None where all came at once); throughputs are over the whole run, which ends with the last answer."""
+    """JSON-ready; times in seconds. ``goodput_per_s``: good requests a second of the time in which requests
+    arrived, that is attainment times the offered rate (None where all came at once); throughputs are over the
+    whole run, which ends with the last answer."""
     tallies, elapsed, arriving = simulation.tallies, simulation.elapsed_s, simulation.arrival_span_s
     return {
         "requests": dict(sorted(tallies.outcomes.items())),

@@ -1,8 +1,10 @@
-"""A cluster under virtual time: the real cores of all roles, with the latency model in place of the model runner.
+"""A cluster under virtual time: the real cores of all roles, with the latency model in place of the model
+runner.
 
-To be read in this order: events.py, cluster.py (what is simulated), device.py and host.py (steps take their time), worker_shell.py with
-prefill_shell.py and decode_shell.py, coordinator_shell.py, then records.py and tallies.py (what comes out). No core is written
-again here. The same cluster, trace and seed give the same results bit for bit.
+To be read in this order: events.py, cluster.py (what is simulated), device.py and host.py (steps take their
+time), worker_shell.py with prefill_shell.py and decode_shell.py, coordinator_shell.py, then records.py and
+tallies.py (what comes out). No core is written again here. The same cluster, trace and seed give the same
+results bit for bit.
 """
 
 from __future__ import annotations
@@ -82,8 +84,9 @@ class Simulation:
         steering: Steering | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """``pace``: of all machines, at each second of the trace, in place of their profiles' noise. ``steering``: what it decides is done,
-        where its mode is act. ``jumps``: equal decode steps are run many at once; without, the same comes out, and takes longer."""
+        """``pace``: of all machines, at each second of the trace, in place of their profiles' noise.
+        ``steering``: what it decides is done, where its mode is act. ``jumps``: equal decode steps are run
+        many at once; without, the same comes out, and takes longer."""
         self.cluster, self.heartbeat_s = cluster, heartbeat_s
         self.queue = EventQueue()
         self.draw = random.Random(seed)
@@ -116,8 +119,8 @@ class Simulation:
     # --- running ---------------------------------------------------------------------------------
 
     def run(self, trace: Trace, until_s: float | None = None, give_up: Callable[[Tallies], bool] | None = None) -> Tallies:
-        """Until every request has ended, or until ``until_s`` seconds of the trace, or until ``give_up`` says so (asked when a request
-        ends). Raises SimulationError where nothing goes on any more."""
+        """Until every request has ended, or until ``until_s`` seconds of the trace, or until ``give_up`` says
+        so (asked when a request ends). Raises SimulationError where nothing goes on any more."""
         requests = iter(trace)
         first = next(requests, None)
         if first is None:
@@ -203,7 +206,8 @@ class Simulation:
             self._begin(machine, role)
 
     def _begin(self, machine: _Machine, role: str) -> bool:
-        """It is of this role from now on. False: it has not quite ended being so, and cannot begin again yet."""
+        """It is of this role from now on. False: it has not quite ended being so, and cannot begin again
+        yet."""
         present = next((shell for shell in machine.shells if shell.role == role), None)
         if present is not None:
             return not present.core.drains

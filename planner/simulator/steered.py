@@ -32,8 +32,8 @@ class RecordedSteering(Steering):
 
 
 def steering_of(cluster: Cluster, level: ServiceLevel, believed: Profile | None) -> RecordedSteering:
-    """The controller as ``--steer act`` has it. ``believed``: by which it predicts; None: the first flexible pool's. Raises
-    SimulationError."""
+    """The controller as ``--steer act`` has it. ``believed``: by which it predicts; None: the first flexible
+    pool's. Raises SimulationError."""
     bounds = level.bounds
     if bounds.ttft_s is None or bounds.tpot_s is None:
         raise SimulationError("--steer needs to know what is good enough: give --slo with both, such as ttft=2,tpot=0.05@p90")

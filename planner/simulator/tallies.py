@@ -83,8 +83,9 @@ class Slo:
 
 
 class Tallies:
-    """All that is known of the requests that have ended. ``tpot_all``: E2E after the first token over *all* tokens, as splitwise-sim
-    counts it; ``gap``: between two decode steps of a worker, counted once for each sequence in both (the handoff's is not among them)."""
+    """All that is known of the requests that have ended. ``tpot_all``: E2E after the first token over *all*
+    tokens, as splitwise-sim counts it; ``gap``: between two decode steps of a worker, counted once for each
+    sequence in both (the handoff's is not among them)."""
 
     NAMES = ("ttft", "tpot", "tpot_all", "gap", "e2e", "queue", "prefill", "handoff", "decode", "coordinator")
 

@@ -11,7 +11,8 @@ MOST = 600
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """``used`` and ``cached``: shares of the KV cache; ``busy``: share of the time since the last sample in which a step ran."""
+    """``used`` and ``cached``: shares of the KV cache; ``busy``: share of the time since the last sample in
+    which a step ran."""
 
     running: int
     waiting: int

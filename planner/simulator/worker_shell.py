@@ -1,4 +1,5 @@
-"""What the simulated workers of both roles have in common: the loop around a core, as thin as the live one."""
+"""What the simulated workers of both roles have in common: the loop around a core, as thin as the live
+one."""
 
 from __future__ import annotations
 
@@ -202,8 +203,8 @@ class WorkerShell(ABC):
         self.simulation.left(self)
 
     def rouse(self) -> None:
-        """It has been at rest, where one report is as the other and no tick does anything: from now on there are some again, at the times
-        at which they would have been."""
+        """It has been at rest, where one report is as the other and no tick does anything: from now on there
+        are some again, at the times at which they would have been."""
         self.rests = False
         while (following := self._ticked + TICK_S) <= self.queue.now:
             self._ticked = following
@@ -265,8 +266,8 @@ class WorkerShell(ABC):
         self._say(peer, message, self._puts_done.get(peer, 0.0))
 
     def _put(self, put: act.Put) -> None:
-        """Through the link of both ends, one put after the other; within one device at once. How long it takes is known now: nobody hears
-        of its end but by what is said after it."""
+        """Through the link of both ends, one put after the other; within one device at once. How long it
+        takes is known now: nobody hears of its end but by what is said after it."""
         target = self.simulation.decode_workers.get(put.peer[0])
         if target is None or target.id != put.peer:
             return

@@ -27,7 +27,8 @@ Parse = Callable[[Mapping[str, Any]], TraceRequest]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """``fields``: the columns or keys that every row has. ``origin_s``: how the first row dates the trace; else it starts at 0."""
+    """``fields``: the columns or keys that every row has. ``origin_s``: how the first row dates the trace;
+    else it starts at 0."""
 
     name: str
     kind: str  # csv or jsonl
@@ -83,7 +84,8 @@ def _mooncake(row: Mapping[str, Any]) -> TraceRequest:
 
 
 def check_num_blocks(num_blocks: int, num_prompt_tokens: int, block_size: int, field: str) -> None:
-    """More hashes than the prompt has blocks: the block size is another than the trace says. Raises BadField."""
+    """More hashes than the prompt has blocks: the block size is another than the trace says. Raises
+    BadField."""
     most = -(-num_prompt_tokens // block_size)
     if num_blocks > most:
         raise BadField(field, f"{num_blocks} hashes, but {num_prompt_tokens} tokens are at most {most} blocks of {block_size}")

@@ -11,11 +11,13 @@ from pathlib import Path
 from ..errors import TraceError
 
 GZIP_MAGIC = b"\x1f\x8b"
-MAX_LINE_BYTES = 64 << 20  # a longer line is no trace; without a limit a small gzip file could fill the memory
+# a longer line is no trace; without a limit a small gzip file could fill the memory
+MAX_LINE_BYTES = 64 << 20
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Lines without their ends. Told by content, not by name, whether the file is compressed. Raises TraceError."""
+    """Lines without their ends. Told by content, not by name, whether the file is compressed. Raises
+    TraceError."""
     number = 0
     try:
         with path.open("rb") as file:

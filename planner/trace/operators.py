@@ -14,7 +14,8 @@ from .request import Trace, TraceRequest
 
 
 def scaled(trace: Trace, factor: float) -> Trace:
-    """Time compressed by ``factor``: so many times the rate; bursts keep their number of requests and last so much shorter."""
+    """Time compressed by ``factor``: so many times the rate; bursts keep their number of requests and last so
+    much shorter."""
 
     def read() -> Iterator[TraceRequest]:
         return (replace(request, arrival_s=request.arrival_s / factor) for request in trace)
@@ -23,7 +24,8 @@ def scaled(trace: Trace, factor: float) -> Trace:
 
 
 def thinned(trace: Trace, share: float, seed: int = 0) -> Trace:
-    """About ``share`` of the requests at their own times, chosen by seed; the turns of a session stay together or go together."""
+    """About ``share`` of the requests at their own times, chosen by seed; the turns of a session stay
+    together or go together."""
     limit = int(share * 2**64)
 
     def chosen(index: int, request: TraceRequest) -> bool:
@@ -34,7 +36,8 @@ def thinned(trace: Trace, share: float, seed: int = 0) -> Trace:
 
 
 def cut(trace: Trace, start_s: float = 0.0, end_s: float = math.inf, max_requests: int | None = None) -> Trace:
-    """The requests that arrive from ``start_s`` to before ``end_s``, at most ``max_requests`` of them; ``start_s`` becomes time 0."""
+    """The requests that arrive from ``start_s`` to before ``end_s``, at most ``max_requests`` of them;
+    ``start_s`` becomes time 0."""
 
     def read() -> Iterator[TraceRequest]:
         count = 0
@@ -49,7 +52,8 @@ def cut(trace: Trace, start_s: float = 0.0, end_s: float = math.inf, max_request
 
 
 def mixed(traces: Sequence[Trace]) -> Trace:
-    """All requests of all traces, every trace from its own time 0. Traces share no blocks and no sessions: their tenants are strangers.
+    """All requests of all traces, every trace from its own time 0. Traces share no blocks and no sessions:
+    their tenants are strangers.
 
     Raises PlannerError if their block sizes differ.
     """
@@ -68,7 +72,8 @@ def mixed(traces: Sequence[Trace]) -> Trace:
 
 
 def mean_rate(trace: Trace) -> float:
-    """Requests per second from the first to the last arrival. Reads the trace once. Raises PlannerError where it has no span."""
+    """Requests per second from the first to the last arrival. Reads the trace once. Raises PlannerError where
+    it has no span."""
     count, first_s, last_s = 0, 0.0, 0.0
     for request in trace:
         first_s = first_s if count else request.arrival_s

@@ -1,16 +1,18 @@
-"""Our own trace format: JSON lines, a header and then one request a line. A coordinator's request log is written in it.
+"""Our own trace format: JSON lines, a header and then one request a line. A coordinator's request log is
+written in it.
 
     {"format": "splitserve-trace", "version": 1, "block_size": 16, "origin_s": 1763700000.0, "disorder_s": 600}
     {"arrival_s": 0.0, "num_prompt_tokens": 70, "num_output_tokens": 12, "block_hashes": ["9f3c", "03aa"], "session": "s17"}
 
-Header: ``format`` and ``version`` are needed. ``block_size`` is needed where rows have ``block_hashes``. ``origin_s`` is the Unix time
-at arrival 0. ``disorder_s``: rows may stand in the order in which requests *ended*; then no row stands more than so many seconds
-of arrival time behind one that arrived later (a log's request time-out). Readers put them in order.
+Header: ``format`` and ``version`` are needed. ``block_size`` is needed where rows have ``block_hashes``.
+``origin_s`` is the Unix time at arrival 0. ``disorder_s``: rows may stand in the order in which requests
+*ended*; then no row stands more than so many seconds of arrival time behind one that arrived later (a log's
+request time-out). Readers put them in order.
 
-Rows: arrival and the two lengths are needed. ``block_hashes`` are 1 to 32 hexadecimal digits each, chained from the prompt's start (an
-equal hash means equal tokens up to there). ``session`` is any opaque text of at most 128 characters. ``token_times_s``:
-when each output token came, in seconds after the arrival; readers here skip it. Anything else is an error, and
-so is another version: a reader never guesses.
+Rows: arrival and the two lengths are needed. ``block_hashes`` are 1 to 32 hexadecimal digits each, chained
+from the prompt's start (an equal hash means equal tokens up to there). ``session`` is any opaque text of at
+most 128 characters. ``token_times_s``: when each output token came, in seconds after the arrival; readers
+here skip it. Anything else is an error, and so is another version: a reader never guesses.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def parse_row(row: Mapping[str, Any], block_size: int | None) -> TraceRequest:
 
 
 def write_trace(path: Path, trace: Trace) -> int:
-    """Writes a trace (gzip'ed if the name ends in ``.gz``) and returns its number of requests; the same trace gives the same bytes.
+    """Writes a trace (gzip'ed if the name ends in ``.gz``) and returns its number of requests; the same trace
+    gives the same bytes.
 
     The file appears only when it is whole. Raises TraceError.
     """

@@ -14,7 +14,8 @@ from .tallies import BINS_PER_DOUBLING, WholeNumbers, bin_start
 
 
 def draw_traces(path: Path, traces: Sequence[tuple[TraceStatistics, Shapes]]) -> None:
-    """Arrivals over time, how gaps compare with a Poisson process, distributions of lengths, and prompt against output lengths."""
+    """Arrivals over time, how gaps compare with a Poisson process, distributions of lengths, and prompt
+    against output lengths."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -25,8 +25,9 @@ Parsed = TypeVar("Parsed")
 def open_trace(path: Path, *, disorder_s: float = 0.0, drop_empty: bool = False) -> Trace:
     """Reads no more than the first rows now; the rest when the trace is iterated. Raises TraceError.
 
-    ``disorder_s``: rows may stand so many seconds of arrival time too late, and are put in order (in memory: what came within that time).
-    ``drop_empty``: leave out requests without prompt or output tokens, which else are errors.
+    ``disorder_s``: rows may stand so many seconds of arrival time too late, and are put in order (in memory:
+    what came within that time). ``drop_empty``: leave out requests without prompt or output tokens, which
+    else are errors.
     """
     lines = read_lines(path)
     first = next(lines, None)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 class TraceRequest:
     """One request of a trace.
 
-    ``block_hashes`` name the prompt's blocks from its start: an equal hash means equal tokens in this block *and all before it*. The last
-    may stand for a block that is only partly filled. They are numbers below 2**128; empty where the trace does not know them.
+    ``block_hashes`` name the prompt's blocks from its start: an equal hash means equal tokens in this block
+    *and all before it*. The last may stand for a block that is only partly filled. They are numbers below
+    2**128; empty where the trace does not know them.
     """
 
     arrival_s: float  # seconds since the trace's start
@@ -31,7 +32,8 @@ class Trace:
     name: str
     read: Callable[[], Iterator[TraceRequest]]
     block_size: int | None = None  # tokens that one block hash stands for; None: the trace has no hashes
-    origin_s: float = 0.0  # Unix time at arrival 0, which aligns windows with the wall clock; 0: the trace tells no date
+    # Unix time at arrival 0, which aligns windows with the wall clock; 0: the trace tells no date
+    origin_s: float = 0.0
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return self.read()

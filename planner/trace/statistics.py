@@ -48,7 +48,8 @@ class BlockStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TraceStatistics:
-    """Keys of the peaks and the dispersion are widths in seconds. None: not defined for so few or so equal values."""
+    """Keys of the peaks and the dispersion are widths in seconds. None: not defined for so few or so equal
+    values."""
 
     name: str
     num_requests: int

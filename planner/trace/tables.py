@@ -14,7 +14,8 @@ Row = tuple[str, str]
 
 
 def print_statistics(traces: Sequence[TraceStatistics], console: Console) -> None:
-    """Arrivals, lengths and, where any trace has them, blocks and sessions; then what is to be read with care."""
+    """Arrivals, lengths and, where any trace has them, blocks and sessions; then what is to be read with
+    care."""
     table = Table()
     table.add_column("", no_wrap=True)
     for one in traces:

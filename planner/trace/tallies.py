@@ -1,6 +1,7 @@
 """Running counts over a stream of requests. Their memory does not grow with the number of requests.
 
-Lengths are whole numbers, so that counting each distinct one gives exact percentiles; times are summed as they come.
+Lengths are whole numbers, so that counting each distinct one gives exact percentiles; times are summed as
+they come.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def _at(values: list[tuple[int, int]], rank: float) -> float:
 
 @dataclass(slots=True)
 class Windows:
-    """Arrivals in consecutive windows of ``width_s``, empty ones included, aligned to the wall clock by ``origin_s``."""
+    """Arrivals in consecutive windows of ``width_s``, empty ones included, aligned to the wall clock by
+    ``origin_s``."""
 
     width_s: float
     origin_s: float = 0.0
@@ -120,7 +122,8 @@ class Windows:
 
     @property
     def dispersion(self) -> float | None:
-        """Variance over mean of the counts in whole windows (the last, cut one left out): 1 for Poisson arrivals, more for bursts."""
+        """Variance over mean of the counts in whole windows (the last, cut one left out): 1 for Poisson
+        arrivals, more for bursts."""
         return self.counts.deviation**2 / self.counts.mean if self.counts.count > 1 and self.counts.mean else None
 
 

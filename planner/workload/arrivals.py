@@ -1,8 +1,9 @@
 """Arrival times: a renewal process with gamma gaps, run through a rate that may change over time.
 
-Gaps have mean 1 and coefficient of variation ``cv`` (shape 1/cv**2; cv 1: exponential gaps, Poisson arrivals) in *operational time*, which
-passes at the momentary rate: an arrival at operational time tau happens when the rate's integral reaches tau (the time-rescaling theorem
-read backwards, Brown et al. 2002). So clumps (cv) and change over time (profile) are two things, and both can be fitted.
+Gaps have mean 1 and coefficient of variation ``cv`` (shape 1/cv**2; cv 1: exponential gaps, Poisson arrivals)
+in *operational time*, which passes at the momentary rate: an arrival at operational time tau happens when the
+rate's integral reaches tau (the time-rescaling theorem read backwards, Brown et al. 2002). So clumps (cv) and
+change over time (profile) are two things, and both can be fitted.
 """
 
 from __future__ import annotations

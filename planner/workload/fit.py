@@ -1,8 +1,10 @@
-"""A workload that is like a trace: its rate over time, how its arrivals clump beside that, and its pairs of lengths.
+"""A workload that is like a trace: its rate over time, how its arrivals clump beside that, and its pairs of
+lengths.
 
-The rate over time is the trace's own, in steps. What the steps do not explain is the gaps' coefficient of variation in operational time
-(see arrivals.py): long steps leave bursts to chance, short steps repeat them where they were. Two passes over the trace; memory does not
-grow with its number of requests. Prefix reuse and sessions are not fitted: a fitted workload has no block hashes.
+The rate over time is the trace's own, in steps. What the steps do not explain is the gaps' coefficient of
+variation in operational time (see arrivals.py): long steps leave bursts to chance, short steps repeat them
+where they were. Two passes over the trace; memory does not grow with its number of requests. Prefix reuse and
+sessions are not fitted: a fitted workload has no block hashes.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Edges = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def fit(trace: Trace, step_s: float = 10.0) -> Workload:
-    """``step_s``: step of the rate profile; doubled until at most 2,048 steps cover the trace. Raises WorkloadError, TraceError."""
+    """``step_s``: step of the rate profile; doubled until at most 2,048 steps cover the trace. Raises
+    WorkloadError, TraceError."""
     bins = FoldingBins(step_s)
     prompt, output = WholeNumbers(), WholeNumbers()
     count, first_s, last_s = 0, 0.0, 0.0
@@ -47,7 +50,8 @@ def fit(trace: Trace, step_s: float = 10.0) -> Workload:
 
 
 def _profile(bins: FoldingBins, count: int, span_s: float) -> Arrivals:
-    """The rate in each step. The last step, in which the trace ends, counts for the part that it lasted, or not at all if that is short."""
+    """The rate in each step. The last step, in which the trace ends, counts for the part that it lasted, or
+    not at all if that is short."""
     width_s, counts = bins.width_s, np.array(bins.counts, dtype=float)
     if len(counts) == 1:
         return Arrivals(rate=count / span_s)
@@ -72,7 +76,8 @@ def _second_pass(trace: Trace, arrivals: Arrivals, first_s: float, edges: Edges)
 
 
 def class_edges(lengths: WholeNumbers) -> tuple[int, ...]:
-    """Edges of about NUM_CLASSES classes with as many requests each; a length that alone would fill one is a class of its own."""
+    """Edges of about NUM_CLASSES classes with as many requests each; a length that alone would fill one is a
+    class of its own."""
     values = lengths.sorted()
     total = lengths.counts.total()
     wanted = iter(sorted([*(index / NUM_CLASSES for index in range(NUM_CLASSES)), *TAIL]))

@@ -27,7 +27,8 @@ Whole = NDArray[np.int64]
 
 
 class MarginalLengths(BaseModel):
-    """Specs: ``N``, ``uniform:LOW,HIGH``, ``normal:MEAN,DEVIATION`` or ``lognormal:MEDIAN,SIGMA``, in tokens."""
+    """Specs: ``N``, ``uniform:LOW,HIGH``, ``normal:MEAN,DEVIATION`` or ``lognormal:MEDIAN,SIGMA``, in
+    tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,7 +45,8 @@ class MarginalLengths(BaseModel):
 
 
 class JointLengths(BaseModel):
-    """Class ``i`` of a length is from ``edges[i]`` to before ``edges[i + 1]``; a cell is (prompt class, output class, requests)."""
+    """Class ``i`` of a length is from ``edges[i]`` to before ``edges[i + 1]``; a cell is (prompt class,
+    output class, requests)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -87,7 +89,8 @@ def draw_pairs(lengths: MarginalLengths | JointLengths, rng: np.random.Generator
 
 
 def lengths_at(spec: str, scores: NDArray[np.float64]) -> Whole:
-    """Whole lengths of at least 1 where the distribution of ``spec`` has the quantiles of these standard normal scores."""
+    """Whole lengths of at least 1 where the distribution of ``spec`` has the quantiles of these standard
+    normal scores."""
     if ":" not in spec:
         return np.full(len(scores), max(1, int(spec)))
     kind, numbers = spec.split(":")

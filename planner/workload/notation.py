@@ -1,4 +1,5 @@
-"""How distributions of lengths are written in options; apart from what draws them, so that reading options loads no numerical library."""
+"""How distributions of lengths are written in options; apart from what draws them, so that reading options
+loads no numerical library."""
 
 from __future__ import annotations
 

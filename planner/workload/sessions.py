@@ -1,9 +1,11 @@
-"""Sessions: conversations of several turns, each of whose prompts holds all before it, over system prompts that many sessions share.
+"""Sessions: conversations of several turns, each of whose prompts holds all before it, over system prompts
+that many sessions share.
 
-A turn's prompt is the system prompt, the earlier turns' new tokens and answers, and this turn's new tokens. Blocks of the system prompt
-have the same hashes in all sessions that use it; the other blocks belong to their session, and stay the same from turn to turn: what a
-prefix cache could reuse is exactly what a real conversation would let it reuse. The next turn comes a think time after the last
-one's arrival, however long the answer takes (the load is open: a slow server does not slow its clients).
+A turn's prompt is the system prompt, the earlier turns' new tokens and answers, and this turn's new tokens.
+Blocks of the system prompt have the same hashes in all sessions that use it; the other blocks belong to their
+session, and stay the same from turn to turn: what a prefix cache could reuse is exactly what a real
+conversation would let it reuse. The next turn comes a think time after the last one's arrival, however long
+the answer takes (the load is open: a slow server does not slow its clients).
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class _Session:
 def draw_sessions(
     sessions: Sessions, starts: Iterator[float], lengths: Iterator[tuple[int, int]], rng: np.random.Generator
 ) -> Iterator[TraceRequest]:
-    """Requests in order of arrival, without end; ``lengths``: new prompt tokens and output tokens of each turn."""
+    """Requests in order of arrival, without end; ``lengths``: new prompt tokens and output tokens of each
+    turn."""
     popularity = np.cumsum(1 / np.arange(1, sessions.system_prompts + 1))
     waiting: list[tuple[float, int, _Session]] = []  # the next turns; numbers settle ties
     number = 0
@@ -72,7 +75,8 @@ def draw_sessions(
 
 
 def _turn(sessions: Sessions, session: _Session, arrival_s: float, num_new_tokens: int, num_output_tokens: int) -> TraceRequest | None:
-    """The session's next request; None if it would be too long. The first turn is made to fit: every session has one."""
+    """The session's next request; None if it would be too long. The first turn is made to fit: every session
+    has one."""
     room = sessions.max_len - session.num_tokens
     is_first = session.num_tokens == (sessions.system_prompt_len if session.system >= 0 else 0)
     if num_new_tokens + num_output_tokens > room:
@@ -87,7 +91,8 @@ def _turn(sessions: Sessions, session: _Session, arrival_s: float, num_new_token
 
 
 def _block_hashes(sessions: Sessions, session: _Session, num_prompt_tokens: int) -> tuple[int, ...]:
-    """Of the full blocks: those wholly within the system prompt are the system prompt's, the others the session's."""
+    """Of the full blocks: those wholly within the system prompt are the system prompt's, the others the
+    session's."""
     num_blocks = num_prompt_tokens // sessions.block_size
     num_shared = sessions.system_prompt_len // sessions.block_size if session.system >= 0 else 0
     shared, own = (2 * session.system) << INDEX_BITS, (2 * session.number + 1) << INDEX_BITS

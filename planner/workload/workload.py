@@ -32,7 +32,8 @@ class Workload(BaseModel):
     sessions: Sessions | None = None
 
     def at_rate(self, rate: float) -> Workload:
-        """The same load at another mean rate, in requests per second, all turns counted; the profile's steps keep their length."""
+        """The same load at another mean rate, in requests per second, all turns counted; the profile's steps
+        keep their length."""
         turns = self.sessions.turns if self.sessions else 1.0
         return self.model_copy(update={"arrivals": self.arrivals.model_copy(update={"rate": rate / turns})})
 
