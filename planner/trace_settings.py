@@ -37,8 +37,7 @@ class TraceReading(BaseModel):
 
 
 class TraceStatsSettings(TraceReading):
-    """Tells what traces are like: arrivals, bursts, lengths, and how much of the prompts a prefix cache would
-    have known."""
+    """Prints statistics of traces: arrivals, bursts, lengths, and reuse of prompts by a prefix cache."""
 
     json_file: Path | None = Field(default=None, description="Write the statistics to this JSON file.")
     plot_file: Path | None = Field(

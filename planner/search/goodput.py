@@ -120,9 +120,9 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """``goodput``: requests a second; 0 where the candidate was not better than what was known (``pruned``)
-    or never good enough. ``tried``: (rate, attainment), where the attainment of a rate that fails is an upper
-    bound. ``sketched``: what the sketch thought. ``best``: the highest rate tried that was good enough."""
+    """``goodput``: requests a second; 0 if the candidate was no better than the best known (``pruned``) or
+    never good enough. ``tried``: (rate, attainment); the attainment of a rate that fails is an upper bound.
+    ``sketched``: the sketch's goodput. ``best``: the highest rate tried that was good enough."""
 
     candidate: Candidate
     bound: float
@@ -135,9 +135,8 @@ class Answer:
 
     @property
     def at_bound(self) -> bool:
-        """Whether it was good enough up to what no cluster of its kind keeps up with for long: then the
-        search has ended for the load's shortness or the bounds' looseness, and the goodput is not more than
-        this."""
+        """Whether the search ended at the bound that no such cluster sustains. The load is short or the
+        bounds are loose, and the goodput is at most this."""
         return self.goodput >= self.bound * (1 - PRECISION) > 0
 
 

@@ -16,9 +16,9 @@ Section = dict[str, str | int]
 
 
 def write_launch(path: Path, hardware: Hardware, candidate: Candidate, said: str = "") -> None:
-    """What the plan relied on: how many workers of each role, their steps and batches, and the memory and the
-    types that the profile of their hardware has. Colocated workers are what ``splitserve up --mixed`` starts.
-    ``said``: one line for whoever reads the file. Raises SimulationError."""
+    """Write the plan's cluster: workers of each role, their steps and batches, and the memory and types of
+    their profile. Colocated workers are what ``splitserve up --mixed`` starts. ``said``: one line of comment
+    for the reader. Raises SimulationError."""
     pools = {role: (count, kind) for role, count, kind in hardware.pools(candidate)}
     up: Section = {"prefill": candidate.prefill, "decode": candidate.decode}
     if candidate.colocated:
@@ -57,7 +57,7 @@ def _memory(kind: Kind) -> Section:
 
 
 def _remarks(pools: dict[PoolRole, tuple[int, Kind]]) -> list[str]:
-    """What the sections cannot say."""
+    """Comments on settings that the sections cannot express."""
     remarks = []
     if len({kind.name for _, kind in pools.values()}) > 1:
         whose = ", ".join(f"`splitserve {SECTIONS[role]}` on {kind.name} ({count} of them)" for role, (count, kind) in pools.items())

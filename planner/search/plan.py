@@ -2,7 +2,7 @@
 
 Hundreds of candidates are sketched, best bound first, each only as far as it can still beat the best one
 known. The few that the sketch puts in front are simulated and bisected; so are the best one's neighbours and
-the same hardware colocated. What is said at the end is simulated.
+the same hardware colocated. All reported figures are simulated.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MOST_RIVALS = 3
 MOST_GROWN = 4
 """Larger clusters that are simulated for the load that has grown."""
 LIVES_TO_FILL = 4
-"""So many mean lives of a request a load has to last, at the least, so that the cluster fills."""
+"""Mean lives of a request that a load must last at least, so that the cluster fills."""
 LIVES_TO_SETTLE = 20
-"""What is told of for long is of so many."""
+"""Repetitions of the load for figures of the long run."""
 Report = Callable[[str], None]
 
 
@@ -57,8 +57,8 @@ class Plan:
     """``split``: the best of those whose workers do one thing each; ``best``: of all that disaggregate, with
     or without colocated workers beside; ``colocated``: of those that do not. ``sketches``: by candidate, the
     goodput that the sketch gives to each ratio at its best settings. ``others``: (goodput, look) of the
-    winner under the same load in other orders. ``warnings``: where the rest of the trace is harder than what
-    was planned on."""
+    winner under the same load in other orders. ``warnings``: such as that the rest of the trace is harder
+    than the planned part."""
 
     question: Question
     goal: Goal
@@ -88,7 +88,8 @@ class Plan:
 
     @property
     def disaggregates(self) -> bool:
-        """Where both are equally good, the split is: its latencies are the steadier ones."""
+        """Whether a split is recommended; also if both are equally good, because its latencies are
+        steadier."""
         return self.value(self.best) >= self.value(self.colocated)
 
     @property
@@ -98,7 +99,7 @@ class Plan:
 
     @property
     def life_s(self) -> float:
-        """Of a request at the winner's goodput, on average."""
+        """Mean life of a request at the winner's goodput, in seconds."""
         return self.at_goodput.tallies.percentiles()["e2e"]["mean"]
 
     def is_short(self, one: Answer) -> bool:
@@ -116,7 +117,8 @@ class Plan:
 
 
 def search(question: Question, goal: Goal, processes: int, report: Report = lambda _: None, with_curves: bool = False) -> Plan:
-    """Raises SimulationError where nothing can be built. ``report``: hears what is being done."""
+    """Search for the plan. ``report`` gets a sentence for each stage. Raises SimulationError if nothing can
+    be built."""
     with crew(question, processes) as workers:
         return _Search(question, goal, workers, report).run(with_curves)
 
@@ -216,8 +218,8 @@ class _Search:
         return {one: goodput for goodput, one in best.values()}
 
     def _families(self, sketches: dict[Candidate, float]) -> list[list[Candidate]]:
-        """Of each the best one is looked for, and they are in front: pure splits; splits with colocated
-        workers beside, as rivals of the former where they are not better; colocated ones."""
+        """The families of candidates, each with its best one first: pure splits, splits with colocated
+        workers, colocated ones."""
         split, partly, together = (
             _in_front((c for c in sketches if kind(c)), sketches, self._value) for kind in (_is_split, _is_partly, _is_together)
         )
@@ -226,8 +228,7 @@ class _Search:
         return [one for one in (split, partly, together) if one]
 
     def _best_ones(self) -> tuple[Answer, Answer, Answer, Answer]:
-        """Of all that were simulated: the best pure split, the best that disaggregates, the best colocated,
-        the best."""
+        """The best simulated ones: pure split, with disaggregation, colocated, of all."""
         split, partly, together = (
             max((a for a in self._known.values() if kind(a.candidate)), key=self._value_of, default=_nothing())
             for kind in (_is_split, _is_partly, _is_together)
@@ -250,8 +251,8 @@ class _Search:
         return [self._known[candidate] for candidate, _, _ in asked]
 
     def _simulate(self, families: list[list[Candidate]], sketches: dict[Candidate, float]) -> None:
-        """The first of each, and which of its rivals are better. For a rate that is given: the first that
-        serves it, in the order of what it costs."""
+        """Simulate the first of each family and its rivals. For a given rate: the first that serves it, by
+        cost."""
         if self._goal.objective != "goodput":
             for family in families:
                 smallest(self._question, self._goal, family, self._crew, self._known)
@@ -280,8 +281,8 @@ class _Search:
         return [c for c in around if c is not None and (c.colocated > 0 or min(c.prefill, c.decode) > 0)]
 
     def _grown(self, candidate: Candidate, rate: float) -> tuple[Candidate, float]:
-        """The fewest workers more that serve so much, and how well: sketched, then simulated, with more where
-        that is too few."""
+        """The cluster with the fewest workers more that serves ``rate``, and its attainment: sketched, then
+        simulated."""
         more = 1
         for _ in range(MOST_GROWN):
             bigger = self._least_more(candidate, rate, more)
@@ -292,8 +293,8 @@ class _Search:
         return bigger, seen.tallies.attainment
 
     def _least_more(self, candidate: Candidate, rate: float, at_least: int) -> Candidate:
-        """With ``at_least`` so many workers more: the first that the sketch finds good enough, and that could
-        keep up for long."""
+        """The first cluster with ``at_least`` workers more that the sketch finds good enough and
+        sustainable."""
         most = max(at_least, 2 * candidate.num_workers)
         for more in range(at_least, most + 1):
             tried = [candidate.with_more(more - d, d) for d in range(more + 1)] if candidate.prefill else [candidate.with_more(more)]
@@ -327,7 +328,7 @@ class _Search:
 
 
 def _nothing() -> Answer:
-    """Where there are no candidates."""
+    """The answer without candidates."""
     return Answer(Candidate(0, 0, 0, 1, 1), 0.0)
 
 

@@ -50,8 +50,7 @@ def _goodput_over_ratio(axes: Axes, plan: Plan) -> None:
 
 
 def _value_over_ratio(axes: Axes, plan: Plan) -> None:
-    """Of each cluster that serves the rate and could not be smaller, by the sketch: what it costs, or the
-    energy of a request."""
+    """Plot cost, or energy of a request, of each smallest cluster that serves the rate, by the sketch."""
     split = plan.split.candidate
     known = [c for c in plan.sketches if _same_kinds(c, split)]
     axes.plot([_share(c) for c in known], [-plan.goal.value(plan.question, c, plan.goal.rate) for c in known], "o", label="sketched")

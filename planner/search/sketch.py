@@ -2,10 +2,9 @@
 ranks; the simulator decides.
 
 Prompts go to the worker with the fewest tokens before it and are computed in chunks, shortest first with
-aging. Between two arrivals a decode batch is a fluid: its steps take the profiled time of so many sequences
-with so much context. A worker that does both takes turns: a step of prompts, a step of sequences. No
-messages, no caches that fill, no protocol: some forty microseconds a request, so that hundreds of candidates
-can be looked at.
+aging. Between two arrivals a decode batch is a fluid: its steps take the profiled time for its sequences and
+context. A worker of both roles alternates between prefill and decode steps. Without messages, full caches and
+protocol a request takes about forty microseconds.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ class _Worker:
     running: list[tuple[float, int]] = field(default_factory=list)  # by the number of steps at which they end
     steps: float = 0.0  # decode steps so far
     context: float = 0.0  # tokens in the caches of those running
-    at: float = 0.0  # until then it has been followed
-    version: int = 0  # of what is to happen next
+    at: float = 0.0  # time up to which it has advanced
+    version: int = 0  # of the next event
     held: int = 0  # sequences that have a place
     held_tokens: int = 0
     prefill_s: float = 0.0
@@ -148,7 +147,7 @@ class Sketch:
         self._arrivals = arrivals
         self._left = [a.num_new for a in arrivals]
         self._first = [0.0] * len(arrivals)
-        self._place: list[_Worker | None] = [None] * len(arrivals)  # who generates
+        self._place: list[_Worker | None] = [None] * len(arrivals)  # the worker that generates
         self._waiting: list[int] = []  # nobody has room to generate for them
         self._known = Sketched()
         events, following = self._events, 0

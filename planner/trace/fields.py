@@ -11,7 +11,7 @@ MAX_ARRIVAL_S = 1e11  # 3,000 years
 
 
 class BadField(Exception):
-    """``field`` is the column or key; the message says what is allowed."""
+    """``field`` is the column or key; the message states what is allowed."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The trace formats that are read, and how a file's first line tells which it is.
+"""The trace formats, recognised by a file's first line.
 
 | format | rows | arrival | lengths | block hashes |
 |---|---|---|---|---|
@@ -84,8 +84,7 @@ def _mooncake(row: Mapping[str, Any]) -> TraceRequest:
 
 
 def check_num_blocks(num_blocks: int, num_prompt_tokens: int, block_size: int, field: str) -> None:
-    """More hashes than the prompt has blocks: the block size is another than the trace says. Raises
-    BadField."""
+    """Raise BadField if there are more hashes than blocks: the stated block size is wrong."""
     most = -(-num_prompt_tokens // block_size)
     if num_blocks > most:
         raise BadField(field, f"{num_blocks} hashes, but {num_prompt_tokens} tokens are at most {most} blocks of {block_size}")

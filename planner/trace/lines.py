@@ -16,8 +16,7 @@ MAX_LINE_BYTES = 64 << 20
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Lines without their ends. Told by content, not by name, whether the file is compressed. Raises
-    TraceError."""
+    """Lines without their ends. The content decides whether the file is compressed. Raises TraceError."""
     number = 0
     try:
         with path.open("rb") as file:

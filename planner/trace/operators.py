@@ -14,8 +14,7 @@ from .request import Trace, TraceRequest
 
 
 def scaled(trace: Trace, factor: float) -> Trace:
-    """Time compressed by ``factor``: so many times the rate; bursts keep their number of requests and last so
-    much shorter."""
+    """Time compressed by ``factor``, which multiplies the rate; bursts keep their number of requests."""
 
     def read() -> Iterator[TraceRequest]:
         return (replace(request, arrival_s=request.arrival_s / factor) for request in trace)
@@ -52,8 +51,7 @@ def cut(trace: Trace, start_s: float = 0.0, end_s: float = math.inf, max_request
 
 
 def mixed(traces: Sequence[Trace]) -> Trace:
-    """All requests of all traces, every trace from its own time 0. Traces share no blocks and no sessions:
-    their tenants are strangers.
+    """All requests of all traces, every trace from its own time 0. Traces share no blocks and no sessions.
 
     Raises PlannerError if their block sizes differ.
     """

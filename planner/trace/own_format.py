@@ -5,9 +5,8 @@ written in it.
     {"arrival_s": 0.0, "num_prompt_tokens": 70, "num_output_tokens": 12, "block_hashes": ["9f3c", "03aa"], "session": "s17"}
 
 Header: ``format`` and ``version`` are needed. ``block_size`` is needed where rows have ``block_hashes``.
-``origin_s`` is the Unix time at arrival 0. ``disorder_s``: rows may stand in the order in which requests
-*ended*; then no row stands more than so many seconds of arrival time behind one that arrived later (a log's
-request time-out). Readers put them in order.
+``origin_s`` is the Unix time at arrival 0. ``disorder_s``: rows may be in the order in which requests
+*ended*, each at most this many seconds of arrival time too late (a log's request timeout). Readers sort them.
 
 Rows: arrival and the two lengths are needed. ``block_hashes`` are 1 to 32 hexadecimal digits each, chained
 from the prompt's start (an equal hash means equal tokens up to there). ``session`` is any opaque text of at

@@ -33,7 +33,7 @@ def draw_traces(path: Path, traces: Sequence[tuple[TraceStatistics, Shapes]]) ->
 
 def _draw_arrivals(axis: Any, statistics: TraceStatistics, shapes: Shapes) -> None:
     counts, width_s = np.array(shapes.arrivals.counts), shapes.arrivals.width_s
-    together = max(1, len(counts) // 300)  # about as many steps as can be told apart
+    together = max(1, len(counts) // 300)  # as many steps as are distinguishable
     padded = np.pad(counts, (0, -len(counts) % together)).reshape(-1, together).sum(axis=1)
     edges = np.arange(len(padded) + 1) * together * width_s
     axis.stairs(padded / (together * width_s), edges, fill=True)

@@ -23,11 +23,10 @@ Parsed = TypeVar("Parsed")
 
 
 def open_trace(path: Path, *, disorder_s: float = 0.0, drop_empty: bool = False) -> Trace:
-    """Reads no more than the first rows now; the rest when the trace is iterated. Raises TraceError.
+    """Open a trace. Only its first rows are read now, the rest on iteration. Raises TraceError.
 
-    ``disorder_s``: rows may stand so many seconds of arrival time too late, and are put in order (in memory:
-    what came within that time). ``drop_empty``: leave out requests without prompt or output tokens, which
-    else are errors.
+    ``disorder_s``: sort rows that are up to this many seconds of arrival time too late, in memory.
+    ``drop_empty``: leave out requests without prompt or output tokens, which else are errors.
     """
     lines = read_lines(path)
     first = next(lines, None)
@@ -72,7 +71,7 @@ def _own_rows(path: Path, header: Header) -> Numbered:
 
 
 def _origin(path: Path, format: Format, disorder_s: float) -> float:
-    """Where the format has dates: the Unix time before which no row can arrive. Else 0."""
+    """Unix time before which no row can arrive; 0 for formats without dates."""
     if format.origin_s is None:
         return 0.0
     for number, row in _csv(path):

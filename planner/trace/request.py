@@ -1,4 +1,4 @@
-"""A trace: who asked for how much, and when. Lengths and block hashes, never text."""
+"""A trace: arrivals, lengths and block hashes of requests, never text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Trace:
     name: str
     read: Callable[[], Iterator[TraceRequest]]
     block_size: int | None = None  # tokens that one block hash stands for; None: the trace has no hashes
-    # Unix time at arrival 0, which aligns windows with the wall clock; 0: the trace tells no date
+    # Unix time at arrival 0, which aligns windows with the wall clock; 0: the trace has no date
     origin_s: float = 0.0
 
     def __iter__(self) -> Iterator[TraceRequest]:

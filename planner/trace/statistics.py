@@ -1,4 +1,4 @@
-"""What a trace is like: its arrivals, its lengths, and how much of its prompts a cache would have known.
+"""Statistics of a trace: arrivals, lengths, and reuse of prompts.
 
     IAT CV      standard deviation over mean of the gaps between arrivals: 1 for Poisson arrivals
     peak        most arrivals in one window, windows aligned to the wall clock (where the trace has a date) or to its start;
@@ -7,7 +7,7 @@
     reuse       share of all prompt blocks whose hash, and those of all blocks before it, an earlier request had: the hit rate of one
                 prefix cache without bound (this alone remembers every distinct block)
 
-One pass, in memory that does not grow with the number of requests but for reuse and the names of sessions.
+One pass. Only reuse and the names of sessions need memory that grows with the number of requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LengthStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BlockStatistics:
-    """Of a trace with block hashes. Reuse is None where no prompt has a block."""
+    """Statistics of a trace's block hashes. Reuse is None if no prompt has a block."""
 
     block_size: int
     num_blocks: int
@@ -48,8 +48,7 @@ class BlockStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TraceStatistics:
-    """Keys of the peaks and the dispersion are widths in seconds. None: not defined for so few or so equal
-    values."""
+    """Keys of the peaks and the dispersion are widths in seconds. None: undefined for these values."""
 
     name: str
     num_requests: int

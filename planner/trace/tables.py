@@ -9,7 +9,7 @@ from rich.table import Table
 
 from .statistics import WIDTHS_S, LengthStatistics, TraceStatistics
 
-GRID_SHARE = 0.5  # below this share of distinct arrival times the gaps tell of the clock, not of the load
+GRID_SHARE = 0.5  # below this share of distinct arrival times the gaps are the clock's, not the load's
 Row = tuple[str, str]
 
 

@@ -30,7 +30,7 @@ class Moments:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of what was seen (divided by n)."""
+        """Standard deviation of the values (divided by n)."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
 
@@ -69,7 +69,7 @@ class WholeNumbers:
 
 
 def percentiles(values: list[tuple[int, int]], percents: tuple[float, ...]) -> list[float]:
-    """Of sorted (value, count), interpolated between neighbours like numpy's default."""
+    """Percentiles of sorted (value, count), interpolated like numpy's default."""
     total = sum(count for _, count in values)
     return [_at(values, (total - 1) * percent / 100) for percent in percents]
 

@@ -1,5 +1,5 @@
-"""How distributions of lengths are written in options; apart from what draws them, so that reading options
-loads no numerical library."""
+"""The notation of length distributions in options. Free of numerical libraries, so that options load
+quickly."""
 
 from __future__ import annotations
 

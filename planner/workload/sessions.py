@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..trace.request import TraceRequest
 
-INDEX_BITS = 32  # of a block hash; above them stands who owns the block
+INDEX_BITS = 32  # of a block hash; the bits above name the block's owner
 
 
 class Sessions(BaseModel):
@@ -91,8 +91,7 @@ def _turn(sessions: Sessions, session: _Session, arrival_s: float, num_new_token
 
 
 def _block_hashes(sessions: Sessions, session: _Session, num_prompt_tokens: int) -> tuple[int, ...]:
-    """Of the full blocks: those wholly within the system prompt are the system prompt's, the others the
-    session's."""
+    """Hashes of the full blocks: those within the system prompt are shared, the others the session's."""
     num_blocks = num_prompt_tokens // sessions.block_size
     num_shared = sessions.system_prompt_len // sessions.block_size if session.system >= 0 else 0
     shared, own = (2 * session.system) << INDEX_BITS, (2 * session.number + 1) << INDEX_BITS

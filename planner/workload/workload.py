@@ -38,7 +38,8 @@ class Workload(BaseModel):
         return self.model_copy(update={"arrivals": self.arrivals.model_copy(update={"rate": rate / turns})})
 
     def trace(self, seed: int, *, max_requests: int | None = None, duration_s: float = float("inf"), name: str = "workload") -> Trace:
-        """A trace of so many requests or seconds, whichever is reached first; without both it has no end."""
+        """A trace that ends at the first of ``max_requests`` and ``duration_s``; without both it has no
+        end."""
         endless = Trace(name, lambda: self._draw(seed), self.sessions.block_size if self.sessions else None)
         return cut(endless, end_s=duration_s, max_requests=max_requests)
 
