@@ -1,7 +1,8 @@
-"""Everything that the shells of a worker may touch: four protocols, and one value that holds an implementation of each.
+"""Everything that the shells of a worker may touch: four protocols, and one value that holds an
+implementation of each.
 
-The live ones are in ``live_environment.py``. The fault simulator hands the same shells a network, a device and movers of its own, under
-virtual time.
+The live ones are in ``live_environment.py``. The fault simulator hands the same shells a network, a device
+and movers of its own, under virtual time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Listener(Protocol):
         """Queue messages for ``peer``; False where any had to be dropped."""
 
     def receive(self, limit: int) -> list[tuple[bytes, Message]]:
-        """What has arrived, of up to ``limit`` calls of ``send``: messages, each with its sender's identity."""
+        """What has arrived, of up to ``limit`` calls of ``send``: messages, each with its sender's
+        identity."""
 
 
 class LocalProcess(Protocol):
@@ -85,11 +87,13 @@ class Network(Protocol):
         """Another network of this process, to which these channels belong from now on."""
 
     def process(self, pid: int) -> LocalProcess | None:
-        """The process of this host that has this id now; None where there is none. Raises OSError where that cannot be seen."""
+        """The process of this host that has this id now; None where there is none. Raises OSError where that
+        cannot be seen."""
 
 
 class Device(Protocol):
-    """The worker's KV blocks: where they are computed, where movers read and write them, and their checksums."""
+    """The worker's KV blocks: where they are computed, where movers read and write them, and their
+    checksums."""
 
     @property
     def num_layers(self) -> int: ...
@@ -101,7 +105,8 @@ class Device(Protocol):
         """Bring these layers of these blocks to where this mover reads them."""
 
     def add_sent(self, mover: str, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
-        """Add these layers to the checksums of blocks that are being sent: layer 0 begins one anew, the others follow in order."""
+        """Add these layers to the checksums of blocks that are being sent: layer 0 begins one anew, the
+        others follow in order."""
 
     def sent_checksums(self, mover: str, blocks: Sequence[int]) -> list[int]:
         """Of blocks all of whose layers have been added."""

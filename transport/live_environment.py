@@ -1,4 +1,5 @@
-"""The live environment: the monotonic clock, ZeroMQ channels, the model's KV blocks, and movers between processes."""
+"""The live environment: the monotonic clock, ZeroMQ channels, the model's KV blocks, and movers between
+processes."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ class LiveNetwork:
 
 
 class LiveDevice:
-    """Blocks on a GPU are read there by the movers ``ON_DEVICE``, and by the others from their mirror in host memory."""
+    """Blocks on a GPU are read there by the movers ``ON_DEVICE``, and by the others from their mirror in host
+    memory."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks, self._on_device = blocks, blocks.device_blocks
@@ -137,6 +139,10 @@ class LiveMover:
         return open_source(met, self._blocks.pool, self._plaintext, self._blocks.device_blocks)
 
 
-def live_environment(blocks: Blocks, key: ClusterKey | None, poller: zmq.Poller, plaintext: bool) -> Environment:
+def live_environment(
+    blocks: Blocks, key: ClusterKey | None, poller: zmq.Poller, plaintext: bool
+) -> Environment:
     """What a worker of this process is given; its channels are registered with ``poller``."""
-    return Environment(MonotonicClock(), LiveNetwork(key, poller), LiveDevice(blocks), LiveMover(blocks, plaintext))
+    return Environment(
+        MonotonicClock(), LiveNetwork(key, poller), LiveDevice(blocks), LiveMover(blocks, plaintext)
+    )

@@ -84,7 +84,9 @@ class DecodeRole(PlayedRole):
             HandoffTimes(lease=settings.lease_s),
         )
         meet = self._meet()
-        self.core = DecodeCore(worker, scheduler, receiver, identity.fingerprint, meet, settings.drain_timeout_s)
+        self.core = DecodeCore(
+            worker, scheduler, receiver, identity.fingerprint, meet, settings.drain_timeout_s
+        )
         assert self.core.moving is not None, "it has said how it meets others"
         self.sender = self.core.moving.sender
         self.steps = DecodeSteps(self.core, model, process.wake)
@@ -93,9 +95,13 @@ class DecodeRole(PlayedRole):
         return self.core.take(now)
 
     def _do(self, action: Any) -> None:
-        if isinstance(action, RECEIVING) or (isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE)):
+        if isinstance(action, RECEIVING) or (
+            isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE)
+        ):
             self._receiving.carry_out(action)
-        elif not isinstance(action, Join | Supersede | TellTokens):  # the core's own; live steps are never foretold
+        elif not isinstance(
+            action, Join | Supersede | TellTokens
+        ):  # the core's own; live steps are never foretold
             super()._do(action)
 
     def _rename(self, incarnation: int) -> None:

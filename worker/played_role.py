@@ -72,7 +72,9 @@ class PlayedRole(ABC):
         self._identity = msgspec.convert(model.identity, ModelIdentity)
         self._ticked = 0.0
         self.poller = zmq.Poller()
-        environment = live_environment(model, process.key, self.poller, settings.plaintext_kv or settings.insecure)
+        environment = live_environment(
+            model, process.key, self.poller, settings.plaintext_kv or settings.insecure
+        )
         self._receiving = self._open_receiving(environment)
         self.links = CoordinatorLinks(
             settings.coordinators,

@@ -1,4 +1,5 @@
-"""Bugs for test_teeth.py, put into code that only the shells have: both ends of the handoff, and the links to coordinators."""
+"""Bugs for test_teeth.py, put into code that only the shells have: both ends of the handoff, and the links to
+coordinators."""
 
 from __future__ import annotations
 

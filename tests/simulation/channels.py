@@ -1,7 +1,9 @@
-"""Channels in virtual time, for the shells that run live over ZeroMQ: who is connected, what has come and is to be received.
+"""Channels in virtual time, for the shells that run live over ZeroMQ: who is connected, what has come and is
+to be received.
 
-A connection is there while the listening process lives, does not stand still for long, and no partition has lasted for long. The messages
-themselves are carried by ``network.py``. What is sent and opened here is held against the rules that both ends of a handoff keep.
+A connection is there while the listening process lives, does not stand still for long, and no partition has
+lasted for long. The messages themselves are carried by ``network.py``. What is sent and opened here is held
+against the rules that both ends of a handoff keep.
 """
 
 from __future__ import annotations
@@ -76,22 +78,38 @@ class VirtualNetwork:
         else:
             return
         if stage < self._stages.get(message.lease, stage):
-            self.world.violated(f"{self.owner.name}: a message of lease {message.lease} was sent after one that was due later")
+            self.world.violated(
+                f"{self.owner.name}: a message of lease {message.lease} was sent after one that was due later"
+            )
         self._stages[message.lease] = stage
 
     def _check_addressee(self, address: str, incarnation: int) -> None:
-        """Of two incarnations of one process one is there: the earlier one's channel is closed first, the later one's stays alone."""
+        """Of two incarnations of one process one is there: the earlier one's channel is closed first, the
+        later one's stays alone."""
         for (other, number), channel in self.channels.items():
-            if other == address and number != incarnation and same_process(number, incarnation) and not channel.closed:
-                self.world.violated(f"{self.owner.name}: connects to incarnation {incarnation} of {address} beside {number}")
+            if (
+                other == address
+                and number != incarnation
+                and same_process(number, incarnation)
+                and not channel.closed
+            ):
+                self.world.violated(
+                    f"{self.owner.name}: connects to incarnation {incarnation} of {address} beside {number}"
+                )
 
     def _check_incarnation(self, address: str, identity: bytes, to_coordinator: bool) -> None:
         """A process's incarnations never go back; to a coordinator each opens one channel."""
         named = worker_of(identity)
         assert named is not None
-        again = to_coordinator and (known := self.channels.get((address, 0))) is not None and worker_of(known.identity) == named
+        again = (
+            to_coordinator
+            and (known := self.channels.get((address, 0))) is not None
+            and worker_of(known.identity) == named
+        )
         if named[1] < self._incarnation or again:
-            self.world.violated(f"{self.owner.name}: incarnation {named[1]} came after {self._incarnation}, or twice")
+            self.world.violated(
+                f"{self.owner.name}: incarnation {named[1]} came after {self._incarnation}, or twice"
+            )
         self._incarnation = max(self._incarnation, named[1])
 
 
@@ -108,7 +126,9 @@ class VirtualPid:
 class VirtualChannel:
     """The connecting end."""
 
-    def __init__(self, network: VirtualNetwork, address: str, identity: bytes, allowed: frozenset[type[Message]]) -> None:
+    def __init__(
+        self, network: VirtualNetwork, address: str, identity: bytes, allowed: frozenset[type[Message]]
+    ) -> None:
         self.network, self.world = network, network.world
         self.address, self.identity, self._allowed = address, identity, allowed
         self.number = self.world.next_number()
@@ -155,7 +175,9 @@ class VirtualChannel:
         if self.closed or speaker < self._newest:  # one connection's messages come in order
             return
         if type(message) not in self._allowed:
-            self.world.violated(f"{self.network.owner.name}: got a {type(message).__name__} from {self.address}")
+            self.world.violated(
+                f"{self.network.owner.name}: got a {type(message).__name__} from {self.address}"
+            )
         self._newest = speaker
         process = self.network.owner
         if isinstance(message, Ack):
@@ -176,7 +198,9 @@ class VirtualListener:
         self.inbox: list[tuple[bytes, Message]] = []
         self.closed = False
         self._routes: dict[bytes, VirtualChannel] = {}  # the newest of each identity
-        self._opened_to: dict[PeerId, int] = {}  # by peer, the newest of our incarnations that a channel of it was opened to
+        self._opened_to: dict[
+            PeerId, int
+        ] = {}  # by peer, the newest of our incarnations that a channel of it was opened to
 
     @property
     def socket(self) -> object:
@@ -189,7 +213,9 @@ class VirtualListener:
         if channel is None or channel.closed or not channel.network.owner.alive or not process.alive:
             return False
         for message in messages:
-            self.world.network.send(process.name, channel.network.owner.name, message, channel.come, self.number)
+            self.world.network.send(
+                process.name, channel.network.owner.name, message, channel.come, self.number
+            )
         return True
 
     def _check_way_back(self, identity: bytes, messages: Sequence[Message]) -> None:
@@ -197,8 +223,12 @@ class VirtualListener:
         if (peer := worker_of(identity)) is None:
             return
         if is_earlier(opened_to(identity), self._opened_to.get(peer, 0)):
-            self.world.violated(f"{self.address}: answers {peer[0]} on a channel to its incarnation {opened_to(identity)}")
-        if any(isinstance(message, Retired) and has_ended(peer[1], message.incarnation) for message in messages):
+            self.world.violated(
+                f"{self.address}: answers {peer[0]} on a channel to its incarnation {opened_to(identity)}"
+            )
+        if any(
+            isinstance(message, Retired) and has_ended(peer[1], message.incarnation) for message in messages
+        ):
             self._opened_to.pop(peer, None)  # nothing more comes from it
 
     def receive(self, limit: int) -> list[tuple[bytes, Message]]:
@@ -210,7 +240,9 @@ class VirtualListener:
         if self.closed:
             return
         if type(message) not in self._allowed:
-            self.world.violated(f"{self.address}: got a {type(message).__name__} from {channel.network.owner.name}")
+            self.world.violated(
+                f"{self.address}: got a {type(message).__name__} from {channel.network.owner.name}"
+            )
         known = self._routes.get(channel.identity)
         if known is None or channel.number >= known.number:
             self._routes[channel.identity] = channel

@@ -79,9 +79,13 @@ class CoordinatorProcess(Process):
 
     def _check_owner(self, message: Message) -> None:
         """A request is its coordinator's alone."""
-        others = {other.core.incarnation for other in self.world.coordinators.values() if other.name != self.name}
+        others = {
+            other.core.incarnation for other in self.world.coordinators.values() if other.name != self.name
+        }
         if getattr(message, "coordinator", 0) in others:
-            self.world.violated(f"{self.name}: got a {type(message).__name__} about a request of another coordinator")
+            self.world.violated(
+                f"{self.name}: got a {type(message).__name__} about a request of another coordinator"
+            )
 
     def _tick(self) -> None:
         self.after(TICK_S, self._tick)

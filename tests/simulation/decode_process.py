@@ -36,7 +36,9 @@ class DecodeProcess(WorkerProcess):
     base_step_s = 0.02
     core: DecodeCore
 
-    def __init__(self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None) -> None:
+    def __init__(
+        self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None
+    ) -> None:
         super().__init__(world, name, host, num_blocks, process)
         assert self.core.moving is not None
         self.start_sending(self.core.moving.sender)
@@ -54,11 +56,19 @@ class DecodeProcess(WorkerProcess):
 
     def make_core(self) -> DecodeCore:
         max_num_seqs = self.world.scenario.cluster.max_num_seqs
-        scheduler = DecodeScheduler(self.blocks, BLOCK_SIZE, max_num_seqs, MAX_MODEL_LEN, EOS, window=self.model.window)
+        scheduler = DecodeScheduler(
+            self.blocks, BLOCK_SIZE, max_num_seqs, MAX_MODEL_LEN, EOS, window=self.model.window
+        )
         movers, check_bytes = self.open_targets(), BLOCK_BYTES * self.world.random.choice(BLOCKS_A_CHECK)
         self.receiving = ReceivingEnd(self.environment, movers, self.name, self.host, check_bytes)
         receiver = HandoffReceiver(
-            self.id, self.model, self.blocks, movers.endpoints, lambda: self.core.room(), lambda: self.world.random.randbytes(16), TIMES
+            self.id,
+            self.model,
+            self.blocks,
+            movers.endpoints,
+            lambda: self.core.room(),
+            lambda: self.world.random.randbytes(16),
+            TIMES,
         )
         return DecodeCore(self.id, scheduler, receiver, MODEL.fingerprint, self.meet(), DRAIN_S)
 
@@ -95,7 +105,9 @@ class DecodeProcess(WorkerProcess):
         self.receiving.receive(ready, self.core, now, lambda message, now: None)
 
     def do(self, action: Any) -> None:
-        if isinstance(action, RECEIVING) or (isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE)):
+        if isinstance(action, RECEIVING) or (
+            isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE)
+        ):
             self.receiving.carry_out(action)
         elif not isinstance(action, Join | Supersede):  # the core has seen to it
             self.sending.carry_out(action)
@@ -125,15 +137,24 @@ class DecodeProcess(WorkerProcess):
 
     def written_by_itself(self, lease: int, blocks: list[int], start: int, slices: list[list[int]]) -> None:
         """By a communicator: what has been received is copied into the pool."""
-        if not set(blocks) <= set(self.core.receiver.blocks_open_to(lease)) or self.core.receiver.mover_of(lease) != "nccl":
-            self.world.violated(f"{self.name}: blocks {blocks} were written under lease {lease}, which had ended or is another mover's")
+        if (
+            not set(blocks) <= set(self.core.receiver.blocks_open_to(lease))
+            or self.core.receiver.mover_of(lease) != "nccl"
+        ):
+            self.world.violated(
+                f"{self.name}: blocks {blocks} were written under lease {lease}, which had ended or is another mover's"
+            )
         for block, values in zip(blocks, slices, strict=True):
             self.memory.write(block, start, values)
 
     def written_by_peer(self, lease: int, block: int, start: int, values: list[int]) -> None:
         """The one-sided mover: the memory changes, whatever this process thinks or does."""
         if block not in self.core.receiver.blocks_open_to(lease):
-            self.world.violated(f"{self.name}: block {block} was written under lease {lease}, which had ended")
+            self.world.violated(
+                f"{self.name}: block {block} was written under lease {lease}, which had ended"
+            )
         if self.core.receiver.mover_of(lease) in ("tcp", "nccl"):
-            self.world.violated(f"{self.name}: block {block} was written by its peer itself, under a lease of another mover")
+            self.world.violated(
+                f"{self.name}: block {block} was written by its peer itself, under a lease of another mover"
+            )
         self.memory.write(block, start, values)

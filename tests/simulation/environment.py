@@ -38,7 +38,8 @@ class VirtualClock:
 
 
 class VirtualDevice:
-    """The process's memory. A block's checksum is the same whether it leaves whole or in slices, which must leave in order."""
+    """The process's memory. A block's checksum is the same whether it leaves whole or in slices, which must
+    leave in order."""
 
     num_layers, block_bytes = NUM_LAYERS, BLOCK_BYTES
 
@@ -103,7 +104,9 @@ class VirtualMover:
         """Made anew once; if that one fails too, another mover is to take its place."""
         process, peer = self._process, (met.worker_id, met.incarnation)
         if process.num_broken[peer] >= 2:
-            self._world.violated(f"{process.name}: a mover to {peer[0]} that has failed twice in a row was made once more")
+            self._world.violated(
+                f"{process.name}: a mover to {peer[0]} that has failed twice in a row was made once more"
+            )
         source = RendezvousSource(process, met.worker_id, int(met.data_address), self._poll)
         source.failed = lambda: self._has_failed(peer)
         process.after(0.001, process.poll)
@@ -122,13 +125,17 @@ def environment_of(process: WorkerProcess) -> Environment:
 
 
 class ReachCheck:
-    """Holds what a sending end makes of peers that cannot be reached against the rule, in words of its own."""
+    """Holds what a sending end makes of peers that cannot be reached against the rule, in words of its
+    own."""
 
     def __init__(self, process: WorkerProcess, sender: HandoffSender) -> None:
         self._process, self._sender = process, sender
         self._wanted_at: dict[PeerId, float] = {}
         self._take, self._peer_lost = sender.take, sender.peer_lost
-        patched: dict[str, Callable[..., object]] = {"take": self._watch_take, "peer_lost": self._watch_peer_lost}
+        patched: dict[str, Callable[..., object]] = {
+            "take": self._watch_take,
+            "peer_lost": self._watch_peer_lost,
+        }
         for name, method in patched.items():
             setattr(sender, name, method)
 
@@ -137,7 +144,9 @@ class ReachCheck:
         for out in self._sender._outgoing.values():
             away_s, patience_s = self._away_s(out.peer) or 0.0, self._patience_s(out.peer)
             if away_s > patience_s + LOOKED_S:
-                self._violated(f"a handoff waits for {out.peer[0]}, which has been beyond reach for {away_s:.1f} s")
+                self._violated(
+                    f"a handoff waits for {out.peer[0]}, which has been beyond reach for {away_s:.1f} s"
+                )
 
     def _watch_take(self) -> list[SenderAction]:
         actions = self._take()

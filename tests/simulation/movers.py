@@ -1,5 +1,6 @@
-"""KV blocks on their way: a one-sided mover that writes the peer's memory, and a two-sided one that sends parcels. (The one
-that needs a rendezvous: communicators.py; the one-sided ones whose puts linger, or go on by themselves: agents.py, copies.py.)"""
+"""KV blocks on their way: a one-sided mover that writes the peer's memory, and a two-sided one that sends
+parcels. (The one that needs a rendezvous: communicators.py; the one-sided ones whose puts linger, or go on by
+themselves: agents.py, copies.py.)"""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class Source(ABC):
 
 
 class SharedMemorySource(Source):
-    """Copies into the peer's memory by itself, half a block at a time: it may be stopped, or die, between any two halves."""
+    """Copies into the peer's memory by itself, half a block at a time: it may be stopped, or die, between any
+    two halves."""
 
     def _put(self, lease: int, secret: bytes, items: Sequence[Item], first: int, end: int) -> None:
         target = self._about_to_write(items)
@@ -137,7 +139,8 @@ class SharedMemorySource(Source):
 
 
 class ParcelSource(Source):
-    """Sends parcels, which leave a little later with what their blocks hold then, and arrive as the adversary likes."""
+    """Sends parcels, which leave a little later with what their blocks hold then, and arrive as the adversary
+    likes."""
 
     def __init__(self, writer: WorkerProcess, peer: str, process: int) -> None:
         super().__init__(writer, peer, process)
@@ -203,8 +206,8 @@ class MappedTarget(OneSidedTarget):
 
 
 class BookTarget:
-    """The receiving side where this process itself writes what comes: what the real movers' lease book expects and nothing else. (A value
-    counts as a byte.)"""
+    """The receiving side where this process itself writes what comes: what the real movers' lease book
+    expects and nothing else. (A value counts as a byte.)"""
 
     one_sided = lingers = False
 
@@ -261,7 +264,8 @@ class ParcelTarget(BookTarget):
         self._have_arrived([(parcel.lease, position) for position in complete])
 
     def take_in(self, parcel: Parcel) -> list[int] | None:
-        """Writes the parcel and returns the positions that are complete now; None where it is not expected (any more), or is cut short."""
+        """Writes the parcel and returns the positions that are complete now; None where it is not expected
+        (any more), or is cut short."""
         size, start = (parcel.end - parcel.first) * self._memory.block_size, parcel.first * self._memory.block_size
         positions = tuple(position for position, _ in parcel.slices)
         claim = self.book.claim(ParcelHeader(parcel.lease, parcel.secret, start, size, positions))

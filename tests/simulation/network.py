@@ -19,13 +19,16 @@ ENCODED = 0.1
 
 
 class Network:
-    """Between processes named by ``source`` and ``target``. A partition swallows what it stops, or holds it back until it heals."""
+    """Between processes named by ``source`` and ``target``. A partition swallows what it stops, or holds it
+    back until it heals."""
 
     def __init__(self, world: World) -> None:
         self.world, self.random, self.queue = world, world.random, world.queue
         self.faults, self.counts = world.scenario.faults, world.counts
         self.said: Counter[str] = Counter()  # messages by type
-        self._cuts: dict[tuple[str, str], tuple[float, bool]] = {}  # until when, and whether messages are held back
+        self._cuts: dict[
+            tuple[str, str], tuple[float, bool]
+        ] = {}  # until when, and whether messages are held back
         self._cut_since: dict[tuple[str, str], float] = {}
         self._newest: dict[tuple[str, str], float] = {}  # when the latest of one's messages to another comes
         self.held_until = 0.0  # when the last comes that a partition has held back
@@ -40,13 +43,16 @@ class Network:
         """Whether one way or both have been cut for so long."""
         now = self.queue.now
         return any(
-            self._cuts.get(way, (0.0, False))[0] > now and now - self._cut_since[way] >= seconds for way in ((one, other), (other, one))
+            self._cuts.get(way, (0.0, False))[0] > now and now - self._cut_since[way] >= seconds
+            for way in ((one, other), (other, one))
         )
 
     def heal(self) -> None:
         self._cuts.clear()
 
-    def send(self, source: str, target: str, message: Message, receive: Callable[..., None], *args: Any) -> None:
+    def send(
+        self, source: str, target: str, message: Message, receive: Callable[..., None], *args: Any
+    ) -> None:
         """Calls ``receive(*args, message)`` some time later; perhaps never, perhaps twice."""
         random, faults = self.random.random, self.faults
         self.said[message.__class__.__name__] += 1
@@ -72,8 +78,8 @@ class Network:
         self.queue.at(self._arrival(source, target, delay), receive, *args, message)
 
     def _mangle(self, message: Message) -> None:
-        """Its bytes are changed or cut: the real codec refuses them, or makes a message of them, which the cipher would have refused. It
-        must raise BadMessage and nothing else."""
+        """Its bytes are changed or cut: the real codec refuses them, or makes a message of them, which the
+        cipher would have refused. It must raise BadMessage and nothing else."""
         data = bytearray(encode(message))
         if self.random.random() < 0.3:
             del data[int(self.random.random() * len(data)) :]
@@ -87,7 +93,8 @@ class Network:
             self.counts["mangled messages left to the cipher"] += 1
 
     def _arrival(self, source: str, target: str, delay: float) -> float:
-        """One connection's messages come in order. Only the adversary changes that, where it makes messages late."""
+        """One connection's messages come in order. Only the adversary changes that, where it makes messages
+        late."""
         at = self.queue.now + delay
         if not self.faults.late or self.world.calm:
             at = self._newest[(source, target)] = max(at, self._newest.get((source, target), 0.0))

@@ -162,6 +162,7 @@ NAMED = {
     "echoes": Scenario(Faults(drop=0.1, double=0.3, late=0.1, corrupt_put=0.05, lost_put=0.02, cancel=0.1, short_deadline=0.1)),
     "nacks": Scenario(Faults(drop=0.2, double=0.5, late=0.2, corrupt_put=0.2), Cluster(one_sided=1.0)),
     "parcels": Scenario(Faults(late_put=0.1, double_put=0.1, late=0.05, cancel=0.2), Cluster(one_sided=0.0, decode_blocks=80)),
+    "hurry": Scenario(Faults(short_deadline=0.5), Cluster(num_prefill=1, num_decode=1, max_batch_tokens=16), rate=480.0),
     "fences": Scenario(Faults(partition_every=0.15, late=0.2, double=0.2, freeze_every=1.0), Cluster(num_prefill=1), rate=200.0),
     "stalls": Scenario(Faults(drop=0.05, double=0.5, late=0.05, corrupt_put=0.2, freeze_in_put=0.1), Cluster(num_prefill=3, one_sided=1.0)),
     "meetings": Scenario(Faults(mover_error=0.03, double=0.2, late=0.1, kill_every=0.3), Cluster(one_sided=1.0)),

@@ -41,7 +41,13 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 160
-MODEL = ModelIdentity(fingerprint="simulated", dtype="int", block_size=BLOCK_SIZE, layout="simulated", block_bytes=8 * BLOCK_SIZE)
+MODEL = ModelIdentity(
+    fingerprint="simulated",
+    dtype="int",
+    block_size=BLOCK_SIZE,
+    layout="simulated",
+    block_bytes=8 * BLOCK_SIZE,
+)
 TICK_S, HEARTBEAT_S = 0.1, 0.2
 TIMES = HandoffTimes(resend=0.2, grant=6.0, ack=1.5, lease=0.6, waiting=1.0, silence=2.5)
 DRAIN_S = 1.5
@@ -59,7 +65,9 @@ class WorkerProcess(Process, ABC):
     sender: HandoffSender
     reach_check: ReachCheck
 
-    def __init__(self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None) -> None:
+    def __init__(
+        self, world: World, name: str, host: str, num_blocks: int, process: FlexibleProcess | None = None
+    ) -> None:
         """``process``: whose role it is, where that can change; the memory is then that one's."""
         super().__init__(world, name)
         self.host, self.num_blocks, self.process = host, num_blocks, process
@@ -71,7 +79,9 @@ class WorkerProcess(Process, ABC):
         self.pid = process.pid if process else self.endpoint
         world.pids[self.pid] = process or self
         self.model = replace(MODEL, window=world.scenario.cluster.window)
-        self.memory = process.memory if process else Memory(num_blocks, BLOCK_SIZE, world.scenario.cluster.window)
+        self.memory = (
+            process.memory if process else Memory(num_blocks, BLOCK_SIZE, world.scenario.cluster.window)
+        )
         self.blocks = process.blocks if process else WatchedBlocks(num_blocks, self)
         # processes in the middle of copying into these blocks of ours
         self.writers: dict[Process, Counter[int]] = process.writers if process else {}
@@ -151,7 +161,8 @@ class WorkerProcess(Process, ABC):
         self.reach_check = ReachCheck(self, sender)
 
     def poll(self) -> None:
-        """One turn of the loop, as the live one's: messages have come, or something has happened to a mover."""
+        """One turn of the loop, as the live one's: messages have come, or something has happened to a
+        mover."""
         if self._polls or not self.alive:
             return
         self._polls = True
@@ -170,7 +181,9 @@ class WorkerProcess(Process, ABC):
         self.turn()
         for message in messages:
             if isinstance(message, Cancel) and self.alive and not self.frozen:
-                self._check_cancelled({(message.coordinator, dispatch) for dispatch in from_u32(message.dispatches)})
+                self._check_cancelled(
+                    {(message.coordinator, dispatch) for dispatch in from_u32(message.dispatches)}
+                )
 
     def receive_from_peers(self, ready: set[object], now: float) -> None:
         """From those that hand over to us."""
@@ -210,7 +223,8 @@ class WorkerProcess(Process, ABC):
             self._leave()
 
     def _leave(self) -> None:
-        """A process that ends takes its memory along; one that goes on in the other role must have every block back."""
+        """A process that ends takes its memory along; one that goes on in the other role must have every
+        block back."""
         if self.process is not None and not self.told_to_leave:
             if not self.core.at_rest:
                 self._rests_since = None
@@ -237,7 +251,9 @@ class WorkerProcess(Process, ABC):
         return self.process.alive if self.process is not None else self.alive
 
     def freeze(self, seconds: float) -> None:
-        self.world.struck.update(role.id for role in (self.process.roles.values() if self.process is not None else (self,)))
+        self.world.struck.update(
+            role.id for role in (self.process.roles.values() if self.process is not None else (self,))
+        )
         if self.process is not None:
             self.process.freeze(seconds)
         else:
@@ -251,7 +267,8 @@ class WorkerProcess(Process, ABC):
             self.told_to_leave = True
 
     def audit(self) -> None:
-        """Of all its blocks, whichever role's. (A process that is to end leaves some to nobody with its first role.)"""
+        """Of all its blocks, whichever role's. (A process that is to end leaves some to nobody with its first
+        role.)"""
         if self.process is None:
             self.blocks.audit(self.block_tables())
         elif not self.process.leaving:
@@ -332,7 +349,14 @@ class WorkerProcess(Process, ABC):
 
     def meet(self) -> Meet:
         """How it introduces itself to those that it hands over to."""
-        return Meet(worker_id=self.name, incarnation=self.incarnation, host=self.host, pid=self.pid, model=self.model, movers=self._movers)
+        return Meet(
+            worker_id=self.name,
+            incarnation=self.incarnation,
+            host=self.host,
+            pid=self.pid,
+            model=self.model,
+            movers=self._movers,
+        )
 
     def hello(self, incarnation: int) -> Hello:
         cluster = self.world.scenario.cluster

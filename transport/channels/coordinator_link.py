@@ -1,4 +1,5 @@
-"""A worker's line to the coordinator: says hello until it is welcome, and again under a new incarnation when it is fenced."""
+"""A worker's line to the coordinator: says hello until it is welcome, and again under a new incarnation when
+it is fenced."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ class LinkedWorker(Protocol):
         """How the worker introduces itself."""
 
     def welcomed(self, coordinator: int) -> None:
-        """This coordinator incarnation's work counts from now on; that of an earlier one behind the same link does not."""
+        """This coordinator incarnation's work counts from now on; that of an earlier one behind the same link
+        does not."""
 
     def fenced(self, incarnation: int) -> None:
         """All work is void; the worker goes on under a new incarnation."""
 
     def orphaned(self) -> None:
-        """This link's coordinator has not been heard of for long, or does not know the worker: nobody owns what it had asked for."""
+        """This link's coordinator has not been heard of for long, or does not know the worker: nobody owns
+        what it had asked for."""
 
 
 class LinkOwner(LinkedWorker, Protocol):
@@ -122,7 +125,11 @@ class CoordinatorLink:
         self._complain(now)
         if self.coordinator is not None and now - self._heard >= self._orphaned_after_s:
             silent_s = now - self._heard
-            _log.warning("no word from the coordinator at %s for %.0f s: freeing all it had asked for", self._address, silent_s)
+            _log.warning(
+                "no word from the coordinator at %s for %.0f s: freeing all it had asked for",
+                self._address,
+                silent_s,
+            )
             self.coordinator, self._said_hello = None, float("-inf")
             self._worker.orphaned()
         if self.coordinator is None and now - self._said_hello >= HELLO_EVERY_S:
@@ -146,8 +153,8 @@ class CoordinatorLink:
         if now - self._waiting_since >= self._complain_after_s:
             self._complain_after_s *= 2
             _log.warning(
-                "no answer from the coordinator at %s for %.0f s: does it run, is the port open, has it the same key file, and wire "
-                "version %d (`splitserve version`)?",
+                "no answer from the coordinator at %s for %.0f s: does it run, is the port open, has it the same key "
+                "file, and wire version %d (`splitserve version`)?",
                 self._address,
                 now - self._waiting_since,
                 WIRE_VERSION,
@@ -170,11 +177,16 @@ class CoordinatorLink:
 
     def _fence(self, message: Fenced) -> None:
         if not self._worker.alone:
-            _log.warning("fenced by the coordinator at %s (%s): dropping its work", self._address, message.reason)
+            _log.warning(
+                "fenced by the coordinator at %s (%s): dropping its work", self._address, message.reason
+            )
             self.coordinator, self._said_hello = None, float("-inf")
             self._worker.orphaned()
             return
-        _log.warning("fenced by the coordinator (%s): dropping all work, starting over as a new incarnation", message.reason)
+        _log.warning(
+            "fenced by the coordinator (%s): dropping all work, starting over as a new incarnation",
+            message.reason,
+        )
         self.close()
         self.incarnation = self._incarnations()
         self.coordinator, self._said_hello = None, float("-inf")
@@ -183,6 +195,7 @@ class CoordinatorLink:
 
 
 def _with_host_of(known: str, told: str) -> str:
-    """An address where a coordinator listens, as this worker reaches it: 0.0.0.0 means the host of the one that said so."""
+    """An address where a coordinator listens, as this worker reaches it: 0.0.0.0 means the host of the one
+    that said so."""
     host, _, port = told.removeprefix("tcp://").rpartition(":")
     return f"{known.rpartition(':')[0]}:{port}" if host in ("0.0.0.0", "*", "[::]") else told

@@ -1,10 +1,13 @@
-"""A worker's lines to all coordinators: one process, several on one host, several hosts. Each is the owner of what it asked for.
+"""A worker's lines to all coordinators: one process, several on one host, several hosts. Each is the owner of
+what it asked for.
 
-A worker is told of some by its settings, and each that welcomes it names the others of its host. What concerns one request goes to the
-coordinator that the message names; reports go to everyone who has welcomed the worker.
+A worker is told of some by its settings, and each that welcomes it names the others of its host. What
+concerns one request goes to the coordinator that the message names; reports go to everyone who has welcomed
+the worker.
 
-Fenced by its only coordinator, a worker starts over as a new incarnation. Fenced by one of several, it drops that one's work and says hello
-again: the others' work is none of that one's business. (The line keeps messages in order, so nothing of before comes after the hello.)
+Fenced by its only coordinator, a worker starts over as a new incarnation. Fenced by one of several, it drops
+that one's work and says hello again: the others' work is none of that one's business. (The line keeps
+messages in order, so nothing of before comes after the hello.)
 """
 
 from __future__ import annotations
@@ -32,7 +35,12 @@ class CoordinatorLinks:
         incarnations: Callable[[], int],
         orphaned_after_s: float = ORPHANED_AFTER_S,
     ) -> None:
-        self._network, self._worker_id, self._worker, self._incarnations = network, worker_id, worker, incarnations
+        self._network, self._worker_id, self._worker, self._incarnations = (
+            network,
+            worker_id,
+            worker,
+            incarnations,
+        )
         self._orphaned_after_s = orphaned_after_s
         self._links: dict[str, CoordinatorLink] = {}
         self._newcomers: list[str] = []
@@ -63,8 +71,14 @@ class CoordinatorLinks:
             self._link_to(coordinator).send(load(coordinator))
 
     def receive(self, ready: set[object], now: float) -> list[Message]:
-        """What coordinators have said, but for what concerns the links themselves; ``ready``: sockets with something to read."""
-        messages = [message for link in list(self._links.values()) if link.socket in ready for message in link.receive(now)]
+        """What coordinators have said, but for what concerns the links themselves; ``ready``: sockets with
+        something to read."""
+        messages = [
+            message
+            for link in list(self._links.values())
+            if link.socket in ready
+            for message in link.receive(now)
+        ]
         newcomers, self._newcomers = self._newcomers, []
         for address in newcomers:
             if address not in self._links:
@@ -112,5 +126,11 @@ class CoordinatorLinks:
 
     def _open(self, address: str) -> None:
         self._links[address] = CoordinatorLink(
-            address, self._network, self._worker_id, self, self._incarnations, self._orphaned_after_s, self.incarnation
+            address,
+            self._network,
+            self._worker_id,
+            self,
+            self._incarnations,
+            self._orphaned_after_s,
+            self.incarnation,
         )

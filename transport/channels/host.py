@@ -16,14 +16,16 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def host_identity() -> str:
-    """Equal in two processes exactly if one can map the other's memory: same boot, same process namespace, same user."""
+    """Equal in two processes exactly if one can map the other's memory: same boot, same process namespace,
+    same user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return f"{socket.gethostname()}/{boot}/{namespace}/{os.getuid()}"
 
 
 def allow_many_files() -> None:
-    """Raises this process's limit of open files as far as it may: a connection is a file, also a stranger's who never says who he is."""
+    """Raises this process's limit of open files as far as it may: a connection is a file, also a stranger's
+    who never says who he is."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -33,7 +35,8 @@ EVERYWHERE = ("0.0.0.0", "*", "[::]")
 
 
 def host_towards(address: str) -> str:
-    """This host's own address, as seen by whoever listens at ``address`` (tcp://HOST:PORT). Nothing is sent. Raises OSError."""
+    """This host's own address, as seen by whoever listens at ``address`` (tcp://HOST:PORT). Nothing is sent.
+    Raises OSError."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -42,14 +45,15 @@ def host_towards(address: str) -> str:
 
 
 def advertised_address(bound: str, host: str) -> str:
-    """The address to give to others: ``bound`` (tcp://anything:port) with ``host`` in place of what was listened on."""
+    """The address to give to others: ``bound`` (tcp://anything:port) with ``host`` in place of what was
+    listened on."""
     port = bound.rpartition(":")[2]
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def advertised_host(listen: str, advertise_host: str, coordinator: str) -> str:
-    """The host that prefill workers connect to: where the worker listens on all addresses and names none, the one that the coordinator sees
-    it by. Raises AddressError where that cannot be found."""
+    """The host that prefill workers connect to: where the worker listens on all addresses and names none, the
+    one that the coordinator sees it by. Raises AddressError where that cannot be found."""
     listened = listen.removeprefix("tcp://").rpartition(":")[0]
     if advertise_host or listened not in EVERYWHERE:
         return advertise_host or listened.strip("[]")
@@ -60,5 +64,9 @@ def advertised_host(listen: str, advertise_host: str, coordinator: str) -> str:
             f"--listen {listen} names no address that prefill workers can connect to, and this host's own cannot be told from "
             f"the coordinator's, {coordinator} ({error}): give --advertise-host"
         ) from error
-    _log.info("listening on all addresses (%s): prefill workers are told %s; --advertise-host names another", listen, host)
+    _log.info(
+        "listening on all addresses (%s): prefill workers are told %s; --advertise-host names another",
+        listen,
+        host,
+    )
     return host

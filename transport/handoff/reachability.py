@@ -1,7 +1,8 @@
 """When a decode worker that cannot be reached is given up. Pure.
 
-Its patience counts from when the connection was lost, or from when the peer was last wanted, whichever is later: a prompt that comes for
-a peer that has been away for long gives it the same time to come back as any other.
+Its patience counts from when the connection was lost, or from when the peer was last wanted, whichever is
+later: a prompt that comes for a peer that has been away for long gives it the same time to come back as any
+other.
 """
 
 from __future__ import annotations
@@ -45,4 +46,8 @@ class Reachability:
         away_s = now - max(gone_since, self._wanted_at[peer])
         if away_s > self._times.forgotten:
             return "forgotten"
-        return "lost" if away_s > (self._times.beyond_reach if ever_connected else self._times.first_contact) else "here"
+        return (
+            "lost"
+            if away_s > (self._times.beyond_reach if ever_connected else self._times.first_contact)
+            else "here"
+        )

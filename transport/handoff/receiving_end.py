@@ -1,5 +1,5 @@
-"""The receiving side's shell: the channel that prefill workers come in by, movers that their KV blocks arrive by, blocks to be checked, and
-writers that end."""
+"""The receiving side's shell: the channel that prefill workers come in by, movers that their KV blocks arrive
+by, blocks to be checked, and writers that end."""
 
 from __future__ import annotations
 
@@ -40,10 +40,21 @@ class ReceivingEnd:
     """Carries out the actions of a ``HandoffReceiver``, and tells the core what comes."""
 
     def __init__(
-        self, environment: Environment, movers: MoverTargets, listen: str, host: str, check_bytes: int = CHECK_BYTES
+        self,
+        environment: Environment,
+        movers: MoverTargets,
+        listen: str,
+        host: str,
+        check_bytes: int = CHECK_BYTES,
     ) -> None:
-        """``listen``: for prefill workers, which find it at ``host``. ``check_bytes``: verified in one call of ``check``."""
-        self._network, self._device, self._movers, self._host = environment.network, environment.device, movers, host
+        """``listen``: for prefill workers, which find it at ``host``. ``check_bytes``: verified in one call
+        of ``check``."""
+        self._network, self._device, self._movers, self._host = (
+            environment.network,
+            environment.device,
+            movers,
+            host,
+        )
         self.endpoints = movers.endpoints
         self._blocks_a_check = max(1, check_bytes // self._device.block_bytes)
         self._identities: dict[PeerId, bytes] = {}
@@ -61,8 +72,11 @@ class ReceivingEnd:
         """Blocks have arrived that are to be verified."""
         return bool(self._checks)
 
-    def receive(self, ready: set[object], core: ReceivingCore, now: float, heard: Callable[[Message, float], None]) -> None:
-        """Pass on to the core what prefill workers have sent and which blocks have arrived; messages to ``heard`` before."""
+    def receive(
+        self, ready: set[object], core: ReceivingCore, now: float, heard: Callable[[Message, float], None]
+    ) -> None:
+        """Pass on to the core what prefill workers have sent and which blocks have arrived; messages to
+        ``heard`` before."""
         if self._peers.socket in ready:
             self._receive_messages(core, now, heard)
         for lease, position in self._movers.poll(ready, RECEIVE_LIMIT):
@@ -85,7 +99,8 @@ class ReceivingEnd:
             self._checks = deque(check for check in self._checks if check.lease != action.lease)
 
     def check(self, core: ReceivingCore, now: float) -> None:
-        """Verify some of what has arrived: a little in each turn, so that a long prompt's blocks hold up no other sequence's tokens."""
+        """Verify some of what has arrived: a little in each turn, so that a long prompt's blocks hold up no
+        other sequence's tokens."""
         room = self._blocks_a_check
         while self._checks and room > 0:
             check = self._checks.popleft()
@@ -96,10 +111,12 @@ class ReceivingEnd:
             self._verify(check, core, now)
 
     def release_dead_writers(self, core: ReceivingCore, now: float) -> None:
-        """A prefill process of this host that has ended writes no more: what it had leased is free. One of another host that has gone
-        silent is shut out first, where its mover can."""
+        """A prefill process of this host that has ended writes no more: what it had leased is free. One of
+        another host that has gone silent is shut out first, where its mover can."""
         for peer, process in list(self._processes.items()):
-            if (process is None or not process.alive()) and self._movers.ways_in.process_ended(peer, core.receiver):
+            if (process is None or not process.alive()) and self._movers.ways_in.process_ended(
+                peer, core.receiver
+            ):
                 del self._processes[peer]
                 self._identities.pop(peer, None)
         self._movers.ways_in.look(self._processes, core.receiver, now)
@@ -109,15 +126,21 @@ class ReceivingEnd:
         self._movers.close_all()
         self._network.close(self._peers)
 
-    def _receive_messages(self, core: ReceivingCore, now: float, heard: Callable[[Message, float], None]) -> None:
+    def _receive_messages(
+        self, core: ReceivingCore, now: float, heard: Callable[[Message, float], None]
+    ) -> None:
         for identity, message in self._peers.receive(RECEIVE_LIMIT):
             peer = worker_of(identity)
             if peer is not None:
-                if _age(identity, core) >= _age(self._identities.get(peer, b""), core):  # an older channel is no way back
+                if _age(identity, core) >= _age(
+                    self._identities.get(peer, b""), core
+                ):  # an older channel is no way back
                     self._identities[peer] = identity
                 if isinstance(message, Meet) and not self._note_writer(peer, message, core):
                     continue  # it will be said again
-                if isinstance(message, Retire) and not self._movers.ways_in.may_retire(peer, message, core.receiver):
+                if isinstance(message, Retire) and not self._movers.ways_in.may_retire(
+                    peer, message, core.receiver
+                ):
                     continue  # likewise
                 if isinstance(message, BETWEEN_MOVERS):
                     self._movers.hear(peer, message)
@@ -126,7 +149,8 @@ class ReceivingEnd:
                     core.from_peer(peer, message, now)
 
     def _note_writer(self, peer: PeerId, meet: Meet, core: ReceivingCore) -> bool:
-        """Whether its end will be noticed, and what it began before can land no more: only then may it be given anything."""
+        """Whether its end will be noticed, and what it began before can land no more: only then may it be
+        given anything."""
         here = meet.host == self._network.host
         if here:
             try:
@@ -140,7 +164,9 @@ class ReceivingEnd:
         complete = self._movers.complete(message, peer) if isinstance(message, Met) else message
         if complete is not None and peer in self._identities:
             self._peers.send(self._identities[peer], complete)
-        if isinstance(message, Retired) and has_ended(peer[1], message.incarnation):  # nothing more comes from it
+        if isinstance(message, Retired) and has_ended(
+            peer[1], message.incarnation
+        ):  # nothing more comes from it
             self._identities.pop(peer, None)
             self._processes.pop(peer, None)
             self._movers.ways_in.forget(peer)
@@ -152,12 +178,17 @@ class ReceivingEnd:
         wrong = {position for position, checksum, sent in rows if checksum != sent}
         if wrong:
             _log.warning("%d of %d KV blocks arrived corrupt", len(wrong), len(check.blocks))
-        right = [block for position, block in zip(check.positions, check.blocks, strict=True) if position not in wrong]
+        right = [
+            block
+            for position, block in zip(check.positions, check.blocks, strict=True)
+            if position not in wrong
+        ]
         self._device.store(mover, right)
         core.receiver.verified(check.lease, check.positions, sorted(wrong), now)
 
 
 def _age(identity: bytes, core: ReceivingCore) -> int:
-    """Ranks a peer's channels by the incarnation of this process that each was opened to: later is more; 0 for another process."""
+    """Ranks a peer's channels by the incarnation of this process that each was opened to: later is more; 0
+    for another process."""
     incarnation = opened_to(identity)
     return incarnation if same_process(incarnation, core.worker[1]) else 0

@@ -1,6 +1,7 @@
 """The sending side's shell: channels to decode workers, movers into their pools, checksums of what leaves.
 
-A prefill worker has one for all its handoffs; a decode worker has one for the sequences that it hands to others.
+A prefill worker has one for all its handoffs; a decode worker has one for the sequences that it hands to
+others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ class SendingEnd:
     """Carries out the actions of a ``HandoffSender``. Channels are opened under ``incarnation``."""
 
     def __init__(
-        self, sender: HandoffSender, worker_id: str, incarnation: int, environment: Environment, times: ReachTimes | None = None
+        self,
+        sender: HandoffSender,
+        worker_id: str,
+        incarnation: int,
+        environment: Environment,
+        times: ReachTimes | None = None,
     ) -> None:
         self._sender, self._worker_id, self._incarnation = sender, worker_id, incarnation
         self._clock, self._network = environment.clock, environment.network
@@ -104,8 +110,9 @@ class SendingEnd:
             self._forget(peer)
 
     def _give_up_unreachable(self, now: float) -> None:
-        """Handoffs to a peer that cannot be reached are given back; what was leased to us there comes free when the connection is back. A
-        peer that stays away is forgotten: workers that come under new names would pile up."""
+        """Handoffs to a peer that cannot be reached are given back; what was leased to us there comes free
+        when the connection is back. A peer that stays away is forgotten: workers that come under new names
+        would pile up."""
         for peer, channel in list(self._channels.items()):
             gone_since = channel.gone_since(now)
             verdict = self._reachability.judge(peer, gone_since, channel.ever_connected, now)
@@ -125,7 +132,8 @@ class SendingEnd:
             talking.hear(message)
 
     def _connect(self, action: Connect) -> None:
-        """Of two incarnations of one process the later one is there. Of two processes of one name, whichever answers."""
+        """Of two incarnations of one process the later one is there. Of two processes of one name, whichever
+        answers."""
         peer = (action.peer.worker_id, action.peer.incarnation)
         others = self._others(peer)
         if any(is_earlier(peer[1], other[1]) for other in others):
@@ -150,7 +158,9 @@ class SendingEnd:
 
     def _open_mover(self, action: OpenMover) -> None:
         for other in self._others(action.peer):
-            self._replace(other, RESTARTED)  # the one that answers is the one that is here, whichever number it has
+            self._replace(
+                other, RESTARTED
+            )  # the one that answers is the one that is here, whichever number it has
         self._movers[action.peer] = self._mover.open(action.met)
         self._mover_names[action.peer] = action.met.mover
         _log.info("hands KV blocks to %s by %s", action.peer[0], action.met.mover)
@@ -168,7 +178,9 @@ class SendingEnd:
             mover.put(action.lease, action.secret, action.items, first, end - first)
             self._time(action.peer, mover)
 
-        if action.peer in self._movers:  # else it has failed a moment ago, and what was under way has been given back
+        if (
+            action.peer in self._movers
+        ):  # else it has failed a moment ago, and what was under way has been given back
             self._with_mover(action.peer, put)
             self._send_mover_messages(action.peer, self._movers.get(action.peer))
         device.add_sent(name, blocks, first, end - first)
@@ -196,13 +208,15 @@ class SendingEnd:
         return u64(self._device.sent_checksums(self._mover_names.get(action.peer, ""), action.source_blocks))
 
     def _send_mover_messages(self, peer: PeerId, mover: PutSource | None) -> None:
-        if (talking := as_talking_source(mover)) is not None and (channel := self._channels.get(peer)) is not None:
+        if (talking := as_talking_source(mover)) is not None and (
+            channel := self._channels.get(peer)
+        ) is not None:
             for message in talking.words():
                 channel.send(message)
 
     def _with_mover(self, peer: PeerId, use: Callable[[], object]) -> None:
-        """A mover that fails ends the handoffs to that peer; the coordinator tries them again. The channel stays: what is leased to us
-        there comes free when the peer learns that we have stopped."""
+        """A mover that fails ends the handoffs to that peer; the coordinator tries them again. The channel
+        stays: what is leased to us there comes free when the peer learns that we have stopped."""
         try:
             if peer in self._channels:
                 use()

@@ -1,4 +1,5 @@
-"""Which movers a worker offers; their receiving ends; and the sending end of the one that two workers agreed on."""
+"""Which movers a worker offers; their receiving ends; and the sending end of the one that two workers agreed
+on."""
 
 from __future__ import annotations
 
@@ -36,12 +37,14 @@ _log = logging.getLogger(__name__)
 
 
 def offered(setting: str, plain_kv: bool, on_gpu: bool) -> tuple[str, ...]:
-    """What a worker offers its peers, best first; ``setting`` is a mover's name, or "auto": what is there and of use. Raises MoverError
-    where the one that is forced is not there."""
+    """What a worker offers its peers, best first; ``setting`` is a mover's name, or "auto": what is there and
+    of use. Raises MoverError where the one that is forced is not there."""
     if setting == "nixl" and not nixl.is_installed():
         raise MoverError("the mover nixl needs the package of that name: pip install 'splitserve[nixl]'")
     if setting == "cuda_ipc" and not on_gpu:
-        raise MoverError("the mover cuda_ipc is for KV caches on GPUs; this worker's is in host memory: choose auto, shm or tcp")
+        raise MoverError(
+            "the mover cuda_ipc is for KV caches on GPUs; this worker's is in host memory: choose auto, shm or tcp"
+        )
     if setting != "auto":
         return (setting,)
     rdma = plain_kv and nixl.is_installed() and _ADAPTERS.is_dir() and len(os.listdir(_ADAPTERS)) > 0
@@ -49,10 +52,13 @@ def offered(setting: str, plain_kv: bool, on_gpu: bool) -> tuple[str, ...]:
 
 
 def open_source(met: Met, pool: Pool, plain_kv: bool = False, device: DevicePool | None = None) -> PutSource:
-    """A way to put blocks of ``pool``, or of the pool on a ``device`` where the mover leaves them there, into the pool of the peer that
-    said ``met``; between hosts in the clear where ``plain_kv`` and the peer agree. Raises MoverError."""
+    """A way to put blocks of ``pool``, or of the pool on a ``device`` where the mover leaves them there, into
+    the pool of the peer that said ``met``; between hosts in the clear where ``plain_kv`` and the peer agree.
+    Raises MoverError."""
     if met.mover in IN_THE_CLEAR and not plain_kv:
-        raise MoverError(f"the mover {met.mover} sends KV blocks in the clear, which this worker has not been allowed (--plaintext-kv)")
+        raise MoverError(
+            f"the mover {met.mover} sends KV blocks in the clear, which this worker has not been allowed (--plaintext-kv)"
+        )
     if met.mover == "cuda_ipc" and device is not None:
         cuda = LoadedCudart(device.device.index or 0)
         return CudaIpcSource(met.mover_address, met.num_blocks, device.pointer, device.shape, cuda)
@@ -76,8 +82,9 @@ def open_targets(
     plaintext: bool,
     device: DevicePool | None = None,
 ) -> MoverTargets:
-    """The receiving ends of the movers ``offered`` that work here, and of tcp. ``shared``: the pool's memory for shm; tcp listens on
-    ``data_listen`` and is reached as ``host``. Raises AddressError, or MoverError where the only one does not work."""
+    """The receiving ends of the movers ``offered`` that work here, and of tcp. ``shared``: the pool's memory
+    for shm; tcp listens on ``data_listen`` and is reached as ``host``. Raises AddressError, or MoverError
+    where the only one does not work."""
     targets: dict[str, PutTarget] = {}
     shm_name = ""
     if "cuda_ipc" in offered and device is not None:
@@ -89,7 +96,9 @@ def open_targets(
         targets["nixl"] = agents
     if "nccl" in offered:
         targets["nccl"] = NcclTarget(device or HostMemory(pool), pool.shape)
-    targets[FALLBACK_MOVER] = tcp = TcpTarget(data_listen, pool, plaintext)  # also where another one is forced: it may fail
+    targets[FALLBACK_MOVER] = tcp = TcpTarget(
+        data_listen, pool, plaintext
+    )  # also where another one is forced: it may fail
     movers = tuple(mover for mover in targets if mover in offered)
     return MoverTargets(targets, MoverEndpoints(movers, host_identity(), shm_name, tcp.data_address(host)))
 

@@ -1,4 +1,5 @@
-"""All the ways in which a decode worker takes KV blocks in, as one: leases are opened and closed on every one of them."""
+"""All the ways in which a decode worker takes KV blocks in, as one: leases are opened and closed on every one
+of them."""
 
 from __future__ import annotations
 
@@ -18,10 +19,14 @@ _log = logging.getLogger(__name__)
 
 
 class MoverTargets:
-    """``targets``: by mover; ``endpoints``: what the receiving core tells peers of them; ``tell``: see ``WaysIn``."""
+    """``targets``: by mover; ``endpoints``: what the receiving core tells peers of them; ``tell``: see
+    ``WaysIn``."""
 
     def __init__(
-        self, targets: Mapping[str, PutTarget], endpoints: MoverEndpoints, tell: Callable[[str], None] = _log.warning
+        self,
+        targets: Mapping[str, PutTarget],
+        endpoints: MoverEndpoints,
+        tell: Callable[[str], None] = _log.warning,
     ) -> None:
         self._targets, self.endpoints = targets, endpoints
         self.ways_in = WaysIn(targets, tell)
@@ -67,7 +72,12 @@ class MoverTargets:
 
     def poll(self, ready: AbstractSet[object], limit: int) -> list[Arrival]:
         """What has arrived by movers whose descriptor is among ``ready``, up to ``limit`` blocks each."""
-        return [arrival for target in self._targets.values() if target.fd in ready for arrival in target.poll(limit)]
+        return [
+            arrival
+            for target in self._targets.values()
+            if target.fd in ready
+            for arrival in target.poll(limit)
+        ]
 
     def close_all(self) -> None:
         for target in self._targets.values():
