@@ -45,7 +45,14 @@ class ApiError(Exception):
     kind: str = "server_error"
     code: str | None = None
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
@@ -57,7 +64,9 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The JSON body."""
-        return orjson.dumps({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+        return orjson.dumps(
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        )
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers beside content type and length."""
@@ -79,11 +88,20 @@ class InvalidRequest(ApiError):
 
 
 class ContextTooLong(InvalidRequest):
-    """The prompt, or the prompt and the tokens asked for, exceed the model's context. Clients look for this wording."""
+    """The prompt, or the prompt and the tokens asked for, exceed the model's context. Clients look for this
+    wording."""
 
     code = "context_length_exceeded"
 
-    def __init__(self, max_model_len: int, num_prompt_tokens: int, max_tokens: int | None, *, param: str, at_least: bool = False) -> None:
+    def __init__(
+        self,
+        max_model_len: int,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        *,
+        param: str,
+        at_least: bool = False,
+    ) -> None:
         asked = f"your prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens"
         if max_tokens is not None:
             total = num_prompt_tokens + max_tokens
@@ -129,7 +147,9 @@ class RequestTimeout(ApiError):
     code = "request_timeout"
 
     def __init__(self, timeout_s: float) -> None:
-        super().__init__(f"The request was not complete after {timeout_s:g} s (larger ones have longer); send it faster or in parts.")
+        super().__init__(
+            f"The request was not complete after {timeout_s:g} s (larger ones have longer); send it faster or in parts."
+        )
 
 
 class HeadersTooLarge(ApiError):
@@ -137,7 +157,9 @@ class HeadersTooLarge(ApiError):
     kind = "invalid_request_error"
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__(f"The request's headers have more than {max_bytes} bytes; send fewer or shorter ones.")
+        super().__init__(
+            f"The request's headers have more than {max_bytes} bytes; send fewer or shorter ones."
+        )
 
 
 class BodyTooLarge(ApiError):
@@ -146,7 +168,9 @@ class BodyTooLarge(ApiError):
     code = "request_too_large"
 
     def __init__(self, max_body_bytes: int) -> None:
-        super().__init__(f"The request body is larger than {max_body_bytes} bytes, the most this server accepts.")
+        super().__init__(
+            f"The request body is larger than {max_body_bytes} bytes, the most this server accepts."
+        )
 
 
 class UnsupportedMediaType(ApiError):
@@ -162,12 +186,15 @@ class Overloaded(ApiError):
 
 
 class RateLimited(ApiError):
-    """A limit of the client's key or tenant is reached. ``what``: which; ``more``: headers that say what is left."""
+    """A limit of the client's key or tenant is reached. ``what``: which; ``more``: headers that say what is
+    left."""
 
     status = 429
     kind = "rate_limit_error"
 
-    def __init__(self, message: str, code: str, what: str, more: list[tuple[bytes, bytes]], retry_after_s: float | None) -> None:
+    def __init__(
+        self, message: str, code: str, what: str, more: list[tuple[bytes, bytes]], retry_after_s: float | None
+    ) -> None:
         super().__init__(message, code=code, retry_after_s=retry_after_s)
         self.what, self._more = what, more
         if code == "insufficient_quota":

@@ -53,7 +53,8 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class FrontDoor:
-    """The default is for a server on loopback without keys: names of loopback, no other origin, no TLS, no proxy."""
+    """The default is for a server on loopback without keys: names of loopback, no other origin, no TLS, no
+    proxy."""
 
     access: Access = field(default_factory=Access)
     admin_access: Access = field(default_factory=Access)
@@ -84,7 +85,9 @@ def batches_of(settings: CoordinatorSettings) -> BatchOptions | None:
     """None: there are no batches."""
     if settings.batch_file is None:
         return None
-    return BatchOptions(settings.batch_file, settings.batch_max_running, settings.batch_retention_days * DAY_S)
+    return BatchOptions(
+        settings.batch_file, settings.batch_max_running, settings.batch_retention_days * DAY_S
+    )
 
 
 class HttpApp:
@@ -113,9 +116,10 @@ class HttpApp:
     ) -> None:
         """Put the parts of the application together.
 
-        ``system`` is called at each scrape of /metrics. ``operators`` None: nobody can be one. ``more_admin`` not None:
-        the admin API has a port of its own, with these routes beside its usual ones. ``folders``: where this process
-        writes, by option, for /health. ``bodies``, ``tracing``, ``times_tokens``: see ``GenerationApi``.
+        ``system`` is called at each scrape of /metrics. ``operators`` None: nobody can be one. ``more_admin``
+        not None: the admin API has a port of its own, with these routes beside its usual ones. ``folders``:
+        where this process writes, by option, for /health. ``bodies``, ``tracing``, ``times_tokens``: see
+        ``GenerationApi``.
         """
         self.front, tenancy = front or FrontDoor(), tenancy or Tenancy()
         self.metrics = Metrics(model.name, system, price_per_hour, failures)
@@ -143,7 +147,9 @@ class HttpApp:
             times_tokens,
         )
         self.batches = (
-            None if batches is None else BatchRunner(batches, self.generation, tenancy.directory, self.metrics.failures)
+            None
+            if batches is None
+            else BatchRunner(batches, self.generation, tenancy.directory, self.metrics.failures)
         )
         clients: list[BaseRoute] = [*WebSocketStreams(self.generation).routes()]
         if self.batches is not None:
@@ -153,19 +159,24 @@ class HttpApp:
 
         def pages(more: Sequence[Route]) -> Starlette:
             own = [*operators.routes(), *self.dashboard.routes(), *clients, *more]
-            routes = OrdinaryRoutes(dispatcher, model, self.generation, self.metrics, self.health, own, system)
+            routes = OrdinaryRoutes(
+                dispatcher, model, self.generation, self.metrics, self.health, own, system
+            )
             return routes.application()
 
         gate = Gate(pages(admin_routes if more_admin is None else ()), operators, tenancy.directory)
         self._pages = AccessGate(gate, self.front.access, self.front.proxies)
-        self.admin = AccessGate(Gate(pages(admin_routes), operators, None), self.front.admin_access, self.front.proxies)
+        self.admin = AccessGate(
+            Gate(pages(admin_routes), operators, None), self.front.admin_access, self.front.proxies
+        )
         """All pages and the admin API, for a port of their own."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._pages(scope, receive, send)
 
     async def drain(self, grace_s: float) -> None:
-        """Takes no new request for tokens; gives the open ones ``grace_s`` seconds, then ends them with an error."""
+        """Takes no new request for tokens; gives the open ones ``grace_s`` seconds, then ends them with an
+        error."""
         refusal = Unavailable("The server is shutting down.", retry_after_s=1)
         self.generation.refusal, self.health.stopping = refusal, True
         deadline = monotonic() + grace_s
@@ -180,12 +191,20 @@ def create_app(*args: Any, **options: Any) -> HttpApp:
 
 
 class HttpServer:
-    """Runs an application on one listening socket. ``start`` and ``stop`` are called in the loop that is to run it."""
+    """Runs an application on one listening socket. ``start`` and ``stop`` are called in the loop that is to
+    run it."""
 
     def __init__(
-        self, app: HttpApp, *, host: str = "127.0.0.1", port: int = 0, shared: bool = False, sock: socket.socket | None = None
+        self,
+        app: HttpApp,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        shared: bool = False,
+        sock: socket.socket | None = None,
     ) -> None:
-        """Binds at once; ``shared``: beside other processes on the same port. Raises OSError with the address and what to do."""
+        """Binds at once; ``shared``: beside other processes on the same port. Raises OSError with the address
+        and what to do."""
         self.app = app
         self._socket = sock or bind(host, port, shared=shared)
         size = app.generation.limits.max_body_bytes

@@ -54,7 +54,13 @@ def read_lines(content: bytes, endpoint: str) -> tuple[list[Line], list[LineErro
     if not lines and not errors:
         errors.append(LineError(None, "the file holds no request", "empty_file"))
     if len(lines) > MAX_LINES:
-        errors.append(LineError(None, f"the file holds {len(lines)} requests; at most {MAX_LINES} are allowed", "too_many_requests"))
+        errors.append(
+            LineError(
+                None,
+                f"the file holds {len(lines)} requests; at most {MAX_LINES} are allowed",
+                "too_many_requests",
+            )
+        )
     return lines, errors
 
 
@@ -84,7 +90,10 @@ def used_by(status: int, body: bytes) -> Used:
     if status != 200:
         return Used()
     told = orjson.loads(body)["usage"]
-    cached, reasoning = told["prompt_tokens_details"]["cached_tokens"], told["completion_tokens_details"]["reasoning_tokens"]
+    cached, reasoning = (
+        told["prompt_tokens_details"]["cached_tokens"],
+        told["completion_tokens_details"]["reasoning_tokens"],
+    )
     return Used(told["prompt_tokens"], cached, told["completion_tokens"], reasoning)
 
 

@@ -32,7 +32,15 @@ MAX_BODY_BYTES = 1 << 20
 WINDOW_S = 24 * 3600
 PAGE, MAX_PAGE = 20, 100
 MAX_FILES_PAGE = 10_000
-TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
+TIMES = (
+    "in_progress_at",
+    "finalizing_at",
+    "completed_at",
+    "failed_at",
+    "expired_at",
+    "cancelling_at",
+    "cancelled_at",
+)
 
 
 class BatchRequest(Body):
@@ -70,7 +78,9 @@ class BatchRoutes:
         if announced.isdigit() and int(announced) > MAX_FILE_BYTES + FORM_BYTES:
             raise BodyTooLarge(MAX_FILE_BYTES)
         try:
-            async with Request(request.scope, _bounded(request.receive)).form(max_files=1, max_fields=10) as form:
+            async with Request(request.scope, _bounded(request.receive)).form(
+                max_files=1, max_fields=10
+            ) as form:
                 file, purpose = form.get("file"), form.get("purpose")
                 if not isinstance(file, UploadFile):
                     raise InvalidRequest("file: must be a file of a multipart/form-data body", param="file")
@@ -86,13 +96,17 @@ class BatchRoutes:
             content = await file.read(MAX_FILE_BYTES + 1)
             if len(content) > MAX_FILE_BYTES:
                 raise BodyTooLarge(MAX_FILE_BYTES)
-            return await self._runner.call(lambda store: store.add_file(tenant, name, "batch", content, time.time()))
+            return await self._runner.call(
+                lambda store: store.add_file(tenant, name, "batch", content, time.time())
+            )
 
     async def _list_files(self, request: Request) -> Response:
         query, tenant = request.query_params, _account(request).tenant
         limit, newest = _limit(request, MAX_FILES_PAGE, MAX_FILES_PAGE), query.get("order", "desc") != "asc"
         found = await self._runner.call(
-            lambda store: store.files(tenant, query.get("purpose"), query.get("after"), limit, newest_first=newest)
+            lambda store: store.files(
+                tenant, query.get("purpose"), query.get("after"), limit, newest_first=newest
+            )
         )
         return _list([_file(file) for file in found[:limit]], more=len(found) > limit)
 
@@ -110,7 +124,9 @@ class BatchRoutes:
         return _json({"id": file.id, "object": "file", "deleted": True})
 
     async def _create(self, request: Request) -> Response:
-        async with held_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES, self._overload) as body:
+        async with held_body(
+            dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES, self._overload
+        ) as body:
             try:
                 asked = BatchRequest.model_validate_json(body)
             except ValidationError as error:
@@ -121,14 +137,22 @@ class BatchRoutes:
             raise NotFound(f"There is no file {asked.input_file_id!r}.", param="input_file_id")
         known = asked.model_dump(include=set(BatchRequest.model_fields))
         details = {**known, "created_at": int(now), "expires_at": int(now) + WINDOW_S}
-        batch = await self._runner.call(lambda store: store.add_batch(account.tenant, account.key_id, details, now))
+        batch = await self._runner.call(
+            lambda store: store.add_batch(account.tenant, account.key_id, details, now)
+        )
         told = await self._runner.call(lambda store: _batch(store, batch))
         self._runner.wake()
         return _json(told)
 
     async def _list_batches(self, request: Request) -> Response:
-        tenant, after, limit = _account(request).tenant, request.query_params.get("after"), _limit(request, PAGE, MAX_PAGE)
-        found = await self._runner.call(lambda store: [_batch(store, batch) for batch in store.batches(tenant, after, limit)])
+        tenant, after, limit = (
+            _account(request).tenant,
+            request.query_params.get("after"),
+            _limit(request, PAGE, MAX_PAGE),
+        )
+        found = await self._runner.call(
+            lambda store: [_batch(store, batch) for batch in store.batches(tenant, after, limit)]
+        )
         return _list(found[:limit], more=len(found) > limit)
 
     async def _batch(self, request: Request) -> Response:
@@ -138,7 +162,9 @@ class BatchRoutes:
         found = await self._found_batch(request)
         id, now = found["id"], int(time.time())
         changed = await self._runner.call(
-            lambda store: store.change(id, "cancelling", {"cancelling_at": now}, ("validating", "in_progress"))
+            lambda store: store.change(
+                id, "cancelling", {"cancelling_at": now}, ("validating", "in_progress")
+            )
         )
         if changed is None and found["status"] not in ("cancelling", "cancelled"):
             raise InvalidRequest(f"The batch is {found['status']} and cannot be cancelled any more.")
@@ -161,7 +187,8 @@ class BatchRoutes:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """The same, which raises BodyTooLarge once more than a file and its form have come: the form lies on disk until it is whole."""
+    """The same, which raises BodyTooLarge once more than a file and its form have come: the form lies on disk
+    until it is whole."""
     num_bytes = 0
 
     async def receive_bounded() -> Message:
@@ -203,7 +230,15 @@ def _batch(store: BatchStore, batch: StoredBatch) -> dict[str, Any]:
     """OpenAI's object, as things stand."""
     empty: dict[str, Any] = dict.fromkeys((*TIMES, "output_file_id", "error_file_id", "errors"))
     counts, used = store.counts(batch.id)._asdict(), _usage(store.used(batch.id))
-    return {**empty, **batch.details, "id": batch.id, "object": "batch", "status": batch.status, "request_counts": counts, "usage": used}
+    return {
+        **empty,
+        **batch.details,
+        "id": batch.id,
+        "object": "batch",
+        "status": batch.status,
+        "request_counts": counts,
+        "usage": used,
+    }
 
 
 def _usage(used: Used) -> dict[str, Any]:

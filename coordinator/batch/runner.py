@@ -1,4 +1,5 @@
-"""Runs batches: a few of their requests at a time, behind everybody else's, and again after a restart what was not answered before."""
+"""Runs batches: a few of their requests at a time, behind everybody else's, and again after a restart what
+was not answered before."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class BatchOptions(NamedTuple):
 
 
 class BatchRunner:
-    """``start`` and ``stop`` in the loop that serves. Of several processes with one file, the first runs the batches."""
+    """``start`` and ``stop`` in the loop that serves. Of several processes with one file, the first runs the
+    batches."""
 
     def __init__(
         self,
@@ -95,7 +97,10 @@ class BatchRunner:
         for task in (self.task, *self._running.values()):
             if task is not None:
                 task.cancel()
-        await asyncio.gather(*(task for task in (self.task, *self._running.values()) if task is not None), return_exceptions=True)
+        await asyncio.gather(
+            *(task for task in (self.task, *self._running.values()) if task is not None),
+            return_exceptions=True,
+        )
         self._thread.shutdown()
         self._store.close()
         if self._lock is not None:
@@ -110,7 +115,9 @@ class BatchRunner:
             except Exception as error:
                 self.failures.note("running batches", error)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_EVERY_S):  # wait_for() may swallow stop()'s cancellation (Python 3.11)
+                async with asyncio.timeout(
+                    LOOK_EVERY_S
+                ):  # wait_for() may swallow stop()'s cancellation (Python 3.11)
                     await self._changed.wait()
 
     def _is_ours(self) -> bool:
@@ -138,9 +145,16 @@ class BatchRunner:
             if batch.status == "validating":
                 await self.call(partial(_validate, batch=batch))
             elif batch.status == "cancelling":
-                await self._end(batch, "cancelled", "batch_cancelled", "The batch was cancelled before this request was run.")
+                await self._end(
+                    batch,
+                    "cancelled",
+                    "batch_cancelled",
+                    "The batch was cancelled before this request was run.",
+                )
             elif time.time() >= batch.details["expires_at"]:
-                await self._end(batch, "expired", "batch_expired", "The batch expired before this request was run.")
+                await self._end(
+                    batch, "expired", "batch_expired", "The batch expired before this request was run."
+                )
             elif self._account(batch) is None:
                 await self._end(batch, "failed", "invalid_api_key", NO_KEY)
             elif not await self.call(partial(_has_open_lines, batch=batch)):
@@ -183,13 +197,16 @@ class BatchRunner:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _ask_until_answered(self, batch: StoredBatch, line: Line) -> Answer:
-        """No room, no workers, a limit reached, too late: it waits and asks again, each time as what its key then is."""
+        """No room, no workers, a limit reached, too late: it waits and asks again, each time as what its key
+        then is."""
         num_timeouts = 0
         while True:
             if (account := self._account(batch)) is None:
                 await asyncio.sleep(WAIT_S)  # the batch is about to be ended, and this task with it
                 continue
-            headers = {ON_TIMEOUT_HEADER: b"error"} if num_timeouts < MAX_TIMEOUTS else {}  # at last a part is better than nothing
+            headers = (
+                {ON_TIMEOUT_HEADER: b"error"} if num_timeouts < MAX_TIMEOUTS else {}
+            )  # at last a part is better than nothing
             answer = await self._ask(batch.details["endpoint"], line.body, account, headers)
             num_timeouts += answer.status == 504
             if answer.status not in AGAIN or num_timeouts > MAX_TIMEOUTS:
@@ -202,7 +219,9 @@ class BatchRunner:
         account = self._directory.account_of_key(batch.key_id)
         return None if account is None else account.model_copy(update={"priority_class": "batch"})
 
-    async def _ask(self, endpoint: Endpoint, body: bytes, account: Account, headers: Mapping[bytes, bytes]) -> Answer:
+    async def _ask(
+        self, endpoint: Endpoint, body: bytes, account: Account, headers: Mapping[bytes, bytes]
+    ) -> Answer:
         listener = _Waiting()
         call = InnerCall(self._generation, endpoint, body, account, listener, headers)
         call.begin()
@@ -223,7 +242,12 @@ class BatchRunner:
                 for _, line in found:
                     store.answer(batch.id, line.number, 0, unanswered_line(batch.id, line, code, message))
             told = {"code": code, "line": None, "message": message, "param": None}
-            _finish(store, batch, status, {"errors": {"object": "list", "data": [told]}} if status == "failed" else {})
+            _finish(
+                store,
+                batch,
+                status,
+                {"errors": {"object": "list", "data": [told]}} if status == "failed" else {},
+            )
 
         await self.call(end)
 
@@ -264,5 +288,7 @@ def _finish(store: BatchStore, batch: StoredBatch, status: Status, more: Mapping
     tenant, made = store.tenant_of(batch.id), {}
     for field, good in (("output_file_id", True), ("error_file_id", False)):
         if content := store.outputs(batch.id, good=good):
-            made[field] = store.add_file(tenant, f"{batch.id}_{field[:-8]}.jsonl", "batch_output", content, time.time()).id
+            made[field] = store.add_file(
+                tenant, f"{batch.id}_{field[:-8]}.jsonl", "batch_output", content, time.time()
+            ).id
     store.change(batch.id, status, {**more, **made, f"{status}_at": int(time.time())})

@@ -1,4 +1,5 @@
-"""Files and batches in SQLite. One file serves all coordinators of a host; each answered request is there for good at once."""
+"""Files and batches in SQLite. One file serves all coordinators of a host; each answered request is there for
+good at once."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from .lines import Line, Used
 
 _log = logging.getLogger(__name__)
 
-Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+Status = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
 NOTHING = Used()
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 SCHEMA = """
@@ -52,7 +55,8 @@ class StoredFile(NamedTuple):
 
 
 class StoredBatch(NamedTuple):
-    """``details``: what OpenAI's object has beside id, status and counts. ``key_id``: of the key that pays; 0: none was asked for."""
+    """``details``: what OpenAI's object has beside id, status and counts. ``key_id``: of the key that pays;
+    0: none was asked for."""
 
     id: str
     status: Status
@@ -70,8 +74,8 @@ class BatchStore:
     """All methods block for a disk's time: they are called on one thread of their own."""
 
     def __init__(self, path: Path) -> None:
-        """Opened when it is first needed where its disk is full now. Raises OpenToOthers where other users may read it, OSError or
-        sqlite3.Error where it cannot be used."""
+        """Opened when it is first needed where its disk is full now. Raises OpenToOthers where other users
+        may read it, OSError or sqlite3.Error where it cannot be used."""
         self._path = path
         self._opened: sqlite3.Connection | None = None
         try:
@@ -79,7 +83,11 @@ class BatchStore:
         except (OSError, sqlite3.Error) as error:
             if not is_full(error):
                 raise
-            _log.error("--batch-file: there is no space for %s (%s); batches and files are refused until there is", path, error)
+            _log.error(
+                "--batch-file: there is no space for %s (%s); batches and files are refused until there is",
+                path,
+                error,
+            )
 
     @property
     def _db(self) -> sqlite3.Connection:
@@ -115,7 +123,10 @@ class BatchStore:
 
     def add_file(self, tenant: str, filename: str, purpose: str, content: bytes, now: float) -> StoredFile:
         file = StoredFile(f"file-{secrets.token_hex(12)}", filename, purpose, len(content), now)
-        self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", (file.id, tenant, now, filename, purpose, len(content), content))
+        self._db.execute(
+            "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (file.id, tenant, now, filename, purpose, len(content), content),
+        )
         return file
 
     def file(self, tenant: str, id: str) -> StoredFile | None:
@@ -123,10 +134,14 @@ class BatchStore:
         return None if row is None else StoredFile(*row)
 
     def content(self, tenant: str, id: str) -> bytes | None:
-        row = self._db.execute("SELECT content FROM files WHERE id = ? AND tenant = ?", (id, tenant)).fetchone()
+        row = self._db.execute(
+            "SELECT content FROM files WHERE id = ? AND tenant = ?", (id, tenant)
+        ).fetchone()
         return None if row is None else bytes(row[0])
 
-    def files(self, tenant: str, purpose: str | None, after: str | None, limit: int, *, newest_first: bool) -> list[StoredFile]:
+    def files(
+        self, tenant: str, purpose: str | None, after: str | None, limit: int, *, newest_first: bool
+    ) -> list[StoredFile]:
         order = "DESC" if newest_first else "ASC"
         rows = self._db.execute(f"{_FILE} WHERE tenant = ? ORDER BY created {order}, id {order}", (tenant,))
         found = [StoredFile(*row) for row in rows if purpose is None or row[2] == purpose]
@@ -140,12 +155,17 @@ class BatchStore:
     def add_batch(self, tenant: str, key_id: int, details: dict[str, Any], now: float) -> StoredBatch:
         batch = StoredBatch(f"batch_{secrets.token_hex(12)}", "validating", details, key_id)
         row = (batch.id, tenant, now, key_id, batch.status, orjson.dumps(details))
-        self._db.execute("INSERT INTO batches (id, tenant, created, key_id, status, details) VALUES (?, ?, ?, ?, ?, ?)", row)
+        self._db.execute(
+            "INSERT INTO batches (id, tenant, created, key_id, status, details) VALUES (?, ?, ?, ?, ?, ?)",
+            row,
+        )
         return batch
 
     def batch(self, tenant: str | None, id: str) -> StoredBatch | None:
         """``tenant`` None: anybody's."""
-        row = self._db.execute(f"{_BATCH} WHERE id = ? AND tenant = coalesce(?, tenant)", (id, tenant)).fetchone()
+        row = self._db.execute(
+            f"{_BATCH} WHERE id = ? AND tenant = coalesce(?, tenant)", (id, tenant)
+        ).fetchone()
         return None if row is None else _batch(row)
 
     def batches(self, tenant: str, after: str | None, limit: int) -> list[StoredBatch]:
@@ -155,20 +175,30 @@ class BatchStore:
     def open_batches(self) -> list[StoredBatch]:
         """Those that are not over, oldest first."""
         marks = ", ".join("?" * len(OPEN))
-        return [_batch(row) for row in self._db.execute(f"{_BATCH} WHERE status IN ({marks}) ORDER BY created", OPEN)]
+        return [
+            _batch(row)
+            for row in self._db.execute(f"{_BATCH} WHERE status IN ({marks}) ORDER BY created", OPEN)
+        ]
 
-    def change(self, id: str, status: Status, details: dict[str, Any], only_from: Collection[str] = OPEN) -> StoredBatch | None:
-        """A new status and new details; None, and nothing happens, where the batch is in none of ``only_from``."""
+    def change(
+        self, id: str, status: Status, details: dict[str, Any], only_from: Collection[str] = OPEN
+    ) -> StoredBatch | None:
+        """A new status and new details; None, and nothing happens, where the batch is in none of
+        ``only_from``."""
         with self._transaction():
             batch = self.batch(None, id)
             if batch is None or batch.status not in only_from:
                 return None
             changed = batch._replace(status=status, details={**batch.details, **details})
-            self._db.execute("UPDATE batches SET status = ?, details = ? WHERE id = ?", (status, orjson.dumps(changed.details), id))
+            self._db.execute(
+                "UPDATE batches SET status = ?, details = ? WHERE id = ?",
+                (status, orjson.dumps(changed.details), id),
+            )
             return changed
 
     def prune(self, before: float) -> int:
-        """Deletes batches that are over and were made before, and files as old, but for those of batches that are not over. How many."""
+        """Deletes batches that are over and were made before, and files as old, but for those of batches that
+        are not over. How many."""
         marks = ", ".join("?" * len(OPEN))
         with self._transaction():
             over = f"SELECT id FROM batches WHERE created < ? AND status NOT IN ({marks})"
@@ -185,10 +215,13 @@ class BatchStore:
         """Again after a restart: those that are there stay as they are."""
         rows = [(batch, line.number, line.custom_id, line.body) for line in lines]
         with self._transaction():
-            self._db.executemany("INSERT OR IGNORE INTO lines (batch, number, custom_id, body) VALUES (?, ?, ?, ?)", rows)
+            self._db.executemany(
+                "INSERT OR IGNORE INTO lines (batch, number, custom_id, body) VALUES (?, ?, ?, ?)", rows
+            )
 
     def open_lines(self, batch: str | None, limit: int) -> list[tuple[str, Line]]:
-        """Requests without an answer, of this batch or of all in progress: the first of each, then the second."""
+        """Requests without an answer, of this batch or of all in progress: the first of each, then the
+        second."""
         rows = self._db.execute(
             "SELECT batch, number, custom_id, body FROM lines WHERE status IS NULL AND batch = coalesce(?1, batch)"
             " AND (?1 IS NOT NULL OR batch IN (SELECT id FROM batches WHERE status = 'in_progress')) ORDER BY number, batch LIMIT ?2",
@@ -214,7 +247,9 @@ class BatchStore:
 
     def used(self, batch: str) -> Used:
         """By all of its requests that are answered."""
-        row = self._db.execute("SELECT prompt, cached, completion, reasoning FROM used WHERE batch = ?", (batch,)).fetchone()
+        row = self._db.execute(
+            "SELECT prompt, cached, completion, reasoning FROM used WHERE batch = ?", (batch,)
+        ).fetchone()
         return Used(*row) if row is not None else NOTHING
 
     def tenant_of(self, batch: str) -> str:

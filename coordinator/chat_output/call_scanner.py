@@ -1,4 +1,5 @@
-"""Reads ``{"name": ..., "arguments": {...}}`` as it is written, so that arguments can be passed on before they are complete."""
+"""Reads ``{"name": ..., "arguments": {...}}`` as it is written, so that arguments can be passed on before
+they are complete."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ Stage = Literal["start", "key", "in key", "colon", "value", "in value", "after",
 
 
 class CallScanner:
-    """One JSON object, character by character. ``name`` is set once it is known; ``take`` gives arguments, as the model wrote them."""
+    """One JSON object, character by character. ``name`` is set once it is known; ``take`` gives arguments, as
+    the model wrote them."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
         """``names``: an object that names none of these is no call."""

@@ -18,7 +18,8 @@ class MarkFinder:
         return self._held
 
     def feed(self, text: str) -> tuple[str, str | None, str]:
-        """(text before the first mark, the mark, text after it); without a mark: (what is certain to be none, None, nothing)."""
+        """(text before the first mark, the mark, text after it); without a mark: (what is certain to be none,
+        None, nothing)."""
         text = self._held + text
         found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
         if found:

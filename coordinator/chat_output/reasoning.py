@@ -12,8 +12,8 @@ SPACE = " \n\r\t"
 class ReasoningParser:
     """``OutputParser``: thoughts first, then the answer, which ``then`` reads (None: it is content).
 
-    ``opened``: the prompt ends with the opening mark already. Otherwise a mark at the answer's start opens, and nothing later does.
-    White space next to a mark is nobody's.
+    ``opened``: the prompt ends with the opening mark already. Otherwise a mark at the answer's start opens,
+    and nothing later does. White space next to a mark is nobody's.
     """
 
     def __init__(self, then: OutputParser | None, *, opened: bool) -> None:

@@ -20,9 +20,13 @@ class ChatStyle:
     thinks: bool = False
 
     @classmethod
-    def of(cls, template: str, tools: ToolParserOption = "auto", reasoning: ReasoningOption = "auto") -> ChatStyle:
+    def of(
+        cls, template: str, tools: ToolParserOption = "auto", reasoning: ReasoningOption = "auto"
+    ) -> ChatStyle:
         """Of a chat template's source; options other than ``auto`` are taken as they are."""
-        thinks = any(mark in template for mark in THOUGHT_MARKS) if reasoning == "auto" else reasoning == "think"
+        thinks = (
+            any(mark in template for mark in THOUGHT_MARKS) if reasoning == "auto" else reasoning == "think"
+        )
         return cls(_detected(template) if tools == "auto" else tools, thinks)
 
     def marks(self, *, tools: bool) -> tuple[str, ...]:

@@ -21,7 +21,11 @@ ToolStyle = Literal["hermes", "llama3", "mistral"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
-MARKS: dict[ToolStyle, tuple[str, ...]] = {"hermes": (OPEN, CLOSE), "llama3": (PYTHON_TAG,), "mistral": (TOOL_CALLS, ARGS)}
+MARKS: dict[ToolStyle, tuple[str, ...]] = {
+    "hermes": (OPEN, CLOSE),
+    "llama3": (PYTHON_TAG,),
+    "mistral": (TOOL_CALLS, ARGS),
+}
 """Marks that may be tokens of their own."""
 
 
@@ -91,7 +95,10 @@ class _Parser(ABC):
         scanner = self._scanner
         if scanner.name is not None and not self._started and (arguments := scanner.take()):
             self._started = True
-            self._events += [CallStarted(self._num_calls, scanner.name), CallArguments(self._num_calls, arguments)]
+            self._events += [
+                CallStarted(self._num_calls, scanner.name),
+                CallArguments(self._num_calls, arguments),
+            ]
             self._num_calls += 1
             self._space = ""
         elif self._started:
@@ -139,7 +146,8 @@ class HermesParser(_Parser):
 
 
 class Llama3Parser(_Parser):
-    """``OutputParser`` of Llama 3's way. An object is a call only if it names one of ``names``: the answer may be JSON itself."""
+    """``OutputParser`` of Llama 3's way. An object is a call only if it names one of ``names``: the answer
+    may be JSON itself."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)

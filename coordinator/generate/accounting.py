@@ -20,15 +20,28 @@ _USAGE_KEYS = [f"{name}_s" for name in NAMES]
 
 
 class Accounting:
-    """Of several choices, the one that ended last gives stages and workers. ``arrival``: monotonic seconds."""
+    """Of several choices, the one that ended last gives stages and workers. ``arrival``: monotonic
+    seconds."""
 
     def __init__(
-        self, id: str, plan: RequestPlan, call: Answering, model_name: str, arrival: float, choices: Sequence[Choice]
+        self,
+        id: str,
+        plan: RequestPlan,
+        call: Answering,
+        model_name: str,
+        arrival: float,
+        choices: Sequence[Choice],
     ) -> None:
         self.arrival = arrival
         self.status = ""  # as it is counted; empty while it runs
         self.num_prompt_tokens = plan.num_prompt_tokens
-        self._id, self._plan, self._call, self._model_name, self._choices = id, plan, call, model_name, choices
+        self._id, self._plan, self._call, self._model_name, self._choices = (
+            id,
+            plan,
+            call,
+            model_name,
+            choices,
+        )
         self._last: Ended | None = None
         self._ledger = TimeLedger("parse", arrival)
 
@@ -40,7 +53,8 @@ class Accounting:
             self._ledger.enter("stream", now)
 
     def close(self) -> tuple[Stages, float]:
-        """Return the seconds by stage until now, and in all: these by the clock, not from the stages, with which they must agree."""
+        """Return the seconds by stage until now, and in all: these by the clock, not from the stages, with
+        which they must agree."""
         now = monotonic()
         self._ledger.close(now)
         return self._ledger.stages(), now - self.arrival
@@ -50,28 +64,40 @@ class Accounting:
         return choices[0].num_tokens if len(choices) == 1 else sum([choice.num_tokens for choice in choices])
 
     def num_cached(self) -> int:
-        """Return how many prompt tokens were found in a prefix cache: of each prompt, before its first candidate ran."""
+        """Return how many prompt tokens were found in a prefix cache: of each prompt, before its first
+        candidate ran."""
         if len(self._choices) == 1:  # mostly
             ended = self._choices[0].ended
             return ended.num_cached_tokens if ended is not None else 0
         cached: dict[int, int] = {}
         for choice in self._choices:
             if choice.ended is not None:
-                cached[id(choice.prompt)] = min(cached.get(id(choice.prompt), 1 << 62), choice.ended.num_cached_tokens)
+                cached[id(choice.prompt)] = min(
+                    cached.get(id(choice.prompt), 1 << 62), choice.ended.num_cached_tokens
+                )
         return sum(cached.values())
 
     def num_used_tokens(self) -> int:
         """Return prompt and output tokens, for limits; 0 where the server gave nothing for the prompt."""
         num_output = self.num_output_tokens()
-        return self.num_prompt_tokens + num_output if num_output or self.status in ("200", "cancelled", "too_slow") else 0
+        return (
+            self.num_prompt_tokens + num_output
+            if num_output or self.status in ("200", "cancelled", "too_slow")
+            else 0
+        )
 
     def usage_so_far(self) -> Usage:
         """Return OpenAI's three counts."""
         num_prompt, num_output = self.num_prompt_tokens, self.num_output_tokens()
-        return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        }
 
     def usage(self, stages: Stages) -> dict[str, Any]:
-        """Return the answer's ``usage``: tokens, and under ``splitserve`` the seconds by stage of the choice that ended last."""
+        """Return the answer's ``usage``: tokens, and under ``splitserve`` the seconds by stage of the choice
+        that ended last."""
         assert self._last is not None, "an answer has a choice that has ended"
         num_cached = self.num_cached()
         num_reasoning = sum([choice.num_reasoning_tokens for choice in self._choices])
@@ -101,7 +127,9 @@ class Accounting:
             status=self.status,
             cached_tokens=self.num_cached(),
             completion_tokens=self.num_output_tokens(),
-            kv_byte_seconds=sum(choice.ended.kv_byte_seconds() for choice in self._choices if choice.ended is not None),
+            kv_byte_seconds=sum(
+                choice.ended.kv_byte_seconds() for choice in self._choices if choice.ended is not None
+            ),
             parse_s=stages.parse,
             queue_s=stages.queue,
             prefill_s=stages.prefill,

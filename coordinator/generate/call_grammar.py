@@ -1,4 +1,5 @@
-"""Grammars that hold an answer to tool calls, or to a thought and then to a format: llguidance's Lark, put together of named parts."""
+"""Grammars that hold an answer to tool calls, or to a thought and then to a format: llguidance's Lark, put
+together of named parts."""
 
 from __future__ import annotations
 
@@ -22,19 +23,31 @@ Term = Callable[[str], str]
 """A mark as Lark writes it: a string in quotes or, where it is one, a special token's number."""
 
 
-def call_grammar(style: ToolStyle, tools: Sequence[Tool], term: Term, *, parallel: bool, has_args_mark: bool) -> bytes:
+def call_grammar(
+    style: ToolStyle, tools: Sequence[Tool], term: Term, *, parallel: bool, has_args_mark: bool
+) -> bytes:
     """One call of one of ``tools`` or, with ``parallel``, several, in the way that the model was taught."""
     begin = "" if (mark := _mark(style)) is None else term(mark)
     start = f"start: {_several(style, begin, parallel, has_args_mark)}"
-    return "\n".join([start, *_calls(style, tools, term, has_args_mark), *_arguments([parameters_of(tool) for tool in tools])]).encode()
+    return "\n".join(
+        [
+            start,
+            *_calls(style, tools, term, has_args_mark),
+            *_arguments([parameters_of(tool) for tool in tools]),
+        ]
+    ).encode()
 
 
-def calls_at_will(style: ToolStyle, tools: Sequence[Tool], term: Term, *, parallel: bool, has_args_mark: bool) -> bytes:
-    """Any text, and calls in it as the model likes: what has begun as one goes on as one, of one of ``tools``. The arguments of a strict
-    tool follow its schema, those of another one are any object."""
+def calls_at_will(
+    style: ToolStyle, tools: Sequence[Tool], term: Term, *, parallel: bool, has_args_mark: bool
+) -> bytes:
+    """Any text, and calls in it as the model likes: what has begun as one goes on as one, of one of
+    ``tools``. The arguments of a strict tool follow its schema, those of another one are any object."""
     arguments = _arguments([parameters_of(tool) if tool.function.strict else ANY_OBJECT for tool in tools])
     if style == "llama3":
-        return "\n".join([*_llama3_at_will([tool.function.name for tool in tools], term(PYTHON_TAG)), *arguments]).encode()
+        return "\n".join(
+            [*_llama3_at_will([tool.function.name for tool in tools], term(PYTHON_TAG)), *arguments]
+        ).encode()
     mark = _mark(style)
     assert mark is not None, "it tells calls from text"
     begin = term(mark)
@@ -43,11 +56,14 @@ def calls_at_will(style: ToolStyle, tools: Sequence[Tool], term: Term, *, parall
         start = f"start: ANYTHING | said {_array(parallel)}"
     else:
         start = "start: (said call)* ANYTHING" if parallel else "start: ANYTHING | said call"
-    return "\n".join([start, said, f"ANYTHING: {ANYTHING}", *_calls(style, tools, term, has_args_mark), *arguments]).encode()
+    return "\n".join(
+        [start, said, f"ANYTHING: {ANYTHING}", *_calls(style, tools, term, has_args_mark), *arguments]
+    ).encode()
 
 
 def after_thought(grammar: bytes, term: Term, special: bool, *, opened: bool) -> bytes:
-    """The same, after a thought. ``opened``: the prompt has begun it; otherwise it may be left out. ``special``: its mark is a token."""
+    """The same, after a thought. ``opened``: the prompt has begun it; otherwise it may be left out.
+    ``special``: its mark is a token."""
     if special:
         thought = f"thought: THOUGHT {term(THOUGHT_ENDS)} SPACE\nTHOUGHT: {ANYTHING}"
     else:
@@ -82,7 +98,9 @@ def _mark(style: ToolStyle) -> str | None:
 def _calls(style: ToolStyle, tools: Sequence[Tool], term: Term, has_args_mark: bool) -> list[str]:
     """``call``, without the mark at its beginning: one of ``call_0``, ``call_1``, ..."""
     names = [tool.function.name for tool in tools]
-    calls = [f"call_{i}: {_one(style, name, f'args_{i}', term, has_args_mark)}" for i, name in enumerate(names)]
+    calls = [
+        f"call_{i}: {_one(style, name, f'args_{i}', term, has_args_mark)}" for i, name in enumerate(names)
+    ]
     return ["call: " + " | ".join(f"call_{i}" for i in range(len(tools))), *calls]
 
 
@@ -119,8 +137,9 @@ def _array(parallel: bool) -> str:
 
 
 def _llama3_at_will(names: Sequence[str], tag: str) -> list[str]:
-    """Nothing marks a call, which is the whole answer: an object that names a tool is one, and all else is text. Until it has named one,
-    both are possible, so the call may have whatever white space the text has."""
+    """Nothing marks a call, which is the whole answer: an object that names a tool is one, and all else is
+    text. Until it has named one, both are possible, so the call may have whatever white space the text
+    has."""
     space, colon = WHITESPACE, f"{WHITESPACE}:{WHITESPACE}"
     typed = f'("type"{colon}"function"{space},{space})?'
     head = rf"{space}\{{{space}{typed}"
@@ -145,4 +164,6 @@ def _text(text: str) -> str:
 def _bounded(schema: str) -> str:
     value = json.loads(schema)
     own = value.get("x-guidance")
-    return json.dumps({**value, "x-guidance": {**(own if isinstance(own, dict) else {}), "whitespace_pattern": WHITESPACE}})
+    return json.dumps(
+        {**value, "x-guidance": {**(own if isinstance(own, dict) else {}), "whitespace_pattern": WHITESPACE}}
+    )

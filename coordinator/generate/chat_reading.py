@@ -1,4 +1,5 @@
-"""How thoughts and tool calls are read out of a chat's answer: the model's style joined with the request's tools."""
+"""How thoughts and tool calls are read out of a chat's answer: the model's style joined with the request's
+tools."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ class Exchange(Protocol):
 
 
 class Choice:
-    """A ``Sink``. Stop strings and log probabilities are seen to as each token comes, so that a stream and a whole response are cut
-    at the same place; a plain token costs one list lookup and one append.
+    """A ``Sink``. Stop strings and log probabilities are seen to as each token comes, so that a stream and a
+    whole response are cut at the same place; a plain token costs one list lookup and one append.
 
     Log probabilities wait with the text of their tokens: those of a stop string are never shown.
     """
@@ -89,7 +89,9 @@ class Choice:
         self.num_tokens = 0
         self.first_token_at = 0.0  # monotonic seconds
         self.ended: Ended | None = None
-        self.timed_out: Literal["timeout", "length"] | None = None  # its finish reason where a deadline has cut it
+        self.timed_out: Literal["timeout", "length"] | None = (
+            None  # its finish reason where a deadline has cut it
+        )
         self._exchange = exchange
         self._plan = plan
         self._form = exchange.form
@@ -192,7 +194,12 @@ class Choice:
             if stops.matched:
                 self._exchange.stop_met(self)
         self._parts.append(text)
-        self._plain = stops is None and self._entries is None and self._token_ids is None and self._plan.num_best is None
+        self._plain = (
+            stops is None
+            and self._entries is None
+            and self._token_ids is None
+            and self._plan.num_best is None
+        )
 
     def _flush_checked(self) -> None:
         text, num_tokens = "".join(self._parts), len(self._parts)
@@ -216,7 +223,9 @@ class Choice:
     def _chunk(self, text: str, reason: ReportedReason | None) -> bytes:
         usage = self._exchange.usage_so_far() if self._plan.usage_on_every_chunk else None
         entries = self._show(text, last=reason is not None)
-        return self._form.chunk(self.index, text, entries=entries, finish_reason=reason, usage=usage, more=self._more())
+        return self._form.chunk(
+            self.index, text, entries=entries, finish_reason=reason, usage=usage, more=self._more()
+        )
 
     def _more(self) -> dict[str, Any] | None:
         """Token ids that were not shown yet; before the first, the prompt's."""

@@ -47,7 +47,7 @@ class Service(Protocol):
     times_tokens: bool
 
     def done(self, exchange: HttpExchange) -> None:
-        """Take note, once, that the response is complete or its client gone, and that nothing runs for it any more."""
+        """Take note, once, that the response is over and nothing runs for it any more."""
 
 
 class HttpExchange:
@@ -90,7 +90,7 @@ class HttpExchange:
         return self.account.status
 
     def submit(self) -> None:
-        """Submit the requests, some with each turn of the loop: there may be thousands. A refusal of one ends the exchange."""
+        """Submit the requests, some with each turn of the loop. A refusal of one ends the exchange."""
         now, self.requests = self.requests[:MAX_PER_TURN], self.requests[MAX_PER_TURN:]
         for request in now:
             if not self._over:
@@ -101,7 +101,7 @@ class HttpExchange:
         self._look_if_done()
 
     def discard(self) -> None:
-        """Free requests and choices, none of which was submitted, without waiting for the collector of cycles."""
+        """Free requests and choices before any was submitted, without waiting for the collector of cycles."""
         self.requests.clear()
         self.choices.clear()
 
@@ -211,7 +211,7 @@ class HttpExchange:
             return b""
 
     def overdue(self) -> None:
-        """Its deadline has passed and nobody has ended it, by a defect of ours: it ends all the same, and counts as run no more."""
+        """End it, though the dispatcher has not: its deadline has passed. It counts as running no more."""
         if not self._over:
             _log.error("%s: not ended at its deadline by what should have; it is ended now", self.id)
             self.fail(DeadlineExceeded("The request did not finish before its deadline."))
@@ -232,7 +232,7 @@ class HttpExchange:
             self._loop.call_soon(self._cancel_rest)
 
     def let_go(self) -> None:
-        """The response is complete: exchange and choices are freed at once, without waiting for the collector of cycles."""
+        """Free exchange and choices once the response is complete, without waiting for the collector."""
         record = self.account.record(monotonic(), self._trace)
         self._metrics.failures.call("metrics", self._metrics.request_closed, record)
         self._closed = True

@@ -1,4 +1,5 @@
-"""Which grammar an answer must follow, and whether it compiles: what cannot is rejected with 400 before a worker sees it."""
+"""Which grammar an answer must follow, and whether it compiles: what cannot is rejected with 400 before a
+worker sees it."""
 
 from __future__ import annotations
 
@@ -29,13 +30,16 @@ MAX_REASON_CHARS = 500
 
 def has_grammar(request: CompletionRequest | ChatCompletionRequest) -> bool:
     """Return whether the output must follow a grammar, so that workers need a mask."""
-    return request.output_format is not None or (isinstance(request, ChatCompletionRequest) and request.holds_calls)
+    return request.output_format is not None or (
+        isinstance(request, ChatCompletionRequest) and request.holds_calls
+    )
 
 
 def grammar_for(
     request: CompletionRequest | ChatCompletionRequest, model: ServedModel, prompt: Prompt
 ) -> tuple[bytes, str]:
-    """Return the grammar that the output must follow (empty: none), and the field to blame if it does not compile."""
+    """Return the grammar that the output must follow (empty: none), and the field to blame if it does not
+    compile."""
     wanted = request.output_format
     grammar, param = (grammar_of(wanted), wanted.param) if wanted is not None else (b"", "")
     if not isinstance(request, ChatCompletionRequest):
@@ -52,7 +56,9 @@ def grammar_for(
     return grammar, param
 
 
-def _calls(request: ChatCompletionRequest, model: ServedModel, make: Callable[..., bytes] = call_grammar) -> bytes:
+def _calls(
+    request: ChatCompletionRequest, model: ServedModel, make: Callable[..., bytes] = call_grammar
+) -> bytes:
     tokenizer = model.tokenizer
     return make(
         model.chat_style.tools,
@@ -64,7 +70,8 @@ def _calls(request: ChatCompletionRequest, model: ServedModel, make: Callable[..
 
 
 class GrammarCheck:
-    """Compiles grammars for one model's vocabulary, and remembers those that compiled. Methods may be called on several threads."""
+    """Compiles grammars for one model's vocabulary, and remembers those that compiled. Methods may be called
+    on several threads."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -73,13 +80,16 @@ class GrammarCheck:
         self._lock = Lock()
 
     def check(self, grammar: bytes, param: str) -> None:
-        """Raise InvalidRequest with the library's reason if the grammar does not compile, or no text satisfies it."""
+        """Raise InvalidRequest with the library's reason if the grammar does not compile, or no text
+        satisfies it."""
         with self._lock:
             if grammar in self._good:
                 self._good.move_to_end(grammar)
                 return
             tokenizer = self._loaded or self._load()
-        matcher = LLMatcher(tokenizer, grammar.decode(), log_level=0, limits=LLParserLimits(max_lexer_states=MAX_LEXER_STATES))
+        matcher = LLMatcher(
+            tokenizer, grammar.decode(), log_level=0, limits=LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
+        )
         reason = matcher.get_error()
         if not matcher.is_error():
             matcher.compute_bitmask()
@@ -98,7 +108,8 @@ class GrammarCheck:
 
 
 def _for_people(reason: str) -> str:
-    """Keep the part of the library's reason that is about what the client wrote, not about the grammar made of it."""
+    """Keep the part of the library's reason that is about what the client wrote, not about the grammar made
+    of it."""
     if found := re.search(r"^error: (.+)$", reason, re.MULTILINE) if "regex parse error" in reason else None:
         return f"the regular expression cannot be read: {found[1]}"
     if found := re.match(r'at \d+\(\d+\): invalid regex ".*?" \(in regex\): ([^\n;]+)', reason):

@@ -82,7 +82,9 @@ class ParsedChoice(Choice):
         if reading.marks:
             self._detokenizer = MarkedDetokenizer(self._detokenizer, reading.marks)
         if reading.thinks:
-            self._thought = self._detokenizer = ThoughtCounter(self._detokenizer, opened=thinks_already(prompt.text))
+            self._thought = self._detokenizer = ThoughtCounter(
+                self._detokenizer, opened=thinks_already(prompt.text)
+            )
         self._step = self._detokenizer.step
 
     @property
@@ -105,16 +107,29 @@ class ParsedChoice(Choice):
         """See ``Choice``."""
         text = self._rest()
         events = joined(self._read(text, last=True))
-        content = "".join(event.text for event in events if not isinstance(event, CallStarted | CallArguments | Reasoning))
+        content = "".join(
+            event.text for event in events if not isinstance(event, CallStarted | CallArguments | Reasoning)
+        )
         thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
         names = [event.name for event in events if isinstance(event, CallStarted)]
-        arguments = ["".join(e.text for e in events if isinstance(e, CallArguments) and e.call == call) for call in range(len(names))]
+        arguments = [
+            "".join(e.text for e in events if isinstance(e, CallArguments) and e.call == call)
+            for call in range(len(names))
+        ]
         called = [{"name": name, "arguments": text} for name, text in zip(names, arguments, strict=True)]
         result = ChoiceResult(
-            self.index, content, self._show("", last=True), self._reason(reason), reasoning=thoughts or None, more=self._more()
+            self.index,
+            content,
+            self._show("", last=True),
+            self._reason(reason),
+            reasoning=thoughts or None,
+            more=self._more(),
         )
         if not self._reading.as_function_call:
-            result.tool_calls = [{"id": id, "type": "function", "function": one} for id, one in zip(self._ids, called, strict=True)]
+            result.tool_calls = [
+                {"id": id, "type": "function", "function": one}
+                for id, one in zip(self._ids, called, strict=True)
+            ]
         elif called:
             result.function_call = called[0]
         return result
@@ -138,10 +153,18 @@ class ParsedChoice(Choice):
         events = self._parser.feed(text)
         if last:
             events += self._parser.finish()
-        events = [e for e in events if not isinstance(e, CallStarted | CallArguments) or e.call < self._reading.max_calls]
+        events = [
+            e
+            for e in events
+            if not isinstance(e, CallStarted | CallArguments) or e.call < self._reading.max_calls
+        ]
         for event in events:
             if isinstance(event, CallStarted):
-                self._ids.append(secrets.token_hex(5)[:9] if self._reading.short_call_ids else f"call_{secrets.token_hex(12)}")
+                self._ids.append(
+                    secrets.token_hex(5)[:9]
+                    if self._reading.short_call_ids
+                    else f"call_{secrets.token_hex(12)}"
+                )
         return events
 
     def _event_chunks(self, events: Sequence[Event]) -> Iterator[bytes]:
@@ -153,7 +176,16 @@ class ParsedChoice(Choice):
             function = {"name": event.name, "arguments": ""}
             if self._reading.as_function_call:
                 return {"function_call": function}
-            return {"tool_calls": [{"index": event.call, "id": self._ids[event.call], "type": "function", "function": function}]}
+            return {
+                "tool_calls": [
+                    {
+                        "index": event.call,
+                        "id": self._ids[event.call],
+                        "type": "function",
+                        "function": function,
+                    }
+                ]
+            }
         if isinstance(event, CallArguments):
             if self._reading.as_function_call:
                 return {"function_call": {"arguments": event.text}}
@@ -165,7 +197,9 @@ class ParsedChoice(Choice):
         assert isinstance(form, ChatFormat), "completions are not parsed"
         usage = self._exchange.usage_so_far() if self._plan.usage_on_every_chunk else None
         entries = self._show("", last=reason is not None)
-        return form.delta_chunk(self.index, delta, entries=entries, finish_reason=reason, usage=usage, more=self._more())
+        return form.delta_chunk(
+            self.index, delta, entries=entries, finish_reason=reason, usage=usage, more=self._more()
+        )
 
     def _reason(self, reason: ReportedReason) -> ReportedReason:
         if not self._ids or reason != "stop":

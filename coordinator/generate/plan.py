@@ -1,8 +1,8 @@
-"""``RequestPlan``: everything one body asks for, checked against the model. The answer and its sequences are made from it alone.
+"""``RequestPlan``: everything one body asks for, checked against the model. Answer and sequences are made from it alone.
 
-    body --parse--> pydantic model --Planner.plan--> RequestPlan(prompts, sampling, format, limits) --> HttpExchange
+    body --parse--> pydantic model --Planner.plan--> RequestPlan(prompts, sampling, format, limits)
 
-A short prompt is planned on the event loop, a long one on a thread, a large body in the reader process: so a plan pickles.
+A short prompt is planned on the event loop, a long one on a thread, a large body in the reader process: a plan pickles.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Planner:
     def plan(self, request: GenerateRequest, headers: Mapping[bytes, bytes], own_class: PriorityClass) -> RequestPlan:
         """Render, tokenize and check a request.
 
-        ``headers`` hold at least PLAN_HEADERS, as far as they were sent; ``own_class`` is the key's. Raises InvalidRequest where
-        the request does not fit the model or the server's limits.
+        ``headers`` hold at least PLAN_HEADERS, as far as they were sent; ``own_class`` is the key's. Raises
+        InvalidRequest where the request does not fit the model or the server's limits.
         """
         chat = request if isinstance(request, ChatCompletionRequest) else None
         echo = chat is None and bool(getattr(request, "echo", False))
@@ -209,7 +209,7 @@ def num_logprobs(request: GenerateRequest) -> int | None:
 
 
 def seed_of(seed: int | None, candidate: int) -> int:
-    """Derive a candidate's seed from the client's seed and the candidate's number; draw one where the client gave none."""
+    """Derive a candidate's seed from the client's seed and its number; draw one if the client gave none."""
     if seed is None:
         return random.getrandbits(63)
     if candidate == 0:
@@ -248,7 +248,7 @@ def _check_unusual(fields: dict[str, Any], vocab_size: int) -> None:
 
 
 def class_in_force(tier: ServiceTier | None, own: PriorityClass) -> PriorityClass:
-    """Return the lower of the tier's class and the key's ``own``: as with OpenAI, asking for more is not refused, only ignored."""
+    """Return the lower of the tier's class and the key's ``own``: asking for more is ignored, as OpenAI does."""
     return own if tier is None else max(own, TIER_CLASSES.get(tier, own), key=_RANKS.__getitem__)
 
 

@@ -16,8 +16,8 @@ from .bodies.fields import MAX_TOKENS
 
 TAIL_CHARS = len(OPEN) + 64
 INLINE_CHARS = 400
-"""Longer prompts are prepared on a thread: the event loop has streams to serve. Measured: 400 characters take about 0.1 ms, a round
-trip through the thread about as long."""
+"""Longer prompts are prepared on a thread: the event loop has streams to serve. Measured: 400 characters take
+about 0.1 ms, a round trip through the thread about as long."""
 
 BATCH_CHARS = 1 << 18
 CHARS_PER_MESSAGE = 16
@@ -52,7 +52,10 @@ def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
         for message in request.messages:
             num_chars += len(message.content or "")
     else:
-        num_chars = sum(len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR for prompt in request.prompt)
+        num_chars = sum(
+            len(prompt) if isinstance(prompt, str) else len(prompt) // IDS_PER_CHAR
+            for prompt in request.prompt
+        )
     return num_chars > INLINE_CHARS
 
 
@@ -66,7 +69,9 @@ def prompts_of(request: CompletionRequest | ChatCompletionRequest, model: Served
     keep = None if request.truncate_prompt_tokens is None else _num_kept(request, model)
     if isinstance(request, ChatCompletionRequest):
         tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
-        prompts = [chat_prompt(request.messages, model, extra=request.template_variables, tools=tools, keep=keep)]
+        prompts = [
+            chat_prompt(request.messages, model, extra=request.template_variables, tools=tools, keep=keep)
+        ]
         param = "messages"
     else:
         prompts = _completion_prompts(request.prompt, model, with_text=bool(request.echo), keep=keep)
@@ -104,10 +109,13 @@ def chat_prompt(
     most: int | None = None,
     keep: int | None = None,
 ) -> Prompt:
-    """Messages through the chat template, which writes BOS itself where the model wants one. Raises InvalidRequest."""
+    """Messages through the chat template, which writes BOS itself where the model wants one. Raises
+    InvalidRequest."""
     template = model.chat_template
     if template is None:
-        raise InvalidRequest(f"The model {model.name!r} has no chat template; use /v1/completions.", param="messages")
+        raise InvalidRequest(
+            f"The model {model.name!r} has no chat template; use /v1/completions.", param="messages"
+        )
     plain = [message.for_template() for message in messages]
     text = template.render(plain, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
     (token_ids,) = encode([text], model, add_special_tokens=False, most=most, keep=keep, param="messages")
@@ -123,8 +131,8 @@ def encode(
     keep: int | None = None,
     param: str = "prompt",
 ) -> list[list[int]]:
-    """Token ids of each text. ``keep``: only its last tokens are needed. Raises ContextTooLong where a text has more than ``most`` tokens
-    (default: the model's context), without tokenizing it whole."""
+    """Token ids of each text. ``keep``: only its last tokens are needed. Raises ContextTooLong where a text
+    has more than ``most`` tokens (default: the model's context), without tokenizing it whole."""
     tokenizer, most = model.tokenizer, model.max_model_len if most is None else most
     if keep is not None:
         texts = [tokenizer.ending(text, keep) if len(text) > 2 * PIECE_CHARS else text for text in texts]
@@ -138,7 +146,9 @@ def encode(
         found += tokenizer.encode(some, add_special_tokens=add_special_tokens)
         room -= sum(map(len, found[-len(some) :]))
         if room < 0:
-            raise InvalidRequest(f"{param}: has more than {MAX_TOKENS} tokens in all; send several requests", param=param)
+            raise InvalidRequest(
+                f"{param}: has more than {MAX_TOKENS} tokens in all; send several requests", param=param
+            )
     return found
 
 
@@ -154,7 +164,9 @@ def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
         yield texts[begin:]
 
 
-def _completion_prompts(prompts: list[str] | list[list[int]], model: ServedModel, *, with_text: bool, keep: int | None) -> list[Prompt]:
+def _completion_prompts(
+    prompts: list[str] | list[list[int]], model: ServedModel, *, with_text: bool, keep: int | None
+) -> list[Prompt]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
         encoded = encode(texts, model, add_special_tokens=True, keep=keep)
@@ -162,7 +174,9 @@ def _completion_prompts(prompts: list[str] | list[list[int]], model: ServedModel
     ids = [prompt for prompt in prompts if isinstance(prompt, list)]
     for token_ids in ids:
         if max(token_ids) >= model.vocab_size:
-            message = f"prompt: token id {max(token_ids)} is outside the vocabulary of {model.vocab_size} tokens"
+            message = (
+                f"prompt: token id {max(token_ids)} is outside the vocabulary of {model.vocab_size} tokens"
+            )
             raise InvalidRequest(message, param="prompt")
     return [Prompt(token_ids, _text_of(token_ids, model) if with_text else "") for token_ids in ids]
 

@@ -1,4 +1,5 @@
-"""The bodies and answers of /tokenize and /detokenize, on a thread for small bodies, in the reader process for large ones."""
+"""The bodies and answers of /tokenize and /detokenize, on a thread for small bodies, in the reader process
+for large ones."""
 
 from __future__ import annotations
 
@@ -65,7 +66,12 @@ def tokenized(request: TokenizeRequest, model: ServedModel) -> bytes:
     else:
         special = request.add_special_tokens is not False
         (ids,) = encode([request.prompt or ""], model, add_special_tokens=special, most=MAX_TOKENS)
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": None}
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": model.max_model_len,
+        "tokens": ids,
+        "token_strs": None,
+    }
     if request.return_token_strs:
         answer["token_strs"] = [tokenizer.fast.id_to_token(token_id) for token_id in ids]
     return orjson.dumps(answer)

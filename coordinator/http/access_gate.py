@@ -1,4 +1,5 @@
-"""Holds everything that comes as ASGI to ``Access``, and answers browsers' preflights. (A ``Call`` checks requests for tokens itself.)"""
+"""Holds everything that comes as ASGI to ``Access``, and answers browsers' preflights. (A ``Call`` checks
+requests for tokens itself.)"""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class AccessGate:
             send = _with_headers(send, cors)
         try:
             self._access.check(method, headers)
-            preflight = self._access.preflight(headers) if method == "OPTIONS" and is_preflight(headers) else None
+            preflight = (
+                self._access.preflight(headers) if method == "OPTIONS" and is_preflight(headers) else None
+            )
         except ApiError as error:
             await refuse(error, scope, receive, send)
             return

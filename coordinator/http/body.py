@@ -17,17 +17,25 @@ class ClientGone(Exception):
 
 
 def check_headers(headers: Mapping[bytes, bytes], max_bytes: int) -> None:
-    """Raises BodyTooLarge as soon as the size is announced, UnsupportedMediaType where the body is compressed."""
+    """Raises BodyTooLarge as soon as the size is announced, UnsupportedMediaType where the body is
+    compressed."""
     announced = headers.get(b"content-length")
     if announced is not None and (not announced.isdigit() or int(announced) > max_bytes):
-        raise BodyTooLarge(max_bytes) if announced.isdigit() else InvalidRequest("Content-Length must be a number.")
+        raise (
+            BodyTooLarge(max_bytes)
+            if announced.isdigit()
+            else InvalidRequest("Content-Length must be a number.")
+        )
     encoding = headers.get(b"content-encoding", b"identity")
     if encoding.lower() != b"identity":
-        raise UnsupportedMediaType(f"Content-Encoding {encoding.decode('latin-1')[:40]!r} is not supported; send the body as it is.")
+        raise UnsupportedMediaType(
+            f"Content-Encoding {encoding.decode('latin-1')[:40]!r} is not supported; send the body as it is."
+        )
 
 
 def check_is_json(headers: Mapping[bytes, bytes]) -> None:
-    """Raises UnsupportedMediaType. (A form or plain text is what web pages of other sites may send without asking.)"""
+    """Raises UnsupportedMediaType. (A form or plain text is what web pages of other sites may send without
+    asking.)"""
     kind = headers.get(b"content-type", b"")
     if kind != b"application/json" and kind.partition(b";")[0].strip().lower() != b"application/json":
         given = f"not {kind.decode('latin-1')[:60]}" if kind else "and the request has none"
@@ -37,7 +45,8 @@ def check_is_json(headers: Mapping[bytes, bytes]) -> None:
 
 
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int) -> bytes:
-    """A small one, of JSON. Raises what ``check_headers`` and ``check_is_json`` raise, and BodyTooLarge as soon as more has come."""
+    """A small one, of JSON. Raises what ``check_headers`` and ``check_is_json`` raise, and BodyTooLarge as
+    soon as more has come."""
     async with held_body(headers, receive, max_bytes, None) as body:
         return bytes(body)
 

@@ -1,8 +1,8 @@
 """One request for tokens on its HTTP connection: what has come in, and the way back to its client.
 
-Each token of each stream is written here, and thousands of requests a second pass, so nothing lies between this and the connection:
-neither ASGI nor a task for each request. A client that reads too slowly has its text joined in a buffer; one that lets the buffer grow
-beyond its bound is cut off.
+Each token of each stream is written here, and thousands of requests a second pass, so nothing lies between
+this and the connection: neither ASGI nor a task for each request. A client that reads too slowly has its text
+joined in a buffer; one that lets the buffer grow beyond its bound is cut off.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class CallHandler(Protocol):
         """The call cannot be taken."""
 
     def closed(self, call: Call) -> None:
-        """Its response is with the operating system, or its client has gone. Once, for every call that was opened."""
+        """Its response is with the operating system, or its client has gone. Once, for every call that was
+        opened."""
 
 
 class Connection(Protocol):
@@ -106,7 +107,8 @@ class _Unheard:
 
 
 class Call:
-    """Methods neither block nor await. uvicorn's protocol keeps it as its ``cycle`` and sets the first three of its public fields."""
+    """Methods neither block nor await. uvicorn's protocol keeps it as its ``cycle`` and sets the first three
+    of its public fields."""
 
     __slots__ = (
         "_begun",
@@ -162,7 +164,9 @@ class Call:
         self._transport = connection.transport
         self._flow = connection.flow
         self._wants_continue = wants_continue
-        self._chunked = http_version != "1.0"  # for a stream; otherwise the end of the connection ends the body
+        self._chunked = (
+            http_version != "1.0"
+        )  # for a stream; otherwise the end of the connection ends the body
         self._cors = handler.access.cors(headers)
         self._begun = False
         self._whole = False  # all of the body is here
@@ -247,7 +251,9 @@ class Call:
     def start(self, status: int, headers: Headers) -> None:
         """Status and headers of a stream; once, before the first write."""
         if not self._completed:
-            self._transport.write(self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._chunked else b""))
+            self._transport.write(
+                self._head(status, headers, b"transfer-encoding: chunked\r\n" if self._chunked else b"")
+            )
 
     def write(self, data: bytes) -> None:
         """Part of a stream's body; not empty."""
@@ -316,5 +322,14 @@ class Call:
             self._transport.abort()
 
     def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
-        lines = [b"%b: %b\r\n" % header for header in (*self._connection.default_headers, *self._cors, *headers)]
-        return b"".join([STATUS_LINE[status], *lines, framing, b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"])
+        lines = [
+            b"%b: %b\r\n" % header for header in (*self._connection.default_headers, *self._cors, *headers)
+        ]
+        return b"".join(
+            [
+                STATUS_LINE[status],
+                *lines,
+                framing,
+                b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n",
+            ]
+        )

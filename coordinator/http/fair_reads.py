@@ -12,8 +12,11 @@ TURN_BYTES = 128 << 10
 class FairReads:
     """Pauses the reading of one connection until the next turn of the loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, is_paused: Callable[[], bool]) -> None:
-        """``is_paused``: whether the protocol itself wants nothing more now; then it resumes reading itself."""
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, is_paused: Callable[[], bool]
+    ) -> None:
+        """``is_paused``: whether the protocol itself wants nothing more now; then it resumes reading
+        itself."""
         self._loop, self._transport, self._is_paused = loop, transport, is_paused
         self._num_bytes = 0
 

@@ -1,4 +1,5 @@
-"""A request for tokens that did not come by HTTP: out of a batch, or over a WebSocket. It is answered like any other."""
+"""A request for tokens that did not come by HTTP: out of a batch, or over a WebSocket. It is answered like
+any other."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ class InnerCall(Call):
     __slots__ = ("_listener",)
 
     def __init__(
-        self, handler: CallHandler, endpoint: Endpoint, body: bytes, account: Account, listener: Listener, headers: Mapping[bytes, bytes]
+        self,
+        handler: CallHandler,
+        endpoint: Endpoint,
+        body: bytes,
+        account: Account,
+        listener: Listener,
+        headers: Mapping[bytes, bytes],
     ) -> None:
         self.endpoint, self.method, self.headers, self.account = endpoint, "POST", headers, account
         self.gone = self.response_complete = False

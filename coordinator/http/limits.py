@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LARGE_BODY_BYTES = 64 << 10
-"""A larger body is read in another process. Measured: the loop parses one of this size in 2 to 17 ms, whatever it holds."""
+"""A larger body is read in another process. Measured: the loop parses one of this size in 2 to 17 ms,
+whatever it holds."""
 MIN_BYTES_PER_S = 16 << 10
 """Of a body or a WebSocket message, beyond the time that every request has."""
 
@@ -19,7 +20,8 @@ class HttpLimits:
     deadline_error: bool = False
     """A request that passes its deadline is a 504, whatever it has generated, unless it says otherwise."""
     receive_timeout_s: float = 30.0
-    """A request or WebSocket message must be here whole within it, and one second more for each 16 KiB of its body."""
+    """A request or WebSocket message must be here whole within it, and one second more for each 16 KiB of its
+    body."""
     max_buffered_bytes: int = 1 << 20
     """Text that may wait for a client that reads too slowly; beyond it the connection is cut."""
     max_choices: int = 4096

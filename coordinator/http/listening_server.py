@@ -1,9 +1,9 @@
 """The HTTP server on one socket: uvicorn, inside an event loop that runs other things too.
 
-Nothing outside this folder knows uvicorn. The folder's protocols override private members of it, so its version is pinned. They
-give requests for tokens to a ``CallHandler`` and everything else to the ASGI application. Measured on one core: a streamed chunk
-costs 4.5 us of processor time by ``Call.write`` and 8.6 us by Starlette's StreamingResponse, where the whole coordinator spends
-about 4.6 us on a token.
+Nothing outside this folder knows uvicorn. The folder's protocols override private members of it, so its
+version is pinned. They give requests for tokens to a ``CallHandler`` and everything else to the ASGI
+application. Measured on one core: a streamed chunk costs 4.5 us of processor time by ``Call.write`` and 8.6
+us by Starlette's StreamingResponse, where the whole coordinator spends about 4.6 us on a token.
 """
 
 from __future__ import annotations
@@ -44,10 +44,16 @@ class App(Protocol):
 
 
 class ListeningServer(uvicorn.Server):
-    """Leaves signals to the process that it runs in. ``start`` and ``stop`` are called in the loop that is to run it."""
+    """Leaves signals to the process that it runs in. ``start`` and ``stop`` are called in the loop that is to
+    run it."""
 
     def __init__(
-        self, app: App, sock: socket.socket, tls: TlsFiles | None = None, *, max_message_bytes: int | None = None
+        self,
+        app: App,
+        sock: socket.socket,
+        tls: TlsFiles | None = None,
+        *,
+        max_message_bytes: int | None = None,
     ) -> None:
         """``max_message_bytes``: bound of a WebSocket message; None: no WebSockets."""
         config = uvicorn.Config(
@@ -65,7 +71,9 @@ class ListeningServer(uvicorn.Server):
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=5,
-            ssl_context_factory=None if tls is None else lambda config, default: tls.context,  # follows changed files
+            ssl_context_factory=None
+            if tls is None
+            else lambda config, default: tls.context,  # follows changed files
         )
         super().__init__(config)
         self._accepting = asyncio.Event()
@@ -104,7 +112,8 @@ class ListeningServer(uvicorn.Server):
             await self.shutdown([self._socket])
 
     def hurry(self, now: float, timeout_s: float) -> None:
-        """Cut off clients that take longer than ``timeout_s`` over a request; ``now``: seconds of the loop's clock."""
+        """Cut off clients that take longer than ``timeout_s`` over a request; ``now``: seconds of the loop's
+        clock."""
         for connection in tuple(self.server_state.connections):
             if isinstance(connection, HttpProtocol | WebSocketProtocol):
                 connection.hurry(now, timeout_s)
@@ -119,9 +128,12 @@ class ListeningServer(uvicorn.Server):
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket to listen on; ``shared``: other processes that say so too get their part of the connections. Raises OSError."""
+    """A socket to listen on; ``shared``: other processes that say so too get their part of the connections.
+    Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio looks at the protocol before it sets TCP_NODELAY
+    sock = socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # asyncio looks at the protocol before it sets TCP_NODELAY
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
@@ -129,5 +141,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}; choose another host or port") from error
+        raise OSError(
+            error.errno, f"cannot listen on {host}:{port}: {error.strerror}; choose another host or port"
+        ) from error
     return sock

@@ -1,8 +1,10 @@
-"""Bounds on what all clients together may hold of the coordinator: connections, bodies, WebSocket messages, bytes to be tokenized.
+"""Bounds on what all clients together may hold of the coordinator: connections, bodies, WebSocket messages,
+bytes to be tokenized.
 
-A connection is idle (between requests), sending (a request or message has begun and is not whole) or at work. Where a bound is met, idle
-connections give way to new ones, then those that have been sending longest; what is at work is never ended. Only where none is left is
-the new one refused. A few connections above the bound are still taken: they may ask for the server's health.
+A connection is idle (between requests), sending (a request or message has begun and is not whole) or at work.
+Where a bound is met, idle connections give way to new ones, then those that have been sending longest; what
+is at work is never ended. Only where none is left is the new one refused. A few connections above the bound
+are still taken: they may ask for the server's health.
 """
 
 from __future__ import annotations
@@ -113,14 +115,16 @@ class Overload:
     # --- bytes -----------------------------------------------------------------------------------
 
     def hold(self, what: Resource, count: int) -> None:
-        """So many bytes more have come. Above the bound clients that are still sending are ended, from the next turn of the loop on."""
+        """So many bytes more have come. Above the bound clients that are still sending are ended, from the
+        next turn of the loop on."""
         self.used[what] += count
         if self.used[what] > self.limits[what] and not self._is_shedding:
             self._is_shedding = True
             asyncio.get_running_loop().call_soon(self._shed_senders, what)
 
     def take(self, what: Resource, count: int) -> bool:
-        """Whether there is room for so many more, which then are held. One of any size always finds room where nothing is held."""
+        """Whether there is room for so many more, which then are held. One of any size always finds room
+        where nothing is held."""
         if self.used[what] and self.used[what] + count > self.limits[what]:
             self._count(what, "refused")
             return False
@@ -133,9 +137,15 @@ class Overload:
 
     def collect(self) -> Iterator[Metric]:
         """For /metrics."""
-        used = GaugeMetricFamily("splitserve_overload_used", "What clients hold of a bounded resource.", labels=["resource"])
+        used = GaugeMetricFamily(
+            "splitserve_overload_used", "What clients hold of a bounded resource.", labels=["resource"]
+        )
         limit = GaugeMetricFamily("splitserve_overload_limit", "The bound of it.", labels=["resource"])
-        acted = CounterMetricFamily("splitserve_overload_actions", "Clients that gave way or were refused.", labels=["resource", "action"])
+        acted = CounterMetricFamily(
+            "splitserve_overload_actions",
+            "Clients that gave way or were refused.",
+            labels=["resource", "action"],
+        )
         for name in RESOURCES:
             used.add_metric([name], self.used[name])
             limit.add_metric([name], self.limits[name])
@@ -153,7 +163,8 @@ class Overload:
             asyncio.get_running_loop().call_later(SHED_EVERY_S, self._shed_senders, what)
 
     def _shed_for(self, what: Resource) -> bool:
-        """Ends one connection: the one that is idle longest, or else the one that has been sending longest."""
+        """Ends one connection: the one that is idle longest, or else the one that has been sending
+        longest."""
         if not self._idle:
             return self._end_sender(what)
         connection = next(iter(self._idle))
@@ -168,14 +179,22 @@ class Overload:
         connection = next(iter(self._sending))
         del self._sending[connection]
         self._count(what, "sending_ended")
-        connection.shed(Unavailable("The server holds too many unfinished requests; this one was given up.", retry_after_s=1))
+        connection.shed(
+            Unavailable(
+                "The server holds too many unfinished requests; this one was given up.", retry_after_s=1
+            )
+        )
         return True
 
     def _count(self, what: Resource, action: Action) -> None:
         self.actions[what, action] += 1
         if what not in self._told:
             self._told.add(what)
-            _log.warning("%d %s; clients that are idle or slow give way, others may be refused", self.used[what], WHAT[what])
+            _log.warning(
+                "%d %s; clients that are idle or slow give way, others may be refused",
+                self.used[what],
+                WHAT[what],
+            )
 
     def _calm(self, what: Resource) -> None:
         if self._told and self.used[what] < CALM * self.limits[what]:

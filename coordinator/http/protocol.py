@@ -1,10 +1,13 @@
-"""uvicorn's HTTP protocol, with a way of its own for requests for tokens: they go to a ``Call`` straight from the parser.
+"""uvicorn's HTTP protocol, with a way of its own for requests for tokens: they go to a ``Call`` straight from
+the parser.
 
-ASGI costs such a request a scope, a task, an event and a future, a fifth of all that the coordinator does for it.
+ASGI costs such a request a scope, a task, an event and a future, a fifth of all that the coordinator does for
+it.
 
-``Upgrade`` is followed to a WebSocket on its own path, and ignored everywhere else (RFC 9110, section 7.8). llhttp, the parser below, ends
-a message at an ``Upgrade`` and leaves its body in the stream, where it would be read as the next request: so such a head is parsed again
-without that header, and the rest of the stream after it.
+``Upgrade`` is followed to a WebSocket on its own path, and ignored everywhere else (RFC 9110, section 7.8).
+llhttp, the parser below, ends a message at an ``Upgrade`` and leaves its body in the stream, where it would
+be read as the next request: so such a head is parsed again without that header, and the rest of the stream
+after it.
 """
 
 from __future__ import annotations
@@ -28,18 +31,26 @@ TOO_LARGE = "the request's headers are too large"
 MAX_PIPELINED = 16  # requests that a client may send ahead on one connection
 MAX_CHUNK_OVERHEAD = 64 << 10
 """Bytes of chunk sizes and chunk extensions that a body may have, beside 8 for each byte of it."""
-SINGLE = frozenset([b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"origin"])
+SINGLE = frozenset(
+    [b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"origin"]
+)
 """Headers that mean two different things to two readers where they come twice."""
 HEALTH = (b"/health", b"/ready", b"/ping", b"/metrics")
 """Answered also where there are too many connections."""
-ENDPOINTS: Final[dict[bytes, Endpoint]] = {b"/v1/completions": "/v1/completions", b"/v1/chat/completions": "/v1/chat/completions"}
+ENDPOINTS: Final[dict[bytes, Endpoint]] = {
+    b"/v1/completions": "/v1/completions",
+    b"/v1/chat/completions": "/v1/chat/completions",
+}
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. The application must have a ``generation``, which takes the calls (None: there are none), and an ``overload``."""
+    """One connection. The application must have a ``generation``, which takes the calls (None: there are
+    none), and an ``overload``."""
 
     _answering: Call | None = None
-    _since: float | None = None  # a request has begun to come in, or the first is awaited: seconds of the loop's clock
+    _since: float | None = (
+        None  # a request has begun to come in, or the first is awaited: seconds of the loop's clock
+    )
     _has_head = False  # of that request all headers are here, and it is the ``cycle``
     _num_body_bytes = 0
     _num_header_bytes = 0
@@ -78,7 +89,11 @@ class HttpProtocol(HttpToolsProtocol):
         if in_body and message == self._num_messages and self._since is not None:
             self._num_wire_bytes += len(data)
             if self._num_wire_bytes > MAX_CHUNK_OVERHEAD + 9 * self._num_body_bytes:
-                self._break_off(InvalidRequest("The body's chunks are mostly chunk extensions; send larger chunks, and no extensions."))
+                self._break_off(
+                    InvalidRequest(
+                        "The body's chunks are mostly chunk extensions; send larger chunks, and no extensions."
+                    )
+                )
         self._reads.received(len(data))
 
     def _parse_behind(self, data: memoryview) -> None:
@@ -108,7 +123,9 @@ class HttpProtocol(HttpToolsProtocol):
         lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, self.parser.get_http_version().encode())]
         for name, value in self.headers:
             if name == b"connection":
-                value = b", ".join(option for option in value.split(b",") if option.strip().lower() != b"upgrade")
+                value = b", ".join(
+                    option for option in value.split(b",") if option.strip().lower() != b"upgrade"
+                )
             if name != b"upgrade":
                 lines.append(b"%b: %b\r\n" % (name, value))
         self.parser = httptools.HttpRequestParser(self)
@@ -186,7 +203,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.headers += headers  # the list that the scope holds
 
     def _should_upgrade(self) -> bool:
-        """To a WebSocket: on its own path alone, without a body, and only once all earlier requests have been answered."""
+        """To a WebSocket: on its own path alone, without a body, and only once all earlier requests have been
+        answered."""
         headers = dict(self.headers)
         return (
             self._is_free
@@ -257,7 +275,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self._break_off(HeadersTooLarge(MAX_HEADER_BYTES))
         elif self._is_crowded:
-            self._break_off(Unavailable("The server has as many connections as it may have; try again soon.", retry_after_s=1))
+            self._break_off(
+                Unavailable(
+                    "The server has as many connections as it may have; try again soon.", retry_after_s=1
+                )
+            )
         else:
             self._break_off(InvalidRequest(msg))
 
@@ -269,7 +291,9 @@ class HttpProtocol(HttpToolsProtocol):
     def _break_off(self, error: ApiError) -> None:
         """Ends the connection, with an answer where none is under way."""
         cycle: Any = self.cycle
-        between = not self._has_head or self._since is None  # requests: ``cycle`` is complete, as far as its client goes
+        between = (
+            not self._has_head or self._since is None
+        )  # requests: ``cycle`` is complete, as far as its client goes
         if self.pipeline or self.transport.is_closing() or between != self._is_free:
             pass  # an earlier answer is not to be mixed up with this one; or this request has been answered already
         elif between or not (isinstance(cycle, Call) or cycle.response_started):
@@ -281,14 +305,22 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _answer(self, error: ApiError) -> None:
         body = error.body()
-        headers = [*self.default_headers, JSON, *error.headers(), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        headers = [
+            *self.default_headers,
+            JSON,
+            *error.headers(),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
         lines = [b"%b: %b\r\n" % header for header in headers]
         self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Called by uvicorn for a request that had to wait for earlier ones, too."""
         if isinstance(cycle, Call):
-            self.loop.call_soon(self._begin, cycle)  # not within the end of the one before: there may be hundreds
+            self.loop.call_soon(
+                self._begin, cycle
+            )  # not within the end of the one before: there may be hundreds
         else:
             super()._start_asgi_task(cycle, app)
 

@@ -1,4 +1,5 @@
-"""Settings of the HTTP server: where it listens, what it accepts from the network, how much clients may ask of it."""
+"""Settings of the HTTP server: where it listens, what it accepts from the network, how much clients may ask
+of it."""
 
 from __future__ import annotations
 
@@ -22,9 +23,18 @@ class HttpSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address on which the HTTP server listens; 0.0.0.0 for all.")
-    port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 lets the system choose.")
-    open_access: bool = Field(default=False, description="Without API keys, listen on --host all the same: whoever reaches it may use it.")
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address on which the HTTP server listens; 0.0.0.0 for all.",
+    )
+    port: int = Field(
+        default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 lets the system choose."
+    )
+    open_access: bool = Field(
+        default=False,
+        description="Without API keys, listen on --host all the same: whoever reaches it may use it.",
+    )
     allowed_hosts: str = Field(
         default="",
         max_length=65_536,
@@ -50,7 +60,9 @@ class HttpSettings(BaseModel):
         description="Certificate in PEM, with its chain: HTTP, WebSocket and the admin port then speak TLS only. It is read again when it "
         "changes.",
     )
-    tls_key: Path | None = Field(default=None, description="Private key of --tls-cert in PEM. Default: it is in that file, too.")
+    tls_key: Path | None = Field(
+        default=None, description="Private key of --tls-cert in PEM. Default: it is in that file, too."
+    )
     admin_key_file: Path | None = Field(
         default=None,
         description="File (mode 0600) with the key that operators' pages ask for: /metrics, /debug/state, the dashboard's data, /admin. "
@@ -63,7 +75,9 @@ class HttpSettings(BaseModel):
         description="Port of the admin API (tenants, keys, usage, drain, metrics); 0 lets the system choose. Default: no such port, and "
         "only /admin/drain, on the HTTP server's.",
     )
-    admin_host: str = Field(default="127.0.0.1", min_length=1, description="Address on which the admin API listens.")
+    admin_host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address on which the admin API listens."
+    )
     request_timeout_s: float = Field(
         default=600,
         gt=0,
@@ -83,7 +97,9 @@ class HttpSettings(BaseModel):
         description="Longest time in seconds that a client may take to send a request, and one second more for each 16 KiB of its body; "
         "then 408.",
     )
-    max_body_mib: float = Field(default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413.")
+    max_body_mib: float = Field(
+        default=16, gt=0, le=1024, description="Largest HTTP request body in MiB; beyond it 413."
+    )
     max_held_mib: float = Field(
         default=64,
         gt=0,
@@ -120,7 +136,9 @@ class HttpSettings(BaseModel):
     @model_validator(mode="after")
     def _consistent_http(self) -> Self:
         if self.max_held_mib < 2 * self.max_body_mib:
-            raise ValueError(f"--max-held-mib must be at least twice --max-body-mib: {2 * self.max_body_mib:g} or more")
+            raise ValueError(
+                f"--max-held-mib must be at least twice --max-body-mib: {2 * self.max_body_mib:g} or more"
+            )
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("--tls-key is the key of a certificate: give --tls-cert, too")
         for host in listed(self.allowed_hosts):

@@ -1,4 +1,5 @@
-"""uvicorn's WebSocket protocol, with bounds: on how long a message may take to arrive, and on the bytes of all that are held.
+"""uvicorn's WebSocket protocol, with bounds: on how long a message may take to arrive, and on the bytes of
+all that are held.
 
 It writes no traceback into the log for each client that sends text that is none.
 """
@@ -119,7 +120,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._forget()
 
     def _forget(self) -> None:
-        """Frees what has come of a message: the connection's objects refer to each other, and stay until the collector finds them."""
+        """Frees what has come of a message: the connection's objects refer to each other, and stay until the
+        collector finds them."""
         self.frames = []
         self.conn.reader.buffer.clear()
         self._hold(0, 0)

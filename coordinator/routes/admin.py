@@ -1,5 +1,5 @@
-"""What an operator may tell the running system: POST /admin/drain/{worker}, /admin/flip/{worker}?to=ROLE and /admin/log-level/{level},
-GET /admin/flips. The gate (``routes/gate.py``) has let it in."""
+"""What an operator may tell the running system: POST /admin/drain/{worker}, /admin/flip/{worker}?to=ROLE and
+/admin/log-level/{level}, GET /admin/flips. The gate (``routes/gate.py``) has let it in."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Fleet(Dispatcher, Protocol):
     """The serving system, and what an operator may do with its workers."""
 
     def flip(self, worker_id: str, role: Role, timeout_s: float | None) -> dict[str, object] | str | None:
-        """Has a worker change its role in place. Returns the change as it stands, JSON-ready; a sentence where it cannot; None: no such
-        worker."""
+        """Has a worker change its role in place. Returns the change as it stands, JSON-ready; a sentence
+        where it cannot; None: no such worker."""
 
     def flips(self) -> list[dict[str, object]]:
         """The latest changes of roles, JSON-ready, oldest first."""
@@ -72,7 +72,9 @@ class AdminRoutes:
     async def _set_log_level(self, request: Request) -> Response:
         level = request.path_params["level"]
         if level not in get_args(LogLevel):
-            raise InvalidRequest(f"level: {level[:40]!r} is none of {', '.join(get_args(LogLevel))}", param="level")
+            raise InvalidRequest(
+                f"level: {level[:40]!r} is none of {', '.join(get_args(LogLevel))}", param="level"
+            )
         logging.getLogger().setLevel(level.upper())
         _log.warning("log level is now %s", level)
         return Response(orjson.dumps({"level": level}), media_type="application/json")
@@ -87,7 +89,9 @@ def _timeout_s(request: Request) -> float | None:
     except ValueError:
         timeout_s = -1.0
     if not 0 <= timeout_s <= 3600:
-        raise InvalidRequest(f"timeout_s: {text[:40]!r} is no number of seconds from 0 to 3600", param="timeout_s")
+        raise InvalidRequest(
+            f"timeout_s: {text[:40]!r} is no number of seconds from 0 to 3600", param="timeout_s"
+        )
     return timeout_s
 
 

@@ -1,4 +1,5 @@
-"""Who may reach which page: stands before everything that comes as ASGI. (Requests for tokens are let in by ``generate.py``.)
+"""Who may reach which page: stands before everything that comes as ASGI. (Requests for tokens are let in by
+``generate.py``.)
 
 /v1/..., /tokenize, /detokenize      an API key, where keys are configured; the account is in ``scope["account"]``
 /health, /ping, /version, /ready, /openapi.json, the dashboard's files and its login       everyone
@@ -50,11 +51,20 @@ class Gate:
         if self._directory is not None and (path.startswith("/v1/") or path in CLIENTS):
             authorization = Headers(scope=scope).get("authorization") or _key_in_subprotocols(scope)
             scope["account"] = self._directory.account(authorization.encode("latin-1"))
-        elif any(route.matches(scope)[0] != Match.NONE for route in self._inner.routes):  # else 404, for everyone
+        elif any(
+            route.matches(scope)[0] != Match.NONE for route in self._inner.routes
+        ):  # else 404, for everyone
             self._operators.check(HTTPConnection(scope))
 
 
 def _key_in_subprotocols(scope: Scope) -> str:
     """Browsers cannot give a WebSocket other headers: OpenAI's clients put the key there."""
     offered: list[str] = scope.get("subprotocols", [])
-    return next((f"Bearer {name.removeprefix(KEY_SUBPROTOCOL)}" for name in offered if name.startswith(KEY_SUBPROTOCOL)), "")
+    return next(
+        (
+            f"Bearer {name.removeprefix(KEY_SUBPROTOCOL)}"
+            for name in offered
+            if name.startswith(KEY_SUBPROTOCOL)
+        ),
+        "",
+    )

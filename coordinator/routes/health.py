@@ -1,5 +1,6 @@
-"""What /health says: whether anything is wrong, and what. It answers 200 while the process serves, for Kubernetes would kill it otherwise:
-a restart mends none of this. /ready is what takes a coordinator out of a load balancer."""
+"""What /health says: whether anything is wrong, and what. It answers 200 while the process serves, for
+Kubernetes would kill it otherwise: a restart mends none of this. /ready is what takes a coordinator out of a
+load balancer."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ NO_PROOF = "no request has passed prefill, handoff and decode yet"
 
 
 class Health:
-    """``folders``: where files are written, by the option that says so. Reasons name options and workers' roles, never a path or a request:
-    anybody may read them."""
+    """``folders``: where files are written, by the option that says so. Reasons name options and workers'
+    roles, never a path or a request: anybody may read them."""
 
     def __init__(
         self, dispatcher: Dispatcher, failures: ListenerFailures, folders: Mapping[str, Path] | None = None
@@ -36,22 +37,31 @@ class Health:
         self._disks: asyncio.Future[dict[str, int]] | None = None
 
     def sample(self, now: float, system: object = None) -> None:
-        """Looks which listeners have failed since the last look. (A listener of the sampler, which passes the system too.)"""
+        """Looks which listeners have failed since the last look. (A listener of the sampler, which passes the
+        system too.)"""
         for name, count in self._failures.counts.items():
             if count > self._counts[name]:
                 self._failed_at[name] = now
         self._counts = Counter(self._failures.counts)
 
     async def report(self, now: float) -> dict[str, Any]:
-        """JSON-ready: ``status`` is ok or degraded; ``checks`` have a ``status`` each, and a ``reason`` where it is not ok."""
+        """JSON-ready: ``status`` is ok or degraded; ``checks`` have a ``status`` each, and a ``reason`` where
+        it is not ok."""
         self.sample(now)
         reasons = {"serving": self._serving(), "listeners": self._listeners(now), "disk": await self._disk()}
-        checks = {name: {"status": "degraded", "reason": reason} if reason else {"status": "ok"} for name, reason in reasons.items()}
+        checks = {
+            name: {"status": "degraded", "reason": reason} if reason else {"status": "ok"}
+            for name, reason in reasons.items()
+        }
         return {"status": "degraded" if any(reasons.values()) else "ok", "checks": checks}
 
     def why_not_ready(self) -> str:
         """ "" where requests can be served."""
-        return "" if self._dispatcher.ready() else self._dispatcher.gap() or self._dispatcher.failing() or NO_PROOF
+        return (
+            ""
+            if self._dispatcher.ready()
+            else self._dispatcher.gap() or self._dispatcher.failing() or NO_PROOF
+        )
 
     def _serving(self) -> str:
         return "the server is shutting down" if self.stopping else self.why_not_ready()
@@ -72,7 +82,11 @@ class Health:
         free = asked.result()
         if self._disks is asked:
             self._disks = None
-        full = [f"{option} has {bytes_ >> 20} MiB free" for option, bytes_ in free.items() if bytes_ < MIN_FREE_BYTES]
+        full = [
+            f"{option} has {bytes_ >> 20} MiB free"
+            for option, bytes_ in free.items()
+            if bytes_ < MIN_FREE_BYTES
+        ]
         return f"the disk is nearly full: {', '.join(full)}" if full else ""
 
 

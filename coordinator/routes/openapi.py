@@ -1,4 +1,5 @@
-"""GET /openapi.json: the API as the code checks it. The schemas of the request bodies are those that validate them."""
+"""GET /openapi.json: the API as the code checks it. The schemas of the request bodies are those that validate
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from . import openapi_answers as answers
 
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 POSTS: dict[str, tuple[type[BaseModel], str]] = {
-    "/v1/completions": (CompletionRequest, "Complete a prompt; with `stream` true as server-sent events: CompletionChunk, then [DONE]."),
+    "/v1/completions": (
+        CompletionRequest,
+        "Complete a prompt; with `stream` true as server-sent events: CompletionChunk, then [DONE].",
+    ),
     "/v1/chat/completions": (
         ChatCompletionRequest,
         "Answer a conversation; with `stream` true as server-sent events: ChatCompletionChunk, then [DONE].",
@@ -24,7 +28,12 @@ POSTS: dict[str, tuple[type[BaseModel], str]] = {
     "/tokenize": (TokenizeRequest, "Token ids of a text or of messages."),
     "/detokenize": (DetokenizeRequest, "Text of token ids."),
 }
-ANSWERS = {"/v1/completions": "Completion", "/v1/chat/completions": "ChatCompletion", "/tokenize": "Tokens", "/detokenize": "Text"}
+ANSWERS = {
+    "/v1/completions": "Completion",
+    "/v1/chat/completions": "ChatCompletion",
+    "/tokenize": "Tokens",
+    "/detokenize": "Text",
+}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "Error": answers.ERROR,
     "Completion": answers.COMPLETION,
@@ -58,7 +67,9 @@ OF_OPERATORS = ("401", "403")
 def document(*, batches: bool = False) -> dict[str, Any]:
     """OpenAPI 3.1, JSON-ready. ``batches``: whether this server keeps any."""
     bodies = [kind for kind, _ in POSTS.values()] + ([BatchRequest] if batches else [])
-    _, schemas = models_json_schema([(kind, "validation") for kind in bodies], ref_template="#/components/schemas/{model}")
+    _, schemas = models_json_schema(
+        [(kind, "validation") for kind in bodies], ref_template="#/components/schemas/{model}"
+    )
     posts = {path: {"post": _post(path, kind, text)} for path, (kind, text) in POSTS.items()}
     return {
         "openapi": "3.1.0",
@@ -67,7 +78,9 @@ def document(*, batches: bool = False) -> dict[str, Any]:
         "paths": {**posts, **_gets(), **(batch_paths() if batches else {})},
         "components": {
             "schemas": {**schemas["$defs"], **SCHEMAS, **(BATCH_SCHEMAS if batches else {})},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}
+            },
         },
     }
 
@@ -79,8 +92,15 @@ def _gets() -> dict[str, Any]:
     )
     return {
         "/v1/models": {"get": _operation("The model that is served.", _json("Models"), "401")},
-        "/v1/models/{model}": {**_in_path("model"), "get": _operation("The same, by its name.", _json("Model"), "401", "404")},
-        "/health": {"get": _operation("200 while the process serves; `status` is ok or degraded, `checks` say why.", {JSON: {}})},
+        "/v1/models/{model}": {
+            **_in_path("model"),
+            "get": _operation("The same, by its name.", _json("Model"), "401", "404"),
+        },
+        "/health": {
+            "get": _operation(
+                "200 while the process serves; `status` is ok or degraded, `checks` say why.", {JSON: {}}
+            )
+        },
         "/ping": {
             "get": _operation("The same, without content.", {}),
             "post": _operation("The same, for those who ask so.", {}),
@@ -88,7 +108,9 @@ def _gets() -> dict[str, Any]:
         "/version": {"get": _operation("The version of splitserve.", {JSON: {}})},
         "/ready": {"get": _operation(ready, {JSON: {}}, "503")},
         "/metrics": {"get": _operation("Prometheus metrics.", {TEXT: {}}, *OF_OPERATORS)},
-        "/debug/state": {"get": _operation("Every worker with its role, blocks and requests.", {JSON: {}}, *OF_OPERATORS)},
+        "/debug/state": {
+            "get": _operation("Every worker with its role, blocks and requests.", {JSON: {}}, *OF_OPERATORS)
+        },
         "/openapi.json": {"get": _operation("This.", {JSON: {}})},
     }
 
@@ -102,7 +124,9 @@ def batch_paths() -> dict[str, Any]:
     order = _query("order", {"enum": ["asc", "desc"], "default": "desc"})
     return {
         "/v1/files": {
-            "post": _operation("Upload the requests of a batch.", file, *OF_BODIES, body=("multipart/form-data", upload)),
+            "post": _operation(
+                "Upload the requests of a batch.", file, *OF_BODIES, body=("multipart/form-data", upload)
+            ),
             "get": {
                 **_operation("Newest first, by page.", _page("File"), "400", "401"),
                 "parameters": [*_by_page(MAX_FILES_PAGE), order, _query("purpose", {"type": "string"})],
@@ -113,23 +137,38 @@ def batch_paths() -> dict[str, Any]:
             "get": _operation("A file, without its content.", file, *found),
             "delete": _operation("Delete a file.", _json("DeletedFile"), *found),
         },
-        "/v1/files/{id}/content": {**one, "get": _operation("A file's content.", {"application/octet-stream": {}}, *found)},
+        "/v1/files/{id}/content": {
+            **one,
+            "get": _operation("A file's content.", {"application/octet-stream": {}}, *found),
+        },
         "/v1/batches": {
-            "post": _operation("Run a file's requests.", batch, *OF_BODIES, body=(JSON, _reference("BatchRequest"))),
-            "get": {**_operation("Newest first, by page.", _page("Batch"), "400", "401"), "parameters": _by_page(MAX_PAGE)},
+            "post": _operation(
+                "Run a file's requests.", batch, *OF_BODIES, body=(JSON, _reference("BatchRequest"))
+            ),
+            "get": {
+                **_operation("Newest first, by page.", _page("Batch"), "400", "401"),
+                "parameters": _by_page(MAX_PAGE),
+            },
         },
         "/v1/batches/{id}": {**one, "get": _operation("A batch and how far it is.", batch, *found)},
-        "/v1/batches/{id}/cancel": {**one, "post": _operation("Run no more of its requests.", batch, "400", *found)},
+        "/v1/batches/{id}/cancel": {
+            **one,
+            "post": _operation("Run no more of its requests.", batch, "400", *found),
+        },
     }
 
 
 def _post(path: str, kind: type[BaseModel], text: str) -> dict[str, Any]:
     generates = path.startswith("/v1/")
     good: dict[str, Any] = {**_json(ANSWERS[path]), **({EVENTS: {}} if generates else {})}
-    return _operation(text, good, *(OF_GENERATION if generates else OF_BODIES), body=(JSON, _reference(kind.__name__)))
+    return _operation(
+        text, good, *(OF_GENERATION if generates else OF_BODIES), body=(JSON, _reference(kind.__name__))
+    )
 
 
-def _operation(summary: str, content: dict[str, Any], *errors: str, body: tuple[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+def _operation(
+    summary: str, content: dict[str, Any], *errors: str, body: tuple[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """``body``: its media type and schema, where there is one."""
     refusal = {JSON: {"schema": _reference("Error")}}
     responses = {"200": {"description": "OK", "content": content}}
@@ -150,7 +189,10 @@ def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_page(most: int) -> list[dict[str, Any]]:
-    return [_query("limit", {"type": "integer", "minimum": 1, "maximum": most}), _query("after", {"type": "string"})]
+    return [
+        _query("limit", {"type": "integer", "minimum": 1, "maximum": most}),
+        _query("after", {"type": "string"}),
+    ]
 
 
 def _page(name: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Schemas of answers for /openapi.json. What a client may send is checked by models, whose schemas these stand beside."""
+"""Schemas of answers for /openapi.json. What a client may send is checked by models, whose schemas these
+stand beside."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-ERROR = record({"error": record({"message": STRING, "type": STRING, "param": STRING_OR_NULL, "code": STRING_OR_NULL})})
+ERROR = record(
+    {"error": record({"message": STRING, "type": STRING, "param": STRING_OR_NULL, "code": STRING_OR_NULL})}
+)
 USAGE = record(
     {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},
     {
@@ -47,8 +50,14 @@ _TEXT_LOGPROBS = record(
         "text_offset": array(COUNT),
     }
 )
-_TOKEN = {"token": STRING, "logprob": LOGPROB, "bytes": array({"type": "integer", "minimum": 0, "maximum": 255})}
-_CHAT_LOGPROBS = record({"content": array(record({**_TOKEN, "top_logprobs": array(record(_TOKEN))})), "refusal": {"type": "null"}})
+_TOKEN = {
+    "token": STRING,
+    "logprob": LOGPROB,
+    "bytes": array({"type": "integer", "minimum": 0, "maximum": 255}),
+}
+_CHAT_LOGPROBS = record(
+    {"content": array(record({**_TOKEN, "top_logprobs": array(record(_TOKEN))})), "refusal": {"type": "null"}}
+)
 
 _CALLED = record({"name": STRING, "arguments": STRING})
 _CALL = record({"id": STRING, "type": {"const": "function"}, "function": _CALLED})
@@ -57,7 +66,9 @@ _MESSAGE = record(
     {"reasoning_content": STRING, "tool_calls": array(_CALL, minItems=1), "function_call": _CALLED},
 )
 _PART_OF_CALLED = record({}, {"name": STRING, "arguments": STRING})
-_PART_OF_CALL = record({"index": COUNT}, {"id": STRING, "type": {"const": "function"}, "function": _PART_OF_CALLED})
+_PART_OF_CALL = record(
+    {"index": COUNT}, {"id": STRING, "type": {"const": "function"}, "function": _PART_OF_CALLED}
+)
 _DELTA = record(
     {},
     {
@@ -70,8 +81,17 @@ _DELTA = record(
 )
 
 
-def _answer(kind: str, choices: dict[str, Any], usage: dict[str, Any], more: dict[str, Any] | None = None) -> dict[str, Any]:
-    required = {"id": STRING, "object": {"const": kind}, "created": INTEGER, "model": STRING, "choices": choices, **usage}
+def _answer(
+    kind: str, choices: dict[str, Any], usage: dict[str, Any], more: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    required = {
+        "id": STRING,
+        "object": {"const": kind},
+        "created": INTEGER,
+        "model": STRING,
+        "choices": choices,
+        **usage,
+    }
     return record(required, {"service_tier": {"enum": sorted(set(CLASS_TIERS.values()))}, **(more or {})})
 
 
@@ -81,7 +101,8 @@ def _whole(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chunk(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-    """The last one has no choices where usage was asked for. "error" ends a choice that could not be finished."""
+    """The last one has no choices where usage was asked for. "error" ends a choice that could not be
+    finished."""
     item = record({"index": COUNT, "finish_reason": {"enum": [*REASONS, "error", None]}, **choice}, _IDS)
     return _answer(kind, array(item), {}, {"usage": or_null(USAGE), "obfuscation": STRING})
 
@@ -89,10 +110,23 @@ def _chunk(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
 COMPLETION = _whole("text_completion", {"text": STRING, "logprobs": or_null(_TEXT_LOGPROBS)})
 COMPLETION_CHUNK = _chunk("text_completion", {"text": STRING, "logprobs": or_null(_TEXT_LOGPROBS)})
 CHAT_COMPLETION = _whole("chat.completion", {"message": _MESSAGE, "logprobs": or_null(_CHAT_LOGPROBS)})
-CHAT_COMPLETION_CHUNK = _chunk("chat.completion.chunk", {"delta": _DELTA, "logprobs": or_null(_CHAT_LOGPROBS)})
-TOKENS = record({"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)}, {"token_strs": or_null(array(STRING_OR_NULL))})
+CHAT_COMPLETION_CHUNK = _chunk(
+    "chat.completion.chunk", {"delta": _DELTA, "logprobs": or_null(_CHAT_LOGPROBS)}
+)
+TOKENS = record(
+    {"count": COUNT, "max_model_len": COUNT, "tokens": array(COUNT)},
+    {"token_strs": or_null(array(STRING_OR_NULL))},
+)
 TEXT = record({"prompt": STRING})
-MODEL = record({"id": STRING, "object": {"const": "model"}, "created": INTEGER, "owned_by": STRING, "max_model_len": COUNT})
+MODEL = record(
+    {
+        "id": STRING,
+        "object": {"const": "model"},
+        "created": INTEGER,
+        "owned_by": STRING,
+        "max_model_len": COUNT,
+    }
+)
 MODELS = record({"object": {"const": "list"}, "data": array(MODEL)})
 
 FILE = record(

@@ -90,9 +90,13 @@ class OrdinaryRoutes:
     async def _detokenize(self, request: Request) -> Response:
         return await self._page(request, "detokenize", DetokenizeRequest, detokenized)
 
-    async def _page(self, request: Request, work: str, kind: type[Asked], answer: Callable[[Asked, ServedModel], bytes]) -> Response:
+    async def _page(
+        self, request: Request, work: str, kind: type[Asked], answer: Callable[[Asked, ServedModel], bytes]
+    ) -> Response:
         limits, headers = self._generation.limits, dict(request.scope["headers"])
-        async with held_body(headers, request.receive, limits.max_body_bytes, self._generation.overload) as body:
+        async with held_body(
+            headers, request.receive, limits.max_body_bytes, self._generation.overload
+        ) as body:
             if len(body) > LARGE_BODY_BYTES:
                 text: bytes = await self._generation.reader.read(work, body)
             else:
@@ -123,7 +127,9 @@ class OrdinaryRoutes:
         return _json({**self._dispatcher.snapshot(), "steering": self._system().steering, "http": http})
 
     async def _openapi(self, request: Request) -> Response:
-        return _json(document(batches=any(getattr(route, "path", "") == "/v1/batches" for route in self._more)))
+        return _json(
+            document(batches=any(getattr(route, "path", "") == "/v1/batches" for route in self._more))
+        )
 
     def _model_card(self) -> dict[str, Any]:
         model = self._model
@@ -139,7 +145,13 @@ class OrdinaryRoutes:
 def error_handlers() -> Any:
     """For starlette: every error in OpenAI's shape."""
     full = {OSError: _no_space, sqlite3.Error: _no_space}
-    return {**full, ApiError: _api_error, HTTPException: _http_error, ClientGone: _client_gone, Exception: _unexpected}
+    return {
+        **full,
+        ApiError: _api_error,
+        HTTPException: _http_error,
+        ClientGone: _client_gone,
+        Exception: _unexpected,
+    }
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -170,7 +182,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
         why = " on this server: it was started without --batch-file"
     elif path.startswith("/admin/") and not any(each.startswith("/admin/") for each in paths):
         why = " here: this server's admin API has a port of its own (--admin-port)"
-    elif near := next((each for each in (path.rstrip("/"), f"/v1{path.rstrip('/')}", path.removeprefix("/v1")) if each in paths), ""):
+    elif near := next(
+        (
+            each
+            for each in (path.rstrip("/"), f"/v1{path.rstrip('/')}", path.removeprefix("/v1"))
+            if each in paths
+        ),
+        "",
+    ):
         why = f": use {near}"  # a base URL without /v1, or with two
     return _error(NotFound(f"There is no {request.method} {path}{why}.", code="unknown_url"))
 

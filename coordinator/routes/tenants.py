@@ -108,7 +108,9 @@ class TenantRoutes:
 
     async def _set_tenant(self, request: Request) -> Response:
         body, name = await self._body(request, TenantBody), request.path_params["name"]
-        return await self._do(lambda store: store.set_tenant(name, tier=body.tier, shared_cache=body.shared_cache))
+        return await self._do(
+            lambda store: store.set_tenant(name, tier=body.tier, shared_cache=body.shared_cache)
+        )
 
     async def _keys(self, request: Request) -> Response:
         return await self._do(lambda store: {"keys": store.keys()})
@@ -143,7 +145,9 @@ class TenantRoutes:
         except Unknown as error:
             message = str(error)
             raise NotFound(f"{message[0].upper()}{message[1:]}.", param=error.param) from None
-        return Response(orjson.dumps(result if result is not None else {"done": True}), media_type="application/json")
+        return Response(
+            orjson.dumps(result if result is not None else {"done": True}), media_type="application/json"
+        )
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         body = await read_body(dict(request.scope["headers"]), request.receive, MAX_BODY_BYTES)

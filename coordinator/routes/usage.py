@@ -33,9 +33,14 @@ def usage_routes(url: str | None) -> list[Route]:
     async def usage(request: Request) -> Response:
         query = request.query_params
         by = groups(query.get("by", "tenant"))
-        since, until = moment(query.get("since", ""), month_start()), moment(query.get("until", ""), time.time())
+        since, until = (
+            moment(query.get("since", ""), month_start()),
+            moment(query.get("until", ""), time.time()),
+        )
         rows = await anyio.to_thread.run_sync(lambda: totals(url, by, since, until))
-        return Response(orjson.dumps({"since": since, "until": until, "usage": rows}), media_type="application/json")
+        return Response(
+            orjson.dumps({"since": since, "until": until, "usage": rows}), media_type="application/json"
+        )
 
     return [Route("/admin/usage", usage)]
 
@@ -44,7 +49,9 @@ def totals(url: str, by: Sequence[By], since: float, until: float) -> list[dict[
     """Opens the database for this once. Raises TenantsFileError."""
     path = url.removeprefix(SQLITE)
     if url.startswith(SQLITE) and not Path(path).exists():
-        raise TenantsFileError(f"there is no usage database {path}; a coordinator with --tenants-file or --usage-url makes it")
+        raise TenantsFileError(
+            f"there is no usage database {path}; a coordinator with --tenants-file or --usage-url makes it"
+        )
     database = open_database(url)
     try:
         return database.totals(by, since, until)
@@ -62,7 +69,8 @@ def groups(text: str) -> list[By]:
 
 
 def moment(text: str, default: float) -> float:
-    """Unix seconds, of a date, a date and time (UTC where it says nothing else), or unix seconds. Raises InvalidRequest."""
+    """Unix seconds, of a date, a date and time (UTC where it says nothing else), or unix seconds. Raises
+    InvalidRequest."""
     if not text:
         return default
     try:
@@ -72,7 +80,9 @@ def moment(text: str, default: float) -> float:
     try:
         date = datetime.fromisoformat(text)
     except ValueError:
-        raise InvalidRequest(f"{text[:40]!r} is no time; write 2026-11-30, 2026-11-30T12:00 or unix seconds", param="since") from None
+        raise InvalidRequest(
+            f"{text[:40]!r} is no time; write 2026-11-30, 2026-11-30T12:00 or unix seconds", param="since"
+        ) from None
     return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 

@@ -1,4 +1,5 @@
-"""/v1/stream: requests for tokens over one WebSocket, for clients that cannot read server-sent events. Several may run at a time.
+"""/v1/stream: requests for tokens over one WebSocket, for clients that cannot read server-sent events.
+Several may run at a time.
 
 client   {"id": "a", "endpoint": "/v1/chat/completions", "body": {...}}    what the endpoint takes; streamed unless it says no
          {"id": "a", "cancel": true}
@@ -32,7 +33,10 @@ SUBPROTOCOL = "splitserve"
 MAX_RUNNING = 64
 """Of one connection."""
 TOO_SLOW = 1008
-ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": "/v1/chat/completions", "/v1/completions": "/v1/completions"}
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": "/v1/chat/completions",
+    "/v1/completions": "/v1/completions",
+}
 
 
 class WebSocketStreams:
@@ -45,11 +49,15 @@ class WebSocketStreams:
         return [WebSocketRoute(PATH, self._connection)]
 
     async def _connection(self, socket: WebSocket) -> None:
-        if socket.scope.get("account", ANONYMOUS) is ANONYMOUS:  # nothing else keeps other sites' pages from the model
+        if (
+            socket.scope.get("account", ANONYMOUS) is ANONYMOUS
+        ):  # nothing else keeps other sites' pages from the model
             try:
                 self._generation.access.check_origin(dict(socket.scope["headers"]))
             except ApiError as error:
-                await socket.send_denial_response(Response(error.body(), error.status, media_type="application/json"))
+                await socket.send_denial_response(
+                    Response(error.body(), error.status, media_type="application/json")
+                )
                 return
         await socket.accept(SUBPROTOCOL if SUBPROTOCOL in socket.scope.get("subprotocols", ()) else None)
         await _Connection(socket, self._generation, socket.scope.get("account", ANONYMOUS)).run()

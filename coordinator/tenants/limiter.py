@@ -1,4 +1,5 @@
-"""Who holds to the limits: nobody where none are configured, all processes of this host together, or all hosts together (Redis)."""
+"""Who holds to the limits: nobody where none are configured, all processes of this host together, or all
+hosts together (Redis)."""
 
 from __future__ import annotations
 
@@ -38,10 +39,12 @@ class Limiter(Protocol):
     """Called on the event loop; never blocks it for long."""
 
     def admit(self, account: Account, tokens: int, answer: Answer) -> None:
-        """Asks for room for one request of about so many tokens. ``answer`` is called once: at once, or from the loop."""
+        """Asks for room for one request of about so many tokens. ``answer`` is called once: at once, or from
+        the loop."""
 
     def correct(self, admission: Admission, tokens: int, answer: Answer) -> None:
-        """The request needs so many tokens, as shows now. With a Shortage all is given back but that it was asked."""
+        """The request needs so many tokens, as shows now. With a Shortage all is given back but that it was
+        asked."""
 
     def settle(self, admission: Admission, tokens: int) -> None:
         """It has ended, and used so many."""

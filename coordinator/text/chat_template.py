@@ -1,7 +1,8 @@
 """Chat templates: Jinja, in a sandbox, with Hugging Face's conventions.
 
-The template comes with the model, the messages from anyone. The sandbox allows neither attribute access to internals nor changes
-to what it is given; ``range`` and the number and size of messages are bounded, so the time a render takes is too.
+The template comes with the model, the messages from anyone. The sandbox allows neither attribute access to
+internals nor changes to what it is given; ``range`` and the number and size of messages are bounded, so the
+time a render takes is too.
 """
 
 from __future__ import annotations
@@ -49,13 +50,17 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
         """Raises ValueError if the template does not compile."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-            self._template.globals = dict(self._template.globals)  # a chain of maps otherwise, which each render would walk
+            self._template.globals = dict(
+                self._template.globals
+            )  # a chain of maps otherwise, which each render would walk
         except TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
         self._special_tokens = special_tokens or {}
@@ -70,7 +75,11 @@ class ChatTemplate:
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         """From ``chat_template.jinja`` or ``tokenizer_config.json``; None if the model has none."""
         path = folder / "chat_template.jinja"
-        source = path.read_text() if path.is_file() else read_json(folder / "tokenizer_config.json").get("chat_template")
+        source = (
+            path.read_text()
+            if path.is_file()
+            else read_json(folder / "tokenizer_config.json").get("chat_template")
+        )
         if isinstance(source, list):  # several, by name
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         return cls(source, tokenizer.special_tokens()) if source else None
@@ -85,8 +94,8 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt.
 
-        ``messages`` are as Hugging Face templates take them; ``extra`` holds further variables of the template. Raises
-        InvalidRequest with the template's own words if it refuses the messages.
+        ``messages`` are as Hugging Face templates take them; ``extra`` holds further variables of the
+        template. Raises InvalidRequest with the template's own words if it refuses the messages.
         """
         variables = {"add_generation_prompt": add_generation_prompt, **self._special_tokens, **(extra or {})}
         variables["messages"] = [self._with_known_role(message) for message in messages]
@@ -96,8 +105,18 @@ class ChatTemplate:
             variables["messages"] = _with_tools(variables["messages"], tools)
         try:
             return self._template.render(variables)
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise InvalidRequest(f"The model's chat template refused the messages: {error}", param="messages") from error
+        except (
+            TemplateError,
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise InvalidRequest(
+                f"The model's chat template refused the messages: {error}", param="messages"
+            ) from error
 
     def _with_known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Rename the role ``developer`` to ``system`` for templates that do not know it."""
@@ -106,7 +125,8 @@ class ChatTemplate:
 
 
 def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For a template that knows no tools: a system message tells of them, in the words that Hermes and Qwen were taught with."""
+    """For a template that knows no tools: a system message tells of them, in the words that Hermes and Qwen
+    were taught with."""
     text = (
         "# Tools\n\nYou may call functions. Their signatures, within <tools></tools>:\n<tools>\n"
         + "\n".join(_to_json(tool) for tool in tools)

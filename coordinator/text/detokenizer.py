@@ -1,10 +1,11 @@
 """Incremental detokenization: each token's text as soon as it is certain.
 
-Byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece-style BPE with byte fallback (Llama 2, Mistral) are decoded with a table of
-each token's bytes; any other tokenizer goes through the tokenizers library's ``DecodeStream``. Bytes of an unfinished UTF-8
-character are held back until it is finished or the text ends; the concatenation equals the decode of all tokens at once.
-(One exception: where a SentencePiece model emits byte tokens that are no valid UTF-8, the library writes one U+FFFD a byte for the
-whole run, valid characters before included; here they are kept.)
+Byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece-style BPE with byte fallback (Llama 2, Mistral) are
+decoded with a table of each token's bytes; any other tokenizer goes through the tokenizers library's
+``DecodeStream``. Bytes of an unfinished UTF-8 character are held back until it is finished or the text ends;
+the concatenation equals the decode of all tokens at once. (One exception: where a SentencePiece model emits
+byte tokens that are no valid UTF-8, the library writes one U+FFFD a byte for the whole run, valid characters
+before included; here they are kept.)
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """Every token's bytes, by id. ``texts`` holds the same as text, None where the bytes are not whole characters; special tokens
-    have no text. ``tabular`` is False where bytes alone do not say how tokens join (then only log probabilities use this table)."""
+    """Every token's bytes, by id. ``texts`` holds the same as text, None where the bytes are not whole
+    characters; special tokens have no text. ``tabular`` is False where bytes alone do not say how tokens join
+    (then only log probabilities use this table)."""
 
     pieces: list[bytes]
     texts: list[str | None]
@@ -48,13 +50,21 @@ class TokenTable:
     def of(cls, fast: FastTokenizer, vocab_size: int = 0) -> TokenTable:
         """The table of a tokenizer; ids up to ``vocab_size`` that it does not know are empty."""
         names = {token_id: name for name, token_id in fast.get_vocab(with_added_tokens=True).items()}
-        special = frozenset(token_id for token_id, added in fast.get_added_tokens_decoder().items() if added.special)
+        special = frozenset(
+            token_id for token_id, added in fast.get_added_tokens_decoder().items() if added.special
+        )
         size = max(vocab_size, max(names, default=-1) + 1)
         to_bytes, drops_leading_space = _join_rule(fast)
         tabular = to_bytes is not None
         pieces, texts = [b""] * size, [""] * size  # type: tuple[list[bytes], list[str | None]]
         for token_id, name in names.items():
-            piece = name.encode() if token_id in special else to_bytes(name) if to_bytes else fast.decode([token_id]).encode()
+            piece = (
+                name.encode()
+                if token_id in special
+                else to_bytes(name)
+                if to_bytes
+                else fast.decode([token_id]).encode()
+            )
             pieces[token_id] = piece
             texts[token_id] = "" if token_id in special else _text(piece)
         return cls(pieces, texts, special, drops_leading_space, tabular)
@@ -72,7 +82,8 @@ def _text(piece: bytes) -> str | None:
 
 
 def _join_rule(fast: FastTokenizer) -> tuple[Callable[[str], bytes] | None, bool]:
-    """How a token's name becomes bytes, and whether the text loses a leading space; None where the decoder is of another kind."""
+    """How a token's name becomes bytes, and whether the text loses a leading space; None where the decoder is
+    of another kind."""
     decoder: dict[str, Any] = orjson.loads(fast.decoder.__getstate__()) if fast.decoder is not None else {}
     match decoder:
         case {"type": "ByteLevel"}:
@@ -82,15 +93,21 @@ def _join_rule(fast: FastTokenizer) -> tuple[Callable[[str], bytes] | None, bool
         case {"type": "Sequence", "decoders": [*steps]}:
             kinds = [step["type"] for step in steps]
             replace_ok = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "} in steps
-            strip_ok = "Strip" not in kinds or {"type": "Strip", "content": " ", "start": 1, "stop": 0} in steps
-            if kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]) and replace_ok and strip_ok:
+            strip_ok = (
+                "Strip" not in kinds or {"type": "Strip", "content": " ", "start": 1, "stop": 0} in steps
+            )
+            if (
+                kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"])
+                and replace_ok
+                and strip_ok
+            ):
                 return _sentencepiece, "Strip" in kinds
     return None, False
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """GPT-2's printable stand-ins for bytes, for ``str.translate``: stand-in -> chr(byte). Latin-1 characters that stand for nothing
-    map outside Latin-1, so that encoding a name that holds one fails."""
+    """GPT-2's printable stand-ins for bytes, for ``str.translate``: stand-in -> chr(byte). Latin-1 characters
+    that stand for nothing map outside Latin-1, so that encoding a name that holds one fails."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = dict.fromkeys(others, "\ufffd")
@@ -180,7 +197,8 @@ class StreamDetokenizer:
 
 
 def make_detokenizer(fast: FastTokenizer, table: TokenTable, prompt_ids: Sequence[int]) -> Detokenizer:
-    """The right kind for this tokenizer. The prompt decides whether the output stands at the start of the text."""
+    """The right kind for this tokenizer. The prompt decides whether the output stands at the start of the
+    text."""
     if not table.tabular:
         return StreamDetokenizer(fast, prompt_ids[-CONTEXT_TOKENS:])
     at_start = table.drops_leading_space and all(token_id in table.special for token_id in prompt_ids)

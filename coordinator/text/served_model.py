@@ -1,4 +1,5 @@
-"""What the coordinator knows of the model it serves: no weights, only what turns requests into tokens and back."""
+"""What the coordinator knows of the model it serves: no weights, only what turns requests into tokens and
+back."""
 
 from __future__ import annotations
 
@@ -83,16 +84,22 @@ class ServedModel:
         config = read_json(folder / "config.json")
         longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
         if not isinstance(longest, int) or not isinstance(vocab_size, int):
-            raise ValueError(f"{folder / 'config.json'} must exist and name max_position_embeddings and vocab_size")
+            raise ValueError(
+                f"{folder / 'config.json'} must exist and name max_position_embeddings and vocab_size"
+            )
         if max_model_len is not None and max_model_len > longest:
-            raise ValueError(f"max_model_len is {max_model_len}, but the model's context ends at {longest} tokens")
+            raise ValueError(
+                f"max_model_len is {max_model_len}, but the model's context ends at {longest} tokens"
+            )
         tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
         template = ChatTemplate.load(folder, tokenizer)
         return cls(
             name=name,
             tokenizer=tokenizer,
             chat_template=template,
-            chat_style=ChatStyle.of(template.source if template is not None else "", tool_parser, reasoning_parser),
+            chat_style=ChatStyle.of(
+                template.source if template is not None else "", tool_parser, reasoning_parser
+            ),
             longest=max_model_len or longest,
             vocab_size=vocab_size,
             defaults=SamplingDefaults.of(read_json(folder / "generation_config.json")),
@@ -102,4 +109,8 @@ class ServedModel:
     def check_name(self, name: str | None) -> None:
         """Raises NotFound. A request that names no model means the one there is."""
         if name is not None and name != self.name:
-            raise NotFound(f"The model {name!r} does not exist; this server has {self.name!r}.", param="model", code="model_not_found")
+            raise NotFound(
+                f"The model {name!r} does not exist; this server has {self.name!r}.",
+                param="model",
+                code="model_not_found",
+            )

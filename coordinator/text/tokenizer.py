@@ -1,7 +1,7 @@
 """The model's tokenizer: text to token ids off the event loop, and token ids to bytes.
 
-Encoding is the coordinator's largest single piece of work (2 to 3 ms for 2,000 tokens). ``encode_batch_fast`` releases the GIL,
-so for a long text a thread does it (``aside``) while the event loop goes on streaming.
+Encoding is the coordinator's largest single piece of work (2 to 3 ms for 2,000 tokens). ``encode_batch_fast``
+releases the GIL, so for a long text a thread does it (``aside``) while the event loop goes on streaming.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from .detokenizer import Detokenizer, TokenTable, make_detokenizer
 
 T = TypeVar("T")
 PIECE_CHARS = 1 << 16
-"""Longer texts can be counted piece by piece: the library takes some 200 bytes of memory for each token of a text."""
+"""Longer texts can be counted piece by piece: the library takes some 200 bytes of memory for each token of a
+text."""
 SURE_BYTES_PER_TOKEN = 6
 """A text of fewer bytes for each token that is allowed is tokenized whole: most such texts fit."""
 COMPOSITION = 3
-"""NFC makes a text at most so many times shorter, in bytes: three conjoining Hangul letters of three bytes each become one of three."""
+"""NFC makes a text at most so many times shorter, in bytes: three conjoining Hangul letters of three bytes
+each become one of three."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
     """A Hugging Face ``tokenizer.json`` with the names of its special tokens."""
 
-    def __init__(self, fast: FastTokenizer, config: dict[str, Any] | None = None, *, vocab_size: int = 0) -> None:
+    def __init__(
+        self, fast: FastTokenizer, config: dict[str, Any] | None = None, *, vocab_size: int = 0
+    ) -> None:
         fast.no_truncation()
         fast.no_padding()
         self.fast = fast
@@ -46,20 +50,27 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, vocab_size: int = 0) -> Tokenizer:
-        """From a checkpoint folder. Raises FileNotFoundError or ValueError that say what is missing or wrong."""
+        """From a checkpoint folder. Raises FileNotFoundError or ValueError that say what is missing or
+        wrong."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{folder} has no tokenizer.json; save the checkpoint with a fast tokenizer")
+            raise FileNotFoundError(
+                f"{folder} has no tokenizer.json; save the checkpoint with a fast tokenizer"
+            )
         try:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path} is not a tokenizer this version of tokenizers can read: {error}") from error
+            raise ValueError(
+                f"{path} is not a tokenizer this version of tokenizers can read: {error}"
+            ) from error
         return cls(fast, read_json(folder / "tokenizer_config.json"), vocab_size=vocab_size)
 
     def special_tokens(self) -> dict[str, str]:
         """``bos_token`` and so on, where the tokenizer has them: chat templates refer to them."""
         found = {name: self.config.get(name) for name in SPECIAL_TOKENS}
-        contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+        contents = {
+            name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()
+        }
         return {name: value for name, value in contents.items() if isinstance(value, str)}
 
     def special_id(self, name: str) -> int | None:
@@ -72,7 +83,8 @@ class Tokenizer:
         return {token_id: name for name in names if (token_id := self.special_id(name)) is not None}
 
     def as_lark(self, mark: str) -> str:
-        """How llguidance's grammars write a mark: by number where it is a special token, otherwise as text."""
+        """How llguidance's grammars write a mark: by number where it is a special token, otherwise as
+        text."""
         token_id = self.special_id(mark)
         return orjson.dumps(mark).decode() if token_id is None else f"<[{token_id}]>"
 
@@ -81,12 +93,17 @@ class Tokenizer:
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text. ``add_special_tokens`` as in Hugging Face: what the tokenizer's post-processor adds, usually BOS."""
-        return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        """Token ids of each text. ``add_special_tokens`` as in Hugging Face: what the tokenizer's
+        post-processor adds, usually BOS."""
+        return [
+            encoding.ids
+            for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        ]
 
     def at_least(self, text: str, most: int) -> int | None:
-        """A number of tokens above ``most`` that ``text`` has at least; None where it may have ``most`` or fewer. In bounded memory, and
-        where every token stands for a bounded number of bytes, without tokenizing."""
+        """A number of tokens above ``most`` that ``text`` has at least; None where it may have ``most`` or
+        fewer. In bounded memory, and where every token stands for a bounded number of bytes, without
+        tokenizing."""
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="replace"))
         if num_bytes <= SURE_BYTES_PER_TOKEN * most or num_bytes <= PIECE_CHARS:
             return None
@@ -101,7 +118,11 @@ class Tokenizer:
 
     def ending(self, text: str, keep: int) -> str:
         """The end of a long text that has more than its last ``keep`` tokens."""
-        at, count, enough = len(text), 0, keep + 1024  # those next to the cut may be others than in the whole text
+        at, count, enough = (
+            len(text),
+            0,
+            keep + 1024,
+        )  # those next to the cut may be others than in the whole text
         while at > 0 and count < enough:
             at = max(0, at - PIECE_CHARS)
             count += self._count(text[at : at + PIECE_CHARS])
@@ -109,9 +130,13 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int | None:
-        """The most bytes of a text that become one token; None where that has no bound: text may be dropped, or become an unknown token."""
+        """The most bytes of a text that become one token; None where that has no bound: text may be dropped,
+        or become an unknown token."""
         added = self.fast.get_added_tokens_decoder().values()
-        if type(self.fast.model).__name__ != "BPE" or len({piece for piece in self.table.pieces if len(piece) == 1}) < 256:
+        if (
+            type(self.fast.model).__name__ != "BPE"
+            or len({piece for piece in self.table.pieces if len(piece) == 1}) < 256
+        ):
             return None
         if any(token.lstrip or token.rstrip for token in added):  # takes in all white space beside it
             return None
@@ -119,10 +144,17 @@ class Tokenizer:
         for step in _steps(self.fast.normalizer, "normalizers"):
             if step["type"] == "NFC":
                 shrinks = COMPOSITION
-            elif step["type"] != "Prepend" and step != {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+            elif step["type"] != "Prepend" and step != {
+                "type": "Replace",
+                "pattern": {"String": " "},
+                "content": "▁",
+            }:
                 return None
         for step in _steps(self.fast.pre_tokenizer, "pretokenizers"):
-            if step["type"] not in ("ByteLevel", "Split", "Digits", "Metaspace") or step.get("behavior") == "Removed":
+            if (
+                step["type"] not in ("ByteLevel", "Split", "Digits", "Metaspace")
+                or step.get("behavior") == "Removed"
+            ):
                 return None
         return shrinks * max(len(piece) for piece in self.table.pieces)
 

@@ -50,7 +50,12 @@ def _part(index: int, part: Any) -> str:
 
 
 _PARTS: list[dict[str, Any]] = [
-    {"type": "object", "required": ["type", kind], "properties": {"type": {"const": kind}, kind: {"type": "string"}}} for kind in PARTS
+    {
+        "type": "object",
+        "required": ["type", kind],
+        "properties": {"type": {"const": kind}, kind: {"type": "string"}},
+    }
+    for kind in PARTS
 ]
 CONTENT = schema({"type": "string"}, {"type": "array", "items": {"anyOf": _PARTS}}, NULL)
 
@@ -72,12 +77,17 @@ class ToolCall(Body):
         return super().unknown_fields() + unknown_within("function", self.function)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call with its arguments parsed: OpenAI's clients send them as text, templates write them as JSON."""
+        """Return the call with its arguments parsed: OpenAI's clients send them as text, templates write them
+        as JSON."""
         try:
             arguments = json.loads(self.function.arguments)
         except ValueError:
             arguments = self.function.arguments
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
 
 
 class Message(Body):
@@ -95,7 +105,9 @@ class Message(Body):
     @model_validator(mode="after")
     def _known_role(self) -> Self:
         if self.role not in ("system", "developer", "user", "assistant", "tool", "function"):
-            raise invalid(f"unknown role {self.role!r}; use system, developer, user, assistant, tool or function")
+            raise invalid(
+                f"unknown role {self.role!r}; use system, developer, user, assistant, tool or function"
+            )
         if self.content is None and self.role != "assistant":
             raise invalid(f"a message of role {self.role!r} needs `content`")
         return self
@@ -108,8 +120,12 @@ class Message(Body):
         return found
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as Hugging Face chat templates take it: older fields of OpenAI's become today's."""
-        fields: dict[str, Any] = {"role": "tool" if self.role == "function" else self.role, "content": self.content or ""}
+        """Return the message as Hugging Face chat templates take it: older fields of OpenAI's become
+        today's."""
+        fields: dict[str, Any] = {
+            "role": "tool" if self.role == "function" else self.role,
+            "content": self.content or "",
+        }
         if self.name is not None:
             fields["name"] = self.name
         if self.tool_calls:
@@ -133,7 +149,9 @@ def unknown_of_messages(messages: Sequence[Message]) -> list[str]:
 
 def _no_template(value: Any) -> Any:
     if value is not None:
-        raise invalid("this server renders with the model's own template alone; leave it out, and pass variables in chat_template_kwargs")
+        raise invalid(
+            "this server renders with the model's own template alone; leave it out, and pass variables in chat_template_kwargs"
+        )
     return value
 
 
@@ -154,8 +172,11 @@ class ChatCompletionRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     function_call: Annotated[Any, BeforeValidator(check_function_call), FUNCTION_CALL] = None
-    """Both are what OpenAI had before tools. Answers to them tell of their one call in the way of that time, too."""
-    modalities: Annotated[Any, AfterValidator(only(None, ["text"])), WithJsonSchema({"enum": [None, ["text"]]})] = None
+    """Both are what OpenAI had before tools. Answers to them tell of their one call in the way of that time,
+    too."""
+    modalities: Annotated[
+        Any, AfterValidator(only(None, ["text"])), WithJsonSchema({"enum": [None, ["text"]]})
+    ] = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     verbosity: Annotated[str, Field(max_length=32)] | None = None
     """Both are for the chat template, if it knows of them."""
@@ -188,11 +209,16 @@ class ChatCompletionRequest(SamplingFields):
     def template_variables(self) -> dict[str, Any]:
         """Beside messages and tools."""
         words = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        return {**{name: word for name, word in words.items() if word is not None}, **(self.chat_template_kwargs or {})}
+        return {
+            **{name: word for name, word in words.items() if word is not None},
+            **(self.chat_template_kwargs or {}),
+        }
 
     def _functions_are_told_rightly(self) -> None:
         if self.tools is not None or self.tool_choice is not None:
-            raise invalid("functions: not allowed beside `tools` and `tool_choice`, which came after `functions` and `function_call`")
+            raise invalid(
+                "functions: not allowed beside `tools` and `tool_choice`, which came after `functions` and `function_call`"
+            )
         if self.functions is None:
             raise invalid("function_call: needs `functions` to choose from")
 
@@ -203,7 +229,9 @@ class ChatCompletionRequest(SamplingFields):
             if not tools:
                 raise invalid("tool_choice: needs `tools` to choose from")
             if unknown := sorted((choice.names or frozenset()) - {tool.function.name for tool in tools}):
-                raise invalid(f"{field}: there is no function {', '.join(map(repr, unknown))} in `{self.field_of_tools}`")
+                raise invalid(
+                    f"{field}: there is no function {', '.join(map(repr, unknown))} in `{self.field_of_tools}`"
+                )
         if self.holds_calls and (self.ignore_eos or self.min_tokens):
             why = "a tool call must be made" if self.must_call else "tool calls are held to a form"
             raise invalid(f"{'ignore_eos' if self.ignore_eos else 'min_tokens'}: not allowed where {why}")
@@ -217,7 +245,11 @@ class ChatCompletionRequest(SamplingFields):
     @property
     def all_tools(self) -> list[Tool] | None:
         """Told of in the field of now or in the one of before."""
-        return self.tools if self.functions is None else [Tool(type="function", function=function) for function in self.functions]
+        return (
+            self.tools
+            if self.functions is None
+            else [Tool(type="function", function=function) for function in self.functions]
+        )
 
     @property
     def choice_of_tools(self) -> ToolChoice | None:
@@ -236,7 +268,11 @@ class ChatCompletionRequest(SamplingFields):
         """Those of them that it may call."""
         choice = self.choice_of_tools
         names = choice.names if choice is not None else None
-        return self.offered_tools if names is None else [tool for tool in self.offered_tools if tool.function.name in names]
+        return (
+            self.offered_tools
+            if names is None
+            else [tool for tool in self.offered_tools if tool.function.name in names]
+        )
 
     @property
     def must_call(self) -> bool:
@@ -247,11 +283,16 @@ class ChatCompletionRequest(SamplingFields):
     def one_call(self) -> bool:
         """At most, in an answer."""
         choice = self.choice_of_tools
-        return self.parallel_tool_calls is False or self.functions is not None or (choice is not None and choice.one)
+        return (
+            self.parallel_tool_calls is False
+            or self.functions is not None
+            or (choice is not None and choice.one)
+        )
 
     @property
     def holds_calls(self) -> bool:
-        """Whether a grammar sees to the calls: one must be made, not all tools may be called, or one of them is strict."""
+        """Whether a grammar sees to the calls: one must be made, not all tools may be called, or one of them
+        is strict."""
         if not self.offered_tools:
             return False
         limited = (choice := self.choice_of_tools) is not None and choice.names is not None

@@ -18,7 +18,9 @@ def _prompt(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
-        raise invalid("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+        raise invalid(
+            "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+        )
     if not value:
         raise invalid("must not be empty")
     kinds = set(map(type, value))
@@ -51,7 +53,11 @@ def _id_lists(prompts: list[list[Any]]) -> list[list[int]]:
 
 
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-PROMPT = schema(STRING, _IDS, *({"type": "array", "items": kind, "minItems": 1, "maxItems": MAX_PROMPTS} for kind in (STRING, _IDS)))
+PROMPT = schema(
+    STRING,
+    _IDS,
+    *({"type": "array", "items": kind, "minItems": 1, "maxItems": MAX_PROMPTS} for kind in (STRING, _IDS)),
+)
 
 
 class CompletionRequest(SamplingFields):
@@ -76,5 +82,7 @@ class CompletionRequest(SamplingFields):
         if self.stream and self.num_candidates > n:
             raise invalid("best_of: cannot be streamed when more than `n`; which are best shows at the end")
         if self.max_tokens == 0 and not self.echo:
-            raise PydanticCustomError("invalid", "max_tokens: must be at least 1, or 0 with `echo` to score the prompt")
+            raise PydanticCustomError(
+                "invalid", "max_tokens: must be at least 1, or 0 with `echo` to score the prompt"
+            )
         return self

@@ -1,4 +1,5 @@
-"""What the bodies of several endpoints have in common: strictness, checks, and schemas of fields whose check is a function."""
+"""What the bodies of several endpoints have in common: strictness, checks, and schemas of fields whose check
+is a function."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ class Body(BaseModel):
 
     def unknown_fields(self) -> list[str]:
         """Paths of fields that have a value and that this server does not know."""
-        return sorted(name for name, value in self.model_extra.items() if value is not None) if self.model_extra else []
+        return (
+            sorted(name for name, value in self.model_extra.items() if value is not None)
+            if self.model_extra
+            else []
+        )
 
 
 def unknown_within(path: str, inner: Body) -> list[str]:
@@ -52,7 +57,8 @@ def schema(*kinds: dict[str, Any]) -> WithJsonSchema:
 
 
 class UnknownFields:
-    """Log which fields of requests this server ignores: at most one line every ``UNKNOWN_EVERY_S`` seconds."""
+    """Log which fields of requests this server ignores: at most one line every ``UNKNOWN_EVERY_S``
+    seconds."""
 
     def __init__(self) -> None:
         self._quiet_until = float("-inf")

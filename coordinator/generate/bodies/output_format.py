@@ -1,6 +1,7 @@
 """What a request wants its output to look like, as a grammar that the workers' masks follow.
 
-``response_format`` is OpenAI's; ``structured_outputs`` and the older ``guided_*`` are named as vLLM names them. A request has at most one.
+``response_format`` is OpenAI's; ``structured_outputs`` and the older ``guided_*`` are named as vLLM names
+them. A request has at most one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Kind = Literal["json", "regex", "choice", "grammar"]
 
 
 class OutputFormat(NamedTuple):
-    """``value``: a schema's JSON text, a regex, a list of strings, or a grammar as llguidance's dialect of Lark writes it."""
+    """``value``: a schema's JSON text, a regex, a list of strings, or a grammar as llguidance's dialect of
+    Lark writes it."""
 
     kind: Kind
     value: Any
@@ -34,7 +36,8 @@ class OutputFormat(NamedTuple):
 
 
 def grammar_of(wanted: OutputFormat) -> bytes:
-    """As llguidance takes it. Whether it is one shows when it is compiled. Raises InvalidRequest where it shows before."""
+    """As llguidance takes it. Whether it is one shows when it is compiled. Raises InvalidRequest where it
+    shows before."""
     try:
         return _grammar_of(wanted).encode()
     except ValueError as error:
@@ -45,11 +48,15 @@ def _grammar_of(wanted: OutputFormat) -> str:
     text: str
     match wanted.kind:
         case "json":
-            text = LLMatcher.grammar_from_json_schema(wanted.value, overrides={"whitespace_pattern": WHITESPACE})
+            text = LLMatcher.grammar_from_json_schema(
+                wanted.value, overrides={"whitespace_pattern": WHITESPACE}
+            )
         case "regex":
             text = LLMatcher.grammar_from_regex(wanted.value)
         case "choice":
-            text = LLMatcher.grammar_from_lark("start: " + " | ".join(orjson.dumps(choice).decode() for choice in wanted.value))
+            text = LLMatcher.grammar_from_lark(
+                "start: " + " | ".join(orjson.dumps(choice).decode() for choice in wanted.value)
+            )
         case "grammar":
             text = LLMatcher.grammar_from_lark(wanted.value)
     return text
@@ -68,7 +75,9 @@ def check_response_format(value: Any) -> OutputFormat | None:
     outer = value.get("json_schema")
     if not isinstance(outer, dict) or "schema" not in outer:
         raise _invalid('type \'json_schema\' needs {"json_schema": {"name": "...", "schema": {...}}}')
-    unknown += _unknown_within(outer, ("name", "description", "schema", "strict"), "response_format.json_schema")
+    unknown += _unknown_within(
+        outer, ("name", "description", "schema", "strict"), "response_format.json_schema"
+    )
     return _json(outer["schema"], "response_format")._replace(unknown=unknown)
 
 
@@ -77,7 +86,8 @@ def _unknown_within(value: Any, known: Collection[str], path: str) -> tuple[str,
 
 
 def check_structured_outputs(value: Any) -> OutputFormat | None:
-    """Of the field's value: an object with one of ``json``, ``json_object``, ``regex``, ``choice`` and ``grammar``."""
+    """Of the field's value: an object with one of ``json``, ``json_object``, ``regex``, ``choice`` and
+    ``grammar``."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -123,7 +133,11 @@ def _text(kind: Literal["regex", "grammar"]) -> Any:
 
 
 def _choice(value: Any, param: str) -> OutputFormat:
-    if not isinstance(value, list) or not value or not all(isinstance(choice, str) and choice for choice in value):
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(choice, str) and choice for choice in value)
+    ):
         raise _invalid("must be a list of strings that are not empty")
     if len(value) > MAX_CHOICES:
         raise _invalid(f"has {len(value)} entries; at most {MAX_CHOICES} are allowed")
@@ -160,20 +174,39 @@ def _typed(name: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"type": "object", "required": ["type", *more], "properties": {"type": {"const": name}, **more}}
 
 
-_JSON_SCHEMA = {"json_schema": {"type": "object", "required": ["schema"], "properties": {"name": {"type": "string"}, "schema": _OBJECT}}}
-RESPONSE_FORMAT = WithJsonSchema({"anyOf": [_typed("text"), _typed("json_object"), _typed("json_schema", _JSON_SCHEMA), NULL]})
+_JSON_SCHEMA = {
+    "json_schema": {
+        "type": "object",
+        "required": ["schema"],
+        "properties": {"name": {"type": "string"}, "schema": _OBJECT},
+    }
+}
+RESPONSE_FORMAT = WithJsonSchema(
+    {"anyOf": [_typed("text"), _typed("json_object"), _typed("json_schema", _JSON_SCHEMA), NULL]}
+)
 GUIDED = {
     "json": WithJsonSchema({"anyOf": [_OBJECT, NULL]}),
     "regex": WithJsonSchema({"anyOf": [_STRING, NULL]}),
     "choice": WithJsonSchema({"anyOf": [_STRINGS, NULL]}),
     "grammar": WithJsonSchema({"anyOf": [_STRING, NULL]}),
 }
-_ONE_OF = {"json": _OBJECT, "regex": _STRING, "choice": _STRINGS, "grammar": _STRING, "json_object": {"const": True}}
+_ONE_OF = {
+    "json": _OBJECT,
+    "regex": _STRING,
+    "choice": _STRINGS,
+    "grammar": _STRING,
+    "json_object": {"const": True},
+}
 STRUCTURED_OUTPUTS = WithJsonSchema(
     {
         "anyOf": [
             *(
-                {"type": "object", "required": [key], "properties": {key: kind}, "additionalProperties": False}
+                {
+                    "type": "object",
+                    "required": [key],
+                    "properties": {key: kind},
+                    "additionalProperties": False,
+                }
                 for key, kind in _ONE_OF.items()
             ),
             NULL,

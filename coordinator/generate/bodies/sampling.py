@@ -1,4 +1,5 @@
-"""What both generation endpoints share. Wrong types are refused, nulls mean "not given", unknown fields are kept apart."""
+"""What both generation endpoints share. Wrong types are refused, nulls mean "not given", unknown fields are
+kept apart."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ STOP = schema(
     {"type": "array", "items": {**STRING, "maxLength": MAX_STOP_CHARS}, "maxItems": MAX_STOP_STRINGS},
     NULL,
 )
-LOGIT_BIAS = schema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}, NULL)
+LOGIT_BIAS = schema(
+    {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}, NULL
+)
 
 
 class StreamOptions(Body):
@@ -78,7 +81,8 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """What both generation endpoints share. Ranges are OpenAI's; the fields it does not have are named as vLLM names them."""
+    """What both generation endpoints share. Ranges are OpenAI's; the fields it does not have are named as
+    vLLM names them."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -102,13 +106,19 @@ class SamplingFields(Body):
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     """Requests with the same key like to meet the same workers."""
-    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = (
-        None
-    )
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
     service_tier: ServiceTier | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     return_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_not_zero)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_not_zero)] | None = (
+        None
+    )
     """The prompt's last so many tokens are taken; -1: as many as there is room for."""
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     """Seconds until the request must have ended; ours, not OpenAI's."""
@@ -132,7 +142,9 @@ class SamplingFields(Body):
             raise invalid(f"{others[1]}: not allowed together with `{others[0]}`")
         if self.ignore_eos or self.min_tokens:
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise invalid(f"{name}: not allowed together with `{wanted.param}`, which says where the output ends")
+            raise invalid(
+                f"{name}: not allowed together with `{wanted.param}`, which says where the output ends"
+            )
         return self
 
     def unknown_fields(self) -> list[str]:
@@ -173,7 +185,11 @@ class SamplingFields(Body):
 
     @property
     def usage_on_every_chunk(self) -> bool:
-        return self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        return (
+            self.include_usage
+            and self.stream_options is not None
+            and bool(self.stream_options.continuous_usage_stats)
+        )
 
     @property
     def obfuscated(self) -> bool:

@@ -20,11 +20,14 @@ def _object(value: Any) -> Any:
 
 
 class Function(Body):
-    """What a tool is called with; ``parameters`` is a JSON schema. ``strict``: also a call that the model need not make follows it."""
+    """What a tool is called with; ``parameters`` is a JSON schema. ``strict``: also a call that the model
+    need not make follows it."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: Annotated[Any, BeforeValidator(_object), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})] = None
+    parameters: Annotated[
+        Any, BeforeValidator(_object), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "null"}]})
+    ] = None
     strict: bool | None = None
 
 
@@ -56,7 +59,10 @@ def check_tool_choice(value: Any) -> ToolChoice | None:
             return ToolChoice(value)
         case {"type": "function", "function": {"name": str(name)}}:
             return ToolChoice("required", frozenset([name]), one=True)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools}}:
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools},
+        }:
             return ToolChoice(mode, frozenset(map(_allowed_name, tools)))
     raise invalid(
         'must be \'none\', \'auto\', \'required\', {"type": "function", "function": {"name": "..."}} or '
@@ -94,7 +100,10 @@ _NAMED: dict[str, Any] = {
 _ALLOWED: dict[str, Any] = {
     "type": "object",
     "required": ["mode", "tools"],
-    "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": _NAMED, "minItems": 1}},
+    "properties": {
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "items": _NAMED, "minItems": 1},
+    },
 }
 TOOL_CHOICE = WithJsonSchema(
     {
@@ -112,7 +121,12 @@ TOOL_CHOICE = WithJsonSchema(
 
 
 FUNCTION_CALL = WithJsonSchema(
-    {"anyOf": [{"enum": ["none", "auto", None]}, {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}]}
+    {
+        "anyOf": [
+            {"enum": ["none", "auto", None]},
+            {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+        ]
+    }
 )
 
 

@@ -11,10 +11,15 @@ NUM_ARENAS = 2
 
 
 def give_memory_back() -> None:
-    """Blocks of ``LARGE_BYTES`` come from the system and go back to it when they are freed. Left alone, glibc raises that bound to the
-    largest block that was freed (up to 32 MiB), and from then on keeps such blocks. Does nothing with another C library."""
+    """Blocks of ``LARGE_BYTES`` come from the system and go back to it when they are freed. Left alone, glibc
+    raises that bound to the largest block that was freed (up to 32 MiB), and from then on keeps such blocks.
+    Does nothing with another C library."""
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        for option, value in ((M_MMAP_THRESHOLD, LARGE_BYTES), (M_TRIM_THRESHOLD, LARGE_BYTES), (M_ARENA_MAX, NUM_ARENAS)):
+        for option, value in (
+            (M_MMAP_THRESHOLD, LARGE_BYTES),
+            (M_TRIM_THRESHOLD, LARGE_BYTES),
+            (M_ARENA_MAX, NUM_ARENAS),
+        ):
             mallopt(option, value)
 
 

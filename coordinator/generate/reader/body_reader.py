@@ -1,4 +1,5 @@
-"""Has large bodies read by processes of their own, so that no client's request holds up another one's tokens."""
+"""Has large bodies read by processes of their own, so that no client's request holds up another one's
+tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class BodyReader:
         self._model, self._limits, self._overload = model, limits, overload
         self._pickled = b""
         num_processes = min(MOST_PROCESSES, max(1, (os.cpu_count() or 1) // 2))
-        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="body-reader")  # each waits for one process
+        self._threads = ThreadPoolExecutor(
+            num_processes, thread_name_prefix="body-reader"
+        )  # each waits for one process
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
         self._closed = False
@@ -43,7 +46,8 @@ class BodyReader:
         self._threads.submit(lambda: self._idle.append(self._start()))
 
     async def read(self, work: str, body: bytes | bytearray, *arguments: Any) -> Any:
-        """What ``Work`` in ``reader_process.py`` makes of it. Raises ApiError: its, or Overloaded or Unavailable."""
+        """What ``Work`` in ``reader_process.py`` makes of it. Raises ApiError: its, or Overloaded or
+        Unavailable."""
         if not self._overload.take("tokenizer_bytes", len(body)):
             raise Overloaded("Too many large requests are being read; try again soon.", retry_after_s=1)
         try:
@@ -56,7 +60,10 @@ class BodyReader:
         try:
             raise answer
         finally:
-            del answer, body  # else the error, by its traceback, would hold both until the collector finds them
+            del (
+                answer,
+                body,
+            )  # else the error, by its traceback, would hold both until the collector finds them
 
     def close(self) -> None:
         """Ends the processes, in the middle of a body too."""
@@ -73,8 +80,13 @@ class BodyReader:
         except (OSError, EOFError) as error:
             self._all.discard(process)
             process.end()
-            _log.error("the process that reads large requests has ended or does not answer (%s): the next request starts another", error)
-            raise Unavailable("The process that reads large requests has ended; try again.", retry_after_s=1) from error
+            _log.error(
+                "the process that reads large requests has ended or does not answer (%s): the next request starts another",
+                error,
+            )
+            raise Unavailable(
+                "The process that reads large requests has ended; try again.", retry_after_s=1
+            ) from error
         self._idle.append(process)
         return answer
 
@@ -94,7 +106,11 @@ class _Process:
     def __init__(self, model: bytes) -> None:
         self._connection, other = socket.socketpair()
         with other:
-            command = [sys.executable, "-c", f"from {__package__}.reader_process import main; main({other.fileno()})"]
+            command = [
+                sys.executable,
+                "-c",
+                f"from {__package__}.reader_process import main; main({other.fileno()})",
+            ]
             self._process = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
         self._connection.settimeout(ANSWER_TIMEOUT_S)
         self._model: bytes | None = model

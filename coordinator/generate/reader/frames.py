@@ -1,4 +1,5 @@
-"""Frames on the socket pair between the coordinator and a process that reads large bodies: two lengths, a pickle, raw bytes."""
+"""Frames on the socket pair between the coordinator and a process that reads large bodies: two lengths, a
+pickle, raw bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Reads large bodies in a process of its own: parsing them holds Python's lock for up to seconds, and the coordinator has streams to serve.
+"""Reads large bodies in a process of its own: parsing them holds Python's lock for up to seconds, and the
+coordinator has streams to serve.
 
-It has one connection to the coordinator, a socket pair whose both ends are ours, and ends when the coordinator's end does. Memory that a
-large body took is given back to the system before the next one.
+It has one connection to the coordinator, a socket pair whose both ends are ours, and ends when the
+coordinator's end does. Memory that a large body took is given back to the system before the next one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from .websocket_message import parsed_message, with_stream
 NICENESS = 5
 """Streams come first: they write with every token, and large bodies arrive now and then."""
 MAX_VALUES = 1 << 20
-"""JSON values in one body: bounds the memory that parsing takes, some 100 bytes each. A prompt as ids has one for each token."""
+"""JSON values in one body: bounds the memory that parsing takes, some 100 bytes each. A prompt as ids has one
+for each token."""
 MEMBER_VALUES = 3
 """Values that a member of an object counts as, beside its own: it takes so much more memory."""
 SCAN_BYTES = 1 << 20
@@ -84,7 +86,8 @@ def check_size(body: bytes | bytearray) -> None:
 
 
 def num_values(body: bytes | bytearray) -> int:
-    """One for each comma and opening bracket outside of strings, and MEMBER_VALUES for each member of an object. Piece by piece."""
+    """One for each comma and opening bracket outside of strings, and MEMBER_VALUES for each member of an
+    object. Piece by piece."""
     inside, count = False, 1
     plain = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # now a quote begins or ends a string
     for at in range(0, len(plain), SCAN_BYTES):
@@ -110,7 +113,9 @@ def serve(connection: socket.socket) -> None:
             except ApiError as error:
                 answer = error
             except (MemoryError, RecursionError) as error:
-                answer = InvalidRequest(f"The body cannot be read: it takes too much memory or is too deep ({type(error).__name__}).")
+                answer = InvalidRequest(
+                    f"The body cannot be read: it takes too much memory or is too deep ({type(error).__name__})."
+                )
             del body
             send(connection, pickle.dumps(answer))
             del answer, head

@@ -26,8 +26,15 @@ def parsed_message(text: str | bytes | bytearray | None) -> dict[str, Any]:
         message = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"A message must be valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(message, dict) or not isinstance(message.get("id"), str) or not 1 <= len(message["id"]) <= MAX_ID_CHARS:
-        raise InvalidRequest(f"id: a message must be an object with an id, a string of 1 to {MAX_ID_CHARS} characters", param="id")
+    if (
+        not isinstance(message, dict)
+        or not isinstance(message.get("id"), str)
+        or not 1 <= len(message["id"]) <= MAX_ID_CHARS
+    ):
+        raise InvalidRequest(
+            f"id: a message must be an object with an id, a string of 1 to {MAX_ID_CHARS} characters",
+            param="id",
+        )
     if not isinstance(message.get("endpoint", ""), str):
         raise InvalidRequest("endpoint: must be a string", param="endpoint")
     return message

@@ -1,6 +1,8 @@
-"""Which hosts' names and which web pages' origins a server answers to, and what it tells browsers about that. Pure.
+"""Which hosts' names and which web pages' origins a server answers to, and what it tells browsers about that.
+Pure.
 
-A web page that is open anywhere can make its browser send requests to any address the browser reaches. Two headers stop it:
+A web page that is open anywhere can make its browser send requests to any address the browser reaches. Two
+headers stop it:
 
 Host     DNS rebinding points a page's own name at this server's address, and the browser then takes both for one site. So names are
          checked. IP addresses are always taken: no page can make its name look like one, and probes and balancers use them.
@@ -28,16 +30,20 @@ _FIELD_NAMES = re.compile(rb"[A-Za-z0-9_-]+( *, *[A-Za-z0-9_-]+)*")
 
 
 class Access:
-    """``hosts``, ``origins``: allowed ones; ``*`` in them stands for anything, alone for all. ``private_names``: names without a dot and
-    those of ``PRIVATE_NAMES`` are allowed hosts, too."""
+    """``hosts``, ``origins``: allowed ones; ``*`` in them stands for anything, alone for all.
+    ``private_names``: names without a dot and those of ``PRIVATE_NAMES`` are allowed hosts, too."""
 
-    def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = (), *, private_names: bool = False) -> None:
+    def __init__(
+        self, hosts: Iterable[str] = (), origins: Iterable[str] = (), *, private_names: bool = False
+    ) -> None:
         self._all_origins = "*" in (origins := list(origins))
         self._origins = _pattern(origins)
         self._has_origins = bool(origins)
         self._hosts = _pattern([*LOOPBACK_NAMES, *hosts, *(PRIVATE_NAMES if private_names else ())])
         self._private_names = private_names
-        self._known_hosts: set[bytes | None] = {None}  # values of the header that were allowed; none comes with HTTP/1.0 only
+        self._known_hosts: set[bytes | None] = {
+            None
+        }  # values of the header that were allowed; none comes with HTTP/1.0 only
 
     def check(self, method: str, headers: Mapping[bytes, bytes]) -> None:
         """Raises InvalidRequest where Host is none, Forbidden where host or origin is not allowed."""
@@ -50,13 +56,15 @@ class Access:
             self.check_origin(headers)
 
     def check_origin(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raises Forbidden where the request comes from a page that is neither this server's nor of an allowed origin."""
+        """Raises Forbidden where the request comes from a page that is neither this server's nor of an
+        allowed origin."""
         origin = headers.get(b"origin")
         if origin is None or self._allows(origin) or origin.partition(b"://")[2] == headers.get(b"host"):
             return
         name = _readable(origin)
         raise Forbidden(
-            f"Web pages of the origin {name!r} may not use this server; `--allowed-origins {name}` lets them.", code="origin_not_allowed"
+            f"Web pages of the origin {name!r} may not use this server; `--allowed-origins {name}` lets them.",
+            code="origin_not_allowed",
         )
 
     def cors(self, headers: Mapping[bytes, bytes]) -> Headers:
@@ -68,12 +76,20 @@ class Access:
         origin = headers.get(b"origin")
         if origin is None or not self._allows(origin):
             return ((b"vary", b"Origin"),)
-        return ((b"vary", b"Origin"), (b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"*"))
+        return (
+            (b"vary", b"Origin"),
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", b"*"),
+        )
 
     def preflight(self, headers: Mapping[bytes, bytes]) -> Headers:
-        """What answers a browser's question whether a page may send a request, beside ``cors``. Raises Forbidden."""
+        """What answers a browser's question whether a page may send a request, beside ``cors``. Raises
+        Forbidden."""
         self.check_origin(headers)
-        answer = [(b"access-control-allow-methods", METHODS), (b"access-control-max-age", b"%d" % PREFLIGHT_MAX_AGE_S)]
+        answer = [
+            (b"access-control-allow-methods", METHODS),
+            (b"access-control-max-age", b"%d" % PREFLIGHT_MAX_AGE_S),
+        ]
         asked = headers.get(b"access-control-request-headers", b"")
         if _FIELD_NAMES.fullmatch(asked):
             answer.append((b"access-control-allow-headers", asked))  # whatever a client's library adds

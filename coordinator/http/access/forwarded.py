@@ -1,4 +1,5 @@
-"""The address and scheme of a client behind proxies. Pure. Whatever a header says counts only where a trusted proxy sent it."""
+"""The address and scheme of a client behind proxies. Pure. Whatever a header says counts only where a trusted
+proxy sent it."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ class TrustedProxies:
 
     def __init__(self, networks: Iterable[str] = ()) -> None:
         """Raises ValueError."""
-        self._networks: list[IPv4Network | IPv6Network] = [ip_network(network, strict=False) for network in networks]
+        self._networks: list[IPv4Network | IPv6Network] = [
+            ip_network(network, strict=False) for network in networks
+        ]
 
     def client_of(self, peer: str, headers: Mapping[bytes, bytes]) -> tuple[str, str | None]:
-        """The client's address, and the scheme it used where that is known: of the last proxy that is not trusted, or of the peer itself.
+        """The client's address, and the scheme it used where that is known: of the last proxy that is not
+        trusted, or of the peer itself.
 
-        Where ``Forwarded`` and ``X-Forwarded-For`` disagree, the proxies have set one of them and the client the other: neither counts.
+        Where ``Forwarded`` and ``X-Forwarded-For`` disagree, the proxies have set one of them and the client
+        the other: neither counts.
         """
         if not self._networks or not self._is_trusted(peer):
             return peer, None
@@ -55,7 +60,9 @@ def _standard(headers: Mapping[bytes, bytes]) -> list[tuple[str, str | None]]:
     """Forwarded (RFC 7239)."""
     hops = []
     for element in _listed(headers.get(b"forwarded", b"")):
-        pairs = {found[1].lower(): found[2] for part in element.split(";") if (found := _PAIR.fullmatch(part))}
+        pairs = {
+            found[1].lower(): found[2] for part in element.split(";") if (found := _PAIR.fullmatch(part))
+        }
         scheme = pairs.get("proto", "").lower()
         hops.append((_bare(pairs.get("for", "")), scheme if scheme in ("http", "https") else None))
     return hops

@@ -5,8 +5,9 @@
     POST /dashboard/login {"key": KEY}  gives a browser its session
     GET  /dashboard/login?token=TOKEN   the same, once, for a link that `splitserve up` prints
 
-A client's address is never asked: behind a proxy, and to a page in somebody's browser, everything seems local.
-Sessions and tokens are signed with the admin key, so that every coordinator process accepts them and a new key ends them.
+A client's address is never asked: behind a proxy, and to a page in somebody's browser, everything seems
+local. Sessions and tokens are signed with the admin key, so that every coordinator process accepts them and a
+new key ends them.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ class Operators:
     def _with_session(self, request: Request, answer: Response) -> Response:
         session = self._sign("session", f"{self._clock() + SESSION_S:.0f}")
         secure = request.url.scheme == "https"
-        answer.set_cookie(self._cookie, session, max_age=SESSION_S, httponly=True, samesite="strict", secure=secure)
+        answer.set_cookie(
+            self._cookie, session, max_age=SESSION_S, httponly=True, samesite="strict", secure=secure
+        )
         return answer
 
     def _sign(self, kind: str, text: str) -> str:
@@ -111,7 +114,10 @@ class Operators:
 
     def _is_valid(self, kind: str, signed: str) -> bool:
         text = signed.rpartition(".")[0]
-        return hmac.compare_digest(self._sign(kind, text).encode(), signed.encode()) and float(text.partition("-")[0]) > self._clock()
+        return (
+            hmac.compare_digest(self._sign(kind, text).encode(), signed.encode())
+            and float(text.partition("-")[0]) > self._clock()
+        )
 
 
 def make_admin_key(path: Path) -> Path:
@@ -121,9 +127,12 @@ def make_admin_key(path: Path) -> Path:
 
 
 def admin_key(path: Path) -> str:
-    """The key in this file. Raises OSError, also where other users may open it, and ValueError where it is no good."""
+    """The key in this file. Raises OSError, also where other users may open it, and ValueError where it is no
+    good."""
     require_private("the admin key", [path])
     key = path.read_text(encoding="utf-8").strip()
     if len(key) < MIN_KEY_CHARS or not key.isascii():
-        raise ValueError(f"{path}: an admin key has at least {MIN_KEY_CHARS} ASCII characters; `openssl rand -hex 32` makes one")
+        raise ValueError(
+            f"{path}: an admin key has at least {MIN_KEY_CHARS} ASCII characters; `openssl rand -hex 32` makes one"
+        )
     return key

@@ -1,4 +1,5 @@
-"""The server's certificate: its files, and the context for new connections, which follows them when they change."""
+"""The server's certificate: its files, and the context for new connections, which follows them when they
+change."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ _log = logging.getLogger(__name__)
 
 
 class TlsFiles:
-    """``certificate``: PEM, with the chain behind it; ``key``: PEM; None: it is in the certificate's file. Raises ValueError."""
+    """``certificate``: PEM, with the chain behind it; ``key``: PEM; None: it is in the certificate's file.
+    Raises ValueError."""
 
     def __init__(self, certificate: Path, key: Path | None) -> None:
         self._certificate, self._key = certificate, key
@@ -19,8 +21,8 @@ class TlsFiles:
         self.context = self._load()
 
     def refresh(self) -> bool:
-        """Goes by the files where they have changed: connections that begin afterwards see them. Raises ValueError where they are no good;
-        the certificate there was stays in force."""
+        """Goes by the files where they have changed: connections that begin afterwards see them. Raises
+        ValueError where they are no good; the certificate there was stays in force."""
         state = self._state()
         if state == self._seen:
             return False
@@ -47,7 +49,9 @@ class TlsFiles:
             context.load_cert_chain(self._certificate, self._key, password=_no_password)
         except ssl.SSLError as error:
             files = f"{self._certificate} and {self._key}" if self._key else str(self._certificate)
-            raise ValueError(f"{files}: not a certificate in PEM with its private key: {error.reason or error}") from error
+            raise ValueError(
+                f"{files}: not a certificate in PEM with its private key: {error.reason or error}"
+            ) from error
         except OSError as error:
             raise ValueError(f"{error.filename or self._certificate}: {error.strerror or error}") from error
         return context
