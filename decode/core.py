@@ -31,16 +31,14 @@ from ..transport.messages.messages import (
     from_u32,
     u32_array,
 )
-from ..transport.messages.token_runs import TellTokens
 from ..transport.process.draining import Draining
-from .foretold import Foretold
 from .heartbeat import Heartbeat
 from .moving import Moving
 from .rows import DecodeStep
 from .scheduler import DecodeScheduler
-from .step_report import step_tokens, token_runs
+from .step_report import step_tokens
 
-DecodeAction = ToCoordinator | TellTokens | ReceiverAction | SenderAction | CompileGrammar
+DecodeAction = ToCoordinator | ReceiverAction | SenderAction | CompileGrammar
 
 
 class DecodeCore:
@@ -63,8 +61,6 @@ class DecodeCore:
         self._heartbeat = Heartbeat(scheduler, receiver, self.moving)
         self._draining = Draining(drain_timeout_s)
         self._actions: list[DecodeAction] = []
-        self._owes_tokens = False  # of foretold steps
-        self._unforetold: DecodeStep | None = None
         self._step_failures = StepFailures()
         self._next_deadline = float("inf")  # of any sequence here; or earlier
 
@@ -136,48 +132,12 @@ class DecodeCore:
         """The next step, made ahead if one is in flight; sequences that found no block are given back to the coordinator."""
         if self.stirs:
             self._settle(now)
-        if self._owes_tokens:
-            self.tell_tokens()
         step = self.scheduler.schedule()
         if self.scheduler.preempted:
             for sequence in self.scheduler.preempted:
                 self._say_failed(sequence.key, "preempted", "the decode worker ran out of KV blocks")
             self.scheduler.preempted.clear()
         return step
-
-    # --- many steps at once, in virtual time: see foretold.py ----------------------------------------
-
-    def foretell(self, now: float, most: int) -> Foretold | None:
-        """Begins up to ``most`` steps of which all is known but when they end; ``pass_by`` says when some have. None: ask ``schedule``.
-        What they yield is told when a sequence ends, and with ``tell_tokens``."""
-        self._settle(now)
-        return self.scheduler.foretell(most)
-
-    def pass_by(self, num_steps: int, now: float) -> None:
-        """So many more of the foretold steps have run."""
-        foretold = self.scheduler.foretold
-        assert foretold is not None, "steps were foretold"
-        num_tokens = num_steps * foretold.num_seqs
-        self._heartbeat.count(num_steps, num_tokens, num_tokens)
-        self._owes_tokens = True
-        if ended := self.scheduler.pass_by(num_steps):
-            self._actions += token_runs(((s, s.last_index + 1 - s.num_untold, s.num_untold) for s in ended), "length", now)
-            self.receiver.grant_waiting(now)
-
-    def tell_tokens(self) -> None:
-        """The coordinator is to know all tokens that there are."""
-        self._owes_tokens = False
-        self._actions += token_runs(self.scheduler.take_untold(), None)
-
-    def take_unforetold(self) -> DecodeStep | None:
-        """The running one of foretold steps, where something has come between: it is an ordinary one now, and ends when it would have."""
-        step, self._unforetold = self._unforetold, None
-        return step
-
-    def _unforetell(self) -> None:
-        if self.scheduler.foretold is not None:
-            self.tell_tokens()
-            self._unforetold = self.scheduler.unforetell()
 
     def complete(self, step: DecodeStep, output: StepOutput, now: float) -> None:
         """The oldest step in flight has run: all its tokens go to the coordinator in one message, or to each its own."""
@@ -301,7 +261,6 @@ class DecodeCore:
 
     def _move(self, order: Move) -> None:
         if self.moving is not None:
-            self._unforetell()
             self.moving.begin(order)
         else:
             self._say_failed((order.spec.coordinator, order.spec.dispatch), "handoff_failed", "this worker hands nothing over")
@@ -316,8 +275,6 @@ class DecodeCore:
             self._say_failed(key, "preempted", "the decode worker leaves, and no other had room in time")
 
     def _drop(self, key: Key) -> None:
-        if (sequence := self.scheduler.get(key)) is not None and sequence.row >= 0:
-            self._unforetell()
         if self.moving is not None:
             self.moving.cancel(key)
         self.receiver.cancel(key)

@@ -36,13 +36,6 @@ class DecodeSequence:
     doomed: bool = False  # it is over here; its blocks are free when nothing in flight has them
     paused: bool = False  # it keeps its blocks and is in no further step
     last_logprobs: TokenLogprobs | None = None  # of its newest token, where they are asked for
-    num_untold: int = 0  # tokens of foretold steps that the coordinator has not heard of, while it has no row
-
-    @property
-    def is_unforeseen(self) -> bool:
-        """Its tokens matter: one may end it, must fit a grammar, or is told with its probability."""
-        params = self.state.params
-        return bool(self.stops or params.grammar) or params.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +61,12 @@ class DecodeRows:
         self._last_indices = np.zeros(max_num_seqs, np.int64)
         self._dispatches = np.zeros(max_num_seqs, np.uint32)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
-        self._full_at = np.zeros(max_num_seqs, np.int32)  # while steps are foretold: the position at which each row's block is full
-        self._untold = np.zeros(max_num_seqs, np.int64)  # tokens of foretold steps that the coordinator has not heard of
         self._columns = (
             self._tokens, self._fed_from, self._positions, self._slots, self._indices, self._last_indices, self._dispatches,
-            self._num_blocks, self._full_at, self._untold,
+            self._num_blocks,
         )  # fmt: skip
         self.beginning: set[DecodeSequence] = set()  # their next token begins a block that they have not got yet
         self.num_constrained = 0  # rows that follow a grammar
-        self.num_unforeseen = 0  # rows of which a token may end the sequence, or is told with more than its number
-        self._is_behind = False  # tokens and slots, since foretold steps
         self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._arange = np.arange(max_num_seqs + 1, dtype=np.int32)
 
@@ -89,15 +78,12 @@ class DecodeRows:
         self._dispatches[row] = sequence.key[1]
         self._tables[row, : len(sequence.blocks)] = np.maximum(sequence.blocks, 0)  # what stands for NO_BLOCK is never attended to
         self._num_blocks[row] = len(sequence.blocks)
-        self._untold[row], sequence.num_untold = sequence.num_untold, 0
         self.num_constrained += sequence.state.matcher is not None
-        self.num_unforeseen += sequence.is_unforeseen
         self._read_state(sequence)
 
     def leave(self, sequence: DecodeSequence) -> None:
         """Frees the row: the last row moves into it."""
         row, last = sequence.row, len(self.sequences) - 1
-        sequence.num_untold = int(self._untold[row])
         if row != last:
             moved = self.sequences[last]
             self.sequences[row], moved.row = moved, row
@@ -107,7 +93,6 @@ class DecodeRows:
         self.sequences.pop()
         self.beginning.discard(sequence)
         self.num_constrained -= sequence.state.matcher is not None
-        self.num_unforeseen -= sequence.is_unforeseen
         sequence.row = -1
 
     def add_block(self, sequence: DecodeSequence, block: int) -> None:
@@ -148,74 +133,6 @@ class DecodeRows:
         for row in filling:
             self._find_slot(self.sequences[row], int(seq_lens[row]))
         return step
-
-    # --- foretold steps: see foretold.py ----------------------------------------------------------
-
-    def num_context_tokens(self) -> int:
-        """That the next step attends to, over all rows."""
-        n = len(self.sequences)
-        return int(np.add.reduce(self._positions[:n])) + n
-
-    def steps_to_first_end(self) -> int:
-        """The first sequence ends with the last of so many steps."""
-        n = len(self.sequences)
-        return int(np.minimum.reduce(self._last_indices[:n] - self._indices[:n])) + 1
-
-    def look_ahead(self) -> None:
-        """Steps are foretold from here on: ``pass_by`` follows."""
-        n = len(self.sequences)
-        self._full_at[:n] = (self._positions[:n] // self._block_size + 1) * self._block_size
-
-    def rows_lacking_blocks(self, num_steps: int) -> list[int]:
-        """The rows that need more blocks than they have in the next so many steps, once for each block."""
-        lacking = self._lacking(num_steps)
-        rows = (lacking > 0).nonzero()[0]  # mostly none
-        result: list[int] = rows.repeat(lacking[rows]).tolist() if len(rows) else []
-        return result
-
-    def num_blocks_lacking(self, num_steps: int) -> int:
-        """How many blocks all rows need in the next so many steps beside those that they have."""
-        return int(np.add.reduce(np.maximum(self._lacking(num_steps), 0)))
-
-    def _lacking(self, num_steps: int) -> NDArray[np.int32]:
-        n = len(self.sequences)
-        return (self._positions[:n] + (num_steps - 1)) // self._block_size + 1 - self._num_blocks[:n]
-
-    def pass_by(self, num_steps: int) -> list[tuple[int, int, int]]:
-        """So many steps have run. Returns (row, first, end) where blocks became full: [first, end) of the row's."""
-        n, size = len(self.sequences), self._block_size
-        positions, full_at = self._positions[:n], self._full_at[:n]
-        positions += num_steps
-        self._indices[:n] += np.uint32(num_steps)
-        self._untold[:n] += num_steps
-        self._is_behind = True
-        full = []
-        for row in (positions >= full_at).nonzero()[0].tolist():  # mostly none
-            first, end = int(full_at[row]) // size - 1, int(positions[row]) // size
-            full_at[row] = (end + 1) * size
-            full.append((row, first, end))
-        return full
-
-    def take_untold(self) -> list[tuple[DecodeSequence, int, int]]:
-        """(sequence, output index of the first, number) of tokens that the coordinator has not heard of; now it has."""
-        n = len(self.sequences)
-        rows = self._untold[:n].nonzero()[0].tolist()
-        untold = [(self.sequences[row], int(self._indices[row] - self._untold[row]), int(self._untold[row])) for row in rows]
-        self._untold[:n] = 0
-        return untold
-
-    def book_outputs(self, sequence: DecodeSequence, token_id: int) -> None:
-        """The tokens of foretold steps, once someone asks for them."""
-        output = sequence.state.output_token_ids
-        output.extend([token_id] * (int(self._indices[sequence.row]) - len(output)))
-
-    def freshen(self, token_id: int) -> None:
-        """After foretold steps, which yielded this token each: everything that an ordinary step needs to know."""
-        if self._is_behind:
-            self._is_behind = False
-            for sequence in self.sequences:
-                self.book_outputs(sequence, token_id)
-                self._read_state(sequence)
 
     def settle(self, token_ids: NDArray[np.int32]) -> None:
         """The step built last has run, and these are its tokens."""

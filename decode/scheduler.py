@@ -21,7 +21,6 @@ from ..transport.handoff.handoff import Key, Wait
 from ..transport.messages.block_hash import chain
 from ..transport.messages.messages import FinishReason, u32
 from ..transport.messages.sliding_window import NO_BLOCK, held, num_behind
-from .foretold import TOKEN_ID, Foretold
 from .rows import DecodeRows, DecodeSequence, DecodeStep
 
 MAX_IN_FLIGHT = 2
@@ -66,7 +65,6 @@ class DecodeScheduler:
         self._in_flight: deque[DecodeStep] = deque()  # oldest first
         self._failed = False  # a step did not run; what is in flight behind it will not either
         self._apart: list[list[DecodeSequence]] = []  # of a step that raised: the last group is in the next step, and nobody else
-        self.foretold: Foretold | None = None  # steps that run now; no other is in flight then
         self.preempted: list[DecodeSequence] = []
         self.num_preemptions = 0
 
@@ -103,8 +101,6 @@ class DecodeScheduler:
         self, key: Key, request_id: str, state: SamplingState, blocks: list[int], last_hash: bytes, deadline: float, now: float = 0.0
     ) -> None:
         """A handoff is complete. ``state`` includes the first token; ``blocks`` hold every token before it."""
-        if self.foretold is not None:
-            self.foretold.cut()
         assert self.num_running < self.max_num_seqs, "a grant promises a row"
         last = last_output_index(state, self._max_model_len)
         stops = stop_set(state, self._eos)
@@ -140,9 +136,8 @@ class DecodeScheduler:
     def schedule(self) -> DecodeStep | None:
         """The next step over all running sequences. None: there are none, or it has to wait for one in flight. Preempted ones are left
         in ``preempted``."""
-        if self._failed or len(self._in_flight) == MAX_IN_FLIGHT or self.foretold is not None:
+        if self._failed or len(self._in_flight) == MAX_IN_FLIGHT:
             return None
-        self._rows.freshen(TOKEN_ID)
         if self._apart:
             if self._in_flight:
                 return None
@@ -191,55 +186,6 @@ class DecodeScheduler:
         if not self._in_flight:
             self._rows.settle(output.token_ids)
         return result
-
-    # --- many steps at once, in virtual time -------------------------------------------------------
-
-    def foretell(self, most: int) -> Foretold | None:
-        """Begins up to ``most`` steps of which all is known but when they end. None: the next step is not of that kind, and ``schedule`` is
-        to be asked."""
-        if self._failed or self._in_flight or self._apart or self.foretold is not None or self.row_limit < self.max_num_seqs:
-            return None
-        if self._window:
-            return None
-        if self._joining:
-            self._admit()
-        rows = self._rows
-        if self._joining or rows.num_unforeseen or not rows.sequences:
-            return None
-        lacking = rows.rows_lacking_blocks(1)
-        if lacking:
-            if (fresh := self.blocks.allocate(len(lacking))) is None:
-                return None
-            for row, block in zip(lacking, fresh, strict=True):
-                rows.add_block(rows.sequences[row], block)
-        self.foretold = Foretold(rows, self.blocks, self._commit if self.prefix_cache else None, most)
-        return self.foretold
-
-    def pass_by(self, num_steps: int) -> list[DecodeSequence]:
-        """So many of the foretold steps have run. Returns the sequences that have ended with the last of them."""
-        assert self.foretold is not None, "steps were foretold"
-        self.foretold.pass_by(num_steps)
-        if not self.foretold.is_over:
-            return []
-        self.foretold = None
-        ended = self._rows.finished()
-        for sequence in ended:
-            self._end(sequence)
-        return ended
-
-    def take_untold(self) -> list[tuple[DecodeSequence, int, int]]:
-        """(sequence, output index of the first, number) of tokens that foretold steps gave to sequences that run."""
-        return self._rows.take_untold()
-
-    def unforetell(self) -> DecodeStep | None:
-        """The running one of the foretold steps is an ordinary one from now on. None: there are none."""
-        if self.foretold is None:
-            return None
-        self.foretold = None
-        joining, self._joining = self._joining, []
-        step = self.schedule()
-        self._joining = joining
-        return step
 
     def separate(self, step: DecodeStep) -> list[DecodeSequence]:
         """The step raised, and what it wrote will be written again: in halves, until it is known whose fault it was. Returns who was alone

@@ -5,16 +5,13 @@ All tokens of a step are one message of columns; where several coordinators have
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..transport.messages.messages import FinishReason, StepTokens, TokenLogprobs
-from ..transport.messages.token_runs import TellTokens, TokenRun
 from ..transport.process.reports import logprobs_message
-from .foretold import TOKEN_ID
-from .rows import DecodeSequence
 from .scheduler import DecodeResult
 
 Entry = TypeVar("Entry")
@@ -42,15 +39,6 @@ def step_tokens(result: DecodeResult, now: float) -> list[StepTokens]:
         theirs = [column[rows] for column in columns]
         messages.append(_step_tokens(owner, theirs, _only(rows, finished), _only(rows, logprobs), _only(rows, seconds)))
     return messages
-
-
-def token_runs(untold: Iterable[tuple[DecodeSequence, int, int]], finished: FinishReason | None, now: float = 0.0) -> list[TellTokens]:
-    """Of foretold steps: (sequence, output index of the first, number); ``finished``: the last of each ended it ``now``."""
-    by_owner: dict[int, list[TokenRun]] = {}
-    for sequence, index, count in untold:
-        run = TokenRun(sequence.key[1], index, [TOKEN_ID] * count, finished, max(0.0, now - sequence.joined_at))
-        by_owner.setdefault(sequence.key[0], []).append(run)
-    return [TellTokens(owner, runs) for owner, runs in by_owner.items()]
 
 
 def _step_tokens(

@@ -318,27 +318,6 @@ class StepClock:
         self._watch("decode", self.profile.decode, num_seqs, num_context_tokens, num_seqs)
         return self.profile.decode.seconds(num_seqs, num_context_tokens, num_seqs)
 
-    def decode_run(self, num_seqs: int, num_context_tokens: int, num_steps: int) -> list[float]:
-        """Seconds of ``num_steps`` decode steps over the same sequences, which grow by one token each step.
-
-        Equal to ``decode``, bit for bit. ``count_decode_run`` counts them once they have begun."""
-        piece = self.profile.decode.piece(num_seqs)
-        start, seqs = piece.at(num_seqs), piece.seq_s * num_seqs
-        contexts = range(num_context_tokens, num_context_tokens + num_seqs * num_steps, num_seqs)
-        return [max(0.0, start + piece.read_s * context + seqs) for context in contexts]
-
-    def count_decode_run(self, num_seqs: int, num_context_tokens: int, num_steps: int) -> None:
-        """Count ``num_steps`` steps of a run as begun, from the one with this context on."""
-        contexts = range(num_context_tokens, num_context_tokens + num_seqs * num_steps, num_seqs)
-        decode = self.profile.decode
-        if contexts and any(
-            decode.outside(num_seqs, context, num_seqs) for context in (contexts[0], contexts[-1])
-        ):
-            for context in contexts:
-                self._watch("decode", decode, num_seqs, context, num_seqs)
-        else:
-            self.num_steps += num_steps
-
     def mixed(self, chunks: list[tuple[int, int]], num_seqs: int, num_context_tokens: int) -> float:
         """Seconds of one step over prompt chunks and decoding sequences: what both pay for any step at all is
         paid once."""

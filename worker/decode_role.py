@@ -16,7 +16,6 @@ from ..transport.handoff.handoff import HandoffTimes
 from ..transport.handoff.receiver import HandoffReceiver
 from ..transport.handoff.receiving_end import RECEIVING, ReceivingEnd
 from ..transport.messages.messages import FROM_DECODE, SECRET_BYTES
-from ..transport.messages.token_runs import TellTokens
 from ..transport.movers.opening import offered, open_targets
 from .played_role import PlayedRole
 from .settings import DecodeSettings
@@ -99,9 +98,7 @@ class DecodeRole(PlayedRole):
             isinstance(action, ToPeer) and isinstance(action.message, FROM_DECODE)
         ):
             self._receiving.carry_out(action)
-        elif not isinstance(
-            action, Join | Supersede | TellTokens
-        ):  # the core's own; live steps are never foretold
+        elif not isinstance(action, Join | Supersede):  # the core's own
             super()._do(action)
 
     def _rename(self, incarnation: int) -> None:

@@ -31,7 +31,6 @@ from ...transport.messages.messages import (
     Role,
     StepTokens,
 )
-from ...transport.messages.token_runs import TellTokens
 from .actions import Action, End
 from .admission import AdmissionControl, Forecast
 from .evacuation import Evacuation
@@ -158,14 +157,11 @@ class Lifecycle:
             return []
         return actions + self._placement.place_waiting(now)
 
-    def _receive_tokens(self, worker: Worker, message: StepTokens | TellTokens, now: float) -> list[Action]:
+    def _receive_tokens(self, worker: Worker, message: StepTokens, now: float) -> list[Action]:
         if message.coordinator != self.incarnation:
             return []
         version = self._machine.assignments.version
-        if isinstance(message, StepTokens):
-            actions = self._progress.step_tokens(worker, message, now)
-        else:
-            actions = self._progress.token_runs(worker, message, now)
+        actions = self._progress.step_tokens(worker, message, now)
         return (
             actions
             if version == self._machine.assignments.version
@@ -180,11 +176,6 @@ class Lifecycle:
         num_moved = self.outcomes.num_moved
         actions = self._progress.milestone(worker, message, now)
         return actions if num_moved == self.outcomes.num_moved else actions + self._evacuation.evacuate(now)
-
-    def receive_runs(self, worker_id: WorkerId, message: TellTokens, now: float) -> list[Action]:
-        """Take the tokens of many steps of a decode worker at once, in virtual time."""
-        worker = self.pools.workers.get(worker_id)
-        return [] if worker is None else self._receive_tokens(worker, message, now)
 
     def process_ending(self, worker_id: WorkerId) -> None:
         """Note that a worker's process has ended. Its last messages are still to be read: its silence
@@ -202,12 +193,6 @@ class Lifecycle:
     def connection_lost(self) -> None:
         """Note that some connection has ended; the next ticks find out which worker's."""
         self._members.connection_lost()
-
-    @property
-    def needs_each_token(self) -> bool:
-        """Whether tokens should arrive as they are made: a suspect is cleared by its progress. Else
-        virtual time may skip."""
-        return len(self._machine.suspicion) > 0
 
     # --- time ----------------------------------------------------------------------------------------
 

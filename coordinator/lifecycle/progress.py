@@ -12,7 +12,6 @@ from ...transport.messages.messages import (
     TokenLogprobs,
     from_u32,
 )
-from ...transport.messages.token_runs import TellTokens
 from .actions import Action, Push, PushPromptLogprobs
 from .limits import own_deadline
 from .request import Request
@@ -57,22 +56,6 @@ class Progress:
                 actions.append(Push(request, token, logprobs.get(row) if logprobs else None))
         if unknown:
             actions += self._machine.cancel_at([worker], unknown)
-        return actions
-
-    def token_runs(self, worker: Worker, message: TellTokens, now: float) -> list[Action]:
-        """Take the tokens of many steps at once, in virtual time. They are not pushed to a sink."""
-        actions: list[Action] = []
-        for run in message.runs:
-            request = self._by_dispatch.get(run.dispatch)
-            if request is None or request.decode is not worker:
-                actions += self._machine.cancel_at([worker], [run.dispatch])
-            elif run.first > len(request.tokens):
-                actions += self._retry_lost_token(request, now)
-            else:
-                request.tokens += run.token_ids[len(request.tokens) - run.first :]
-                request.token_at = now
-                if run.finished is not None:
-                    actions += self._machine.finish(request, run.finished, run.decode_s, now)
         return actions
 
     def milestone(self, worker: Worker, message: MilestoneMessage, now: float) -> list[Action]:

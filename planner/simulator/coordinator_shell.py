@@ -13,9 +13,7 @@ from ...coordinator.lifecycle.snapshot import finished, snapshot_of
 from ...steering.steering import Steering
 from ...transport.handoff.handoff import PeerId
 from ...transport.messages.messages import Alive, Message
-from ...transport.messages.token_runs import TellTokens
 from .cluster import Cluster
-from .decode_shell import DecodeShell
 from .events import EventQueue
 from .records import RequestRecord
 from .worker_shell import WorkerShell
@@ -33,15 +31,8 @@ class Surroundings(Protocol):
     def workers(self) -> Mapping[str, WorkerShell]:
         """Those that are alive, by name."""
 
-    @property
-    def decode_workers(self) -> Mapping[str, DecodeShell]:
-        """Of these, the decode workers."""
-
     def next_number(self) -> int:
         """For an incarnation."""
-
-    def look_closely(self, closely: bool) -> None:
-        """From now on the coordinator hears of each decode step at once, or does not need to."""
 
     def ended(self, record: RequestRecord) -> None:
         """A request is over."""
@@ -69,27 +60,14 @@ class CoordinatorShell:
     def hear(self, worker: PeerId, message: Message) -> None:
         self._carry_out(self.core.receive(worker, message, self._queue.now))
 
-    def hear_tokens(self, worker: PeerId, told: TellTokens) -> None:
-        """Of a decode worker."""
-        self._carry_out(self.core.receive_runs(worker, told, self._queue.now))
-
     def worker_ended(self, worker: PeerId) -> None:
         """Its process is seen to have ended."""
         self._carry_out(self.core.process_ended(worker, self._queue.now))
-        self._look_closely()
 
     def _tick(self) -> None:
         self._queue.after(TICK_S, self._tick)
         self._hear_of_resting()
         self._carry_out(self.core.tick(self._queue.now))
-        self._look_closely()
-
-    def _look_closely(self) -> None:
-        """While the core wants to see each token, or the time of the oldest request is nearly over: what it
-        got until then counts."""
-        oldest = next(iter(self.open.values()), None)
-        ends_at = oldest.arrived_at + self._simulation.cluster.request_timeout_s if oldest else float("inf")
-        self._simulation.look_closely(self.core.needs_each_token or ends_at < self._queue.now + 3 * TICK_S)
 
     def _hear_of_resting(self) -> None:
         """What they would say at each heartbeat is known: that they live, and hold nothing."""
@@ -99,15 +77,11 @@ class CoordinatorShell:
                 worker.last_seen = worker.progressed = worker.held_at = now
 
     def _steer(self, steering: Steering) -> None:
-        """Decode workers that jump over steps tell of their tokens now, so that they are known at the next
-        look."""
         now = self._queue.now
         self._queue.after(steering.options.every_s, self._steer, steering)
         for decision in steering.look(snapshot_of(self.core), now):
             if steering.options.mode == "act" and decision.kind == "flip" and decision.role != "mixed":
                 self._carry_out(self.core.flip(decision.worker, decision.role, None, now)[1])
-        for decode in list(self._simulation.decode_workers.values()):
-            decode.tell_tokens()
 
     def _carry_out(self, actions: list[Action]) -> None:
         now, opened, waiting = self._queue.now, self.open, self._without_token
@@ -120,7 +94,10 @@ class CoordinatorShell:
             elif type(action) is End:
                 record = opened.pop(action.request.request_id)
                 waiting.pop(action.request.request_id, None)
-                if self._steering is not None and (over := finished(action.request, action.ended)) is not None:
+                if (
+                    self._steering is not None
+                    and (over := finished(action.request, action.ended)) is not None
+                ):
                     self._steering.note(over, now)
                 record.close(action.ended, now)
                 self._simulation.ended(record)

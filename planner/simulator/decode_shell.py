@@ -14,15 +14,10 @@ from ...transport.handoff.handoff import PeerId
 from ...transport.handoff.receiver import HandoffReceiver, MoverEndpoints
 from ...transport.handoff.sender import HandoffSender
 from ...transport.messages.messages import SECRET_BYTES, Handoff, Message, Placed, Renew
-from ...transport.messages.token_runs import TellTokens
 from ...worker.roles import Departure, RoleHost
 from .cluster import Pool
 from .device import Device
 from .worker_shell import HOST, LEASE, MOVERS, Surroundings, WorkerShell
-
-TELL_TOKENS_S = 10.0
-"""At least so often the coordinator hears of the tokens of running sequences: it gives up on one that has
-none for long."""
 
 
 class DecodeShell(WorkerShell):
@@ -31,28 +26,29 @@ class DecodeShell(WorkerShell):
     role = "decode"
     core: DecodeCore
 
-    def __init__(self, simulation: Surroundings, name: str, pool: Pool, device: Device, host: RoleHost | None) -> None:
+    def __init__(
+        self, simulation: Surroundings, name: str, pool: Pool, device: Device, host: RoleHost | None
+    ) -> None:
         super().__init__(simulation, name, pool, device, host)
         memory, blocks = pool.profile.memory, host.blocks if host else BlockManager(pool.blocks)
-        scheduler = DecodeScheduler(blocks, memory.block_size, pool.max_num_seqs, memory.max_model_len, frozenset())
+        scheduler = DecodeScheduler(
+            blocks, memory.block_size, pool.max_num_seqs, memory.max_model_len, frozenset()
+        )
         endpoints = MoverEndpoints(MOVERS, HOST, shm_name=self.name)
-        receiver = HandoffReceiver(self.id, self.model, blocks, endpoints, self._room, lambda: bytes(SECRET_BYTES), LEASE)
+        receiver = HandoffReceiver(
+            self.id, self.model, blocks, endpoints, self._room, lambda: bytes(SECRET_BYTES), LEASE
+        )
         self.core = DecodeCore(self.id, scheduler, receiver, self.model.fingerprint, self.meet())
         self.departure = Departure(self.core, "decode", host)
         device.decode = self
         self._peers: dict[PeerId, WorkerShell] = {}  # who can be answered
         self._check_free_at = 0.0
-        self._told_at = 0.0
         self._checks: dict[int, list[int]] = {}  # by lease: positions that are being checked
 
     @property
     def sender(self) -> HandoffSender:
         assert self.core.moving is not None, "it has said how it meets others"
         return self.core.moving.sender
-
-    @property
-    def closely(self) -> bool:
-        return self.simulation.closely
 
     @property
     def num_growing_blocks(self) -> int:
@@ -76,24 +72,6 @@ class DecodeShell(WorkerShell):
         if self.alive:
             self.core.complete(step, output, self.queue.now)
 
-    def before_report(self, now: float) -> None:
-        if now - self._told_at >= TELL_TOKENS_S:
-            self._told_at = now
-            self.core.tell_tokens()
-
-    def die(self) -> None:
-        """The coordinator hears of the tokens of all steps that have ended, as if each had been told at
-        once."""
-        self.tell_tokens()
-        super().die()
-
-    def tell_tokens(self) -> None:
-        """The coordinator hears of all steps that have ended; the running one is the last of its jump."""
-        self.device.catch_up()
-        self.core.tell_tokens()
-        self.device.cut()
-        self.carry_out_all()
-
     def hear_peer(self, addressee: PeerId, peer: WorkerShell, peer_id: PeerId, message: Message) -> None:
         """Of a worker that hands over to this one."""
         if self.alive and addressee == self.id:
@@ -104,14 +82,12 @@ class DecodeShell(WorkerShell):
                 self.core.from_peer(peer_id, message, self.queue.now)
                 self._turn_if_somebody_joins()
             else:
-                self.device.catch_up()
                 self.core.from_peer(peer_id, message, self.queue.now)
                 self.turn()
 
     def peer_died(self, peer: PeerId) -> None:
         """Its process has ended, and that is known here."""
         if self._peers.pop(peer, None) is not None:
-            self.device.catch_up()
             self.core.receiver.writer_gone(peer)
 
     def do(self, action: Any) -> None:
@@ -121,8 +97,6 @@ class DecodeShell(WorkerShell):
                 self.queue.after(self.message_s, peer.hear_answer, action.peer, self.id, action.message)
         elif kind is act.Verify:
             self._check(action.lease, action.positions)
-        elif kind is TellTokens:
-            self.queue.after(self.message_s, self.simulation.coordinator.hear_tokens, self.id, action)
         elif kind not in (act.OpenLease, act.ExpectAgain, act.CloseLease, act.Join, act.Supersede):
             raise TypeError(f"the simulator does not know the action {action}")
 

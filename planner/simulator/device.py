@@ -2,28 +2,18 @@
 
 Two workers' steps take turns, as on ``worker/turns.py``: each makes its next step when its last one has
 ended, and a step that is made while the other one's runs is the next to run. So a sequence waits for at most
-one step of prompts between two tokens.
-
-Decode steps that differ in nothing but their positions are run many at once (``_Run``): their ends are worked
-out ahead, and the core hears of those that have passed when something else happens to it, or at the end.
-``jumps`` False: one event a step. What comes out is the same, bit for bit.
-"""
+one step of prompts between two tokens."""
 
 from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import islice
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from ...decode.core import DecodeCore
-from ...decode.foretold import Foretold
 from ...decode.rows import DecodeStep
 from ...engine.latency_profile import StepClock, StepRole
 from ...engine.step.batch import StepOutput
@@ -32,10 +22,6 @@ from ...prefill.scheduler import PrefillStep
 from .events import EventQueue
 from .host import Host, HostedStep
 from .tallies import Distribution
-
-FIRST_JUMP, LONGEST_JUMP = 4, 256
-"""Steps whose ends are worked out at once: most runs are cut short."""
-
 
 Pace: TypeAlias = Callable[[StepRole, float], float]
 """How many times its modelled time a step takes that begins then (seconds of the simulation)."""
@@ -76,10 +62,6 @@ class DecodeSide(Protocol):
         """It does not rest any more."""
 
     @property
-    def closely(self) -> bool:
-        """The coordinator is to hear of each step at once."""
-
-    @property
     def num_growing_blocks(self) -> int:
         """What prompts that are computed here too are to leave to it."""
 
@@ -93,19 +75,6 @@ class DecodeSide(Protocol):
         """One turn of the worker's loop."""
 
 
-@dataclass(slots=True)
-class _Run:
-    """Foretold steps: each takes ``seconds[i]`` and ends at ``ends[i]``; ``num_begun`` are booked as begun,
-    ``num_passed`` as over."""
-
-    foretold: Foretold
-    seconds: list[float]
-    ends: list[float]
-    num_begun: int = 0
-    num_passed: int = 0
-    num_steps: int = 0  # fewer than foretold, where it has been cut
-
-
 class Noise:
     """How many times its modelled time each step of one machine takes. ``seed``: of its own, so that it is
     the same whatever other machines do meanwhile."""
@@ -113,27 +82,16 @@ class Noise:
     def __init__(self, seed: str, noise_cv: float) -> None:
         self._draw = random.Random(seed)
         self._sigma = math.sqrt(math.log1p(noise_cv**2))
-        self._drawn: deque[float] = deque()
 
-    def ahead(self, count: int) -> list[float] | None:
-        """Of the next so many steps; None: there is no noise."""
-        if not self._sigma:
-            return None
-        while len(self._drawn) < count:
-            self._drawn.append(math.exp(self._draw.gauss(0.0, 1.0) * self._sigma - self._sigma**2 / 2))
-        return list(islice(self._drawn, count))
-
-    def begun(self, count: int) -> None:
-        """So many steps have begun."""
-        if self._sigma:
-            for _ in range(count):
-                self._drawn.popleft()
+    def next(self) -> float:
+        """The factor of the step that begins now."""
+        return math.exp(self._draw.gauss(0.0, 1.0) * self._sigma - self._sigma**2 / 2) if self._sigma else 1.0
 
 
 class Device:
     """``one_step``: what two workers want done is one step over the chunks and the sequences of both.
-    ``host``: that it shares with others whose steps slow its own down; then no step's end is known ahead, and
-    decode steps run one by one. ``pace``: in place of noise."""
+    ``host``: that it shares with others whose steps slow its own down. ``pace``: in place of noise.
+    ``jumps``: time passes over layers and heartbeats that nobody waits for."""
 
     def __init__(
         self,
@@ -146,14 +104,20 @@ class Device:
         host: Host | None = None,
         pace: Pace | None = None,
     ) -> None:
-        self._queue, self._clock, self._noise, self._gaps, self._one_step = queue, clock, noise, gaps, one_step
+        self._queue, self._clock, self._noise, self._gaps, self._one_step = (
+            queue,
+            clock,
+            noise,
+            gaps,
+            one_step,
+        )
         self._host, self._pace = host, pace
         self._hosted: HostedStep | None = None  # the running step there
         self.jumps = jumps and pace is None
-        # the last decode step's end, and how many sequences may be in the next one
-        self._decoded_at, self._num_decoded = 0.0, 0
-        self._run: _Run | None = None
-        self._jump = FIRST_JUMP
+        self._decoded_at, self._num_decoded = (
+            0.0,
+            0,
+        )  # the last decode step's end, and how many sequences may be in the next one
         self.prefill: PrefillSide | None = None
         self.decode: DecodeSide | None = None
         self._prompts: PrefillStep | None = None  # made, and not begun
@@ -167,24 +131,13 @@ class Device:
 
     def wake(self) -> None:
         """Has the workers make their next steps, and begins one, if none is running and there is one."""
-        if self._run is not None:
-            self.catch_up()
         if self.busy and self._one_step:
-            if self._run is not None:
-                self._look_at_run(self._run)
             return
         now = self._queue.now
         if self.prefill is not None and self._prompts is None and not self._computing:
             self._prompts = self.prefill.schedule(now)
             self._made_at = now if self._prompts is not None else self._made_at
-        if self._run is not None:
-            self._look_at_run(self._run)
-        elif self.decode is not None and self._sequences is None and not self._generating:
-            if not self.busy and self._prompts is None and self.jumps and self._host is None:
-                foretold = self.decode.core.foretell(now, 1 if self.decode.closely else self._jump)
-                if foretold is not None:
-                    self._begin_run(foretold, now)
-                    return
+        if self.decode is not None and self._sequences is None and not self._generating:
             self._sequences = self.decode.schedule(now)
             if self._sequences is None:
                 self._num_decoded = 0
@@ -193,25 +146,12 @@ class Device:
         if not self.busy:
             self._begin_next()
 
-    def catch_up(self) -> None:
-        """The decode worker's core is to know which of its steps have ended by now."""
-        run, now = self._run, self._queue.now
-        if run is None or self.decode is None or run.ends[run.num_passed] > now:
-            return
-        passed = bisect_right(run.ends, now, run.num_passed, run.num_steps)
-        self._book_begun(run, min(passed + 1, run.num_steps))
-        self._book_gaps(run, passed)
-        self.decode.core.pass_by(passed - run.num_passed, now)
-        if self.decode.closely:
-            self.decode.core.tell_tokens()
-        run.num_passed = passed
-        if passed == run.num_steps:
-            self._run, self.busy, self._generating = None, False, False
-
     @property
     def rests(self) -> bool:
         """Nothing is computed here, and nothing kept for anybody: until a message comes, nothing changes."""
-        return not self.busy and all(side.core.at_rest for side in (self.prefill, self.decode) if side is not None)
+        return not self.busy and all(
+            side.core.at_rest for side in (self.prefill, self.decode) if side is not None
+        )
 
     @property
     def num_growing_blocks(self) -> int:
@@ -224,17 +164,11 @@ class Device:
             if side is not None and side.rests:
                 side.rouse()
 
-    def cut(self) -> None:
-        """The running one of many steps is the last."""
-        if self._run is not None:
-            self._run.foretold.cut()
-            self._heed_cut(self._run)
-
     def stop(self) -> None:
         """Its machine has failed."""
         if self._host is not None and self._hosted is not None:
             self._host.stop(self._hosted)
-        self._run, self.prefill, self.decode, self._prompts, self._sequences = None, None, None, None, None
+        self.prefill, self.decode, self._prompts, self._sequences = None, None, None, None
 
     def let_go(self, worker: object) -> None:
         """It runs no steps here any more."""
@@ -259,7 +193,9 @@ class Device:
         self.busy = True
         self._computing, self._generating = prompts is not None, sequences is not None
         seconds = self._seconds(prompts, sequences)
-        loop_s = self._clock.profile.prefill_loop_s if sequences is None else self._clock.profile.decode_loop_s
+        loop_s = (
+            self._clock.profile.prefill_loop_s if sequences is None else self._clock.profile.decode_loop_s
+        )
         # the loop has turned while the other's step ran
         loop_s = max(0.0, loop_s - (self._queue.now - self._made_at))
         self.busy_s += seconds
@@ -276,7 +212,12 @@ class Device:
             self._begin_beside_others(self._host, prompts, sequences, loop_s, seconds)
 
     def _begin_beside_others(
-        self, host: Host, prompts: PrefillStep | None, sequences: DecodeStep | None, loop_s: float, seconds: float
+        self,
+        host: Host,
+        prompts: PrefillStep | None,
+        sequences: DecodeStep | None,
+        loop_s: float,
+        seconds: float,
     ) -> None:
         contention = self._clock.profile.contention
         assert contention is not None, "else nobody slows it"
@@ -291,7 +232,9 @@ class Device:
                     self.prefill.moved(ends_at)
 
         role: StepRole = "decode" if prompts is None else "prefill"
-        self._hosted = host.begin(role, contention, loop_s, seconds, moved, lambda: self._done(prompts, sequences))
+        self._hosted = host.begin(
+            role, contention, loop_s, seconds, moved, lambda: self._done(prompts, sequences)
+        )
 
     def _seconds(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> float:
         chunks = [(c.start, c.count) for c in prompts.chunks] if prompts is not None else []
@@ -300,9 +243,7 @@ class Device:
         seconds = self._clock.mixed(chunks, num_seqs, context)
         if self._pace is not None:
             return seconds * self._pace("decode" if prompts is None else "prefill", self._queue.now)
-        factors = self._noise.ahead(1)
-        self._noise.begun(1)
-        return seconds * factors[0] if factors else seconds
+        return seconds * self._noise.next()
 
     def _done(self, prompts: PrefillStep | None, sequences: DecodeStep | None) -> None:
         self.busy = self._computing = self._generating = False
@@ -323,69 +264,6 @@ class Device:
             self.prefill.turn()
         if self.decode is not None:
             self.decode.turn()
-
-    # --- many steps at once ------------------------------------------------------------------------
-
-    def _begin_run(self, foretold: Foretold, now: float) -> None:
-        self.busy = self._generating = True
-        seconds = self._clock.decode_run(foretold.num_seqs, foretold.num_context_tokens, foretold.num_steps)
-        if factors := self._noise.ahead(len(seconds)):
-            seconds = [one * factor for one, factor in zip(seconds, factors, strict=True)]
-        loop_s, end, ends = self._clock.profile.decode_loop_s, now, []
-        for one in seconds:
-            end += loop_s + one
-            ends.append(end)
-        self._run = run = _Run(foretold, seconds, ends, num_steps=len(ends))
-        self._book_begun(run, 1)
-        self._queue.at(end, self._run_done, run, run.num_steps)
-        self._jump = min(2 * self._jump, LONGEST_JUMP)
-
-    def _look_at_run(self, run: _Run) -> None:
-        """Something has happened to a worker here: the run goes on, ends with the running step, or has become
-        a step like any other."""
-        assert self.decode is not None, "it runs here"
-        step = self.decode.core.take_unforetold()
-        if step is not None:
-            self._run = None
-            self._queue.at(run.ends[run.num_passed], self._done, None, step)
-            return
-        if self._prompts is not None or (self._one_step and self.prefill is not None):
-            run.foretold.cut()
-        else:
-            run.foretold.cut_if_short_of_blocks()
-        self._heed_cut(run)
-
-    def _heed_cut(self, run: _Run) -> None:
-        if run.foretold.num_steps < run.num_steps:
-            self._jump = FIRST_JUMP
-            run.num_steps = run.foretold.num_steps
-            self._queue.at(run.ends[run.num_steps - 1], self._run_done, run, run.num_steps)
-
-    def _run_done(self, run: _Run, num_steps: int) -> None:
-        if run.num_steps == num_steps:  # else it has been cut since
-            self.catch_up()
-            if not self.busy and not self._one_step:
-                self._begin_next()
-            self._turn()
-
-    def _book_begun(self, run: _Run, num_begun: int) -> None:
-        context = run.foretold.num_context_tokens + run.num_begun * run.foretold.num_seqs
-        self._clock.count_decode_run(run.foretold.num_seqs, context, num_begun - run.num_begun)
-        for seconds in run.seconds[run.num_begun : num_begun]:
-            self.busy_s += seconds
-            self.decode_s += seconds
-        self.num_steps += num_begun - run.num_begun
-        self._noise.begun(num_begun - run.num_begun)
-        run.num_begun = num_begun
-
-    def _book_gaps(self, run: _Run, passed: int) -> None:
-        num_seqs, before = run.foretold.num_seqs, self._decoded_at
-        both = min(self._num_decoded, num_seqs)
-        for end in run.ends[run.num_passed : passed]:
-            if both:
-                self._gaps.add(end - before, both)
-            before, both = end, num_seqs
-        self._decoded_at, self._num_decoded = before, num_seqs
 
 
 def output_of(num_rows: int) -> StepOutput:

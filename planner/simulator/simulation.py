@@ -85,8 +85,8 @@ class Simulation:
         pace: Pace | None = None,
     ) -> None:
         """``pace``: of all machines, at each second of the trace, in place of their profiles' noise.
-        ``steering``: what it decides is done, where its mode is act. ``jumps``: equal decode steps are run
-        many at once; without, the same comes out, and takes longer."""
+        ``steering``: what it decides is done, where its mode is act. ``jumps``: skip layers that nothing
+        waits for and idle heartbeats; without, the results are the same."""
         self.cluster, self.heartbeat_s = cluster, heartbeat_s
         self.queue = EventQueue()
         self.draw = random.Random(seed)
@@ -98,13 +98,14 @@ class Simulation:
         self.decode_workers: dict[str, DecodeShell] = {}
         self.machines: list[_Machine] = []
         self._hosts = [Host(self.queue) for _ in range(cluster.num_hosts)]
-        self.closely = False  # the coordinator hears of each step's tokens at once
         self.coordinator = CoordinatorShell(self, steering)
         self.clocks = [StepClock(pool.profile, warns=False) for pool in cluster.pools]
         for index, (pool, clock) in enumerate(zip(cluster.pools, self.clocks, strict=True)):
             for _ in range(pool.count):
                 self._add_machine(pool, clock, index)
-        self.timeline = Timeline([name for m in self.machines for name in (shell.name for shell in m.shells)], sample_s or 0.0)
+        self.timeline = Timeline(
+            [name for m in self.machines for name in (shell.name for shell in m.shells)], sample_s or 0.0
+        )
         self._busy_before = [0.0] * len(self.machines)
         self._arriving = True
         self.num_arrived = self.num_ended = self.num_killed = 0
@@ -118,7 +119,9 @@ class Simulation:
 
     # --- running ---------------------------------------------------------------------------------
 
-    def run(self, trace: Trace, until_s: float | None = None, give_up: Callable[[Tallies], bool] | None = None) -> Tallies:
+    def run(
+        self, trace: Trace, until_s: float | None = None, give_up: Callable[[Tallies], bool] | None = None
+    ) -> Tallies:
         """Until every request has ended, or until ``until_s`` seconds of the trace, or until ``give_up`` says
         so (asked when a request ends). Raises SimulationError where nothing goes on any more."""
         requests = iter(trace)
@@ -133,7 +136,9 @@ class Simulation:
         def going_on() -> bool:
             if not self._arriving and not self.coordinator.open:
                 return False
-            return (stop_at is None or self.queue.now <= stop_at) and (give_up is None or not give_up(self.tallies))
+            return (stop_at is None or self.queue.now <= stop_at) and (
+                give_up is None or not give_up(self.tallies)
+            )
 
         with seldom_collected():
             self.queue.run_while(going_on)
@@ -151,16 +156,40 @@ class Simulation:
         if self._on_record is not None:
             self._on_record(record)
 
-    def _arrive_at(self, request: TraceRequest, rest: Iterator[TraceRequest], block_size: int, start_s: float, number: int) -> None:
-        self.queue.at(self.began_at + request.arrival_s - start_s, self._arrive, request, rest, block_size, start_s, number)
+    def _arrive_at(
+        self,
+        request: TraceRequest,
+        rest: Iterator[TraceRequest],
+        block_size: int,
+        start_s: float,
+        number: int,
+    ) -> None:
+        self.queue.at(
+            self.began_at + request.arrival_s - start_s,
+            self._arrive,
+            request,
+            rest,
+            block_size,
+            start_s,
+            number,
+        )
 
-    def _arrive(self, request: TraceRequest, rest: Iterator[TraceRequest], block_size: int, start_s: float, number: int) -> None:
+    def _arrive(
+        self,
+        request: TraceRequest,
+        rest: Iterator[TraceRequest],
+        block_size: int,
+        start_s: float,
+        number: int,
+    ) -> None:
         now = self.queue.now
         if self.num_arrived % COLLAPSE_EVERY == 0:
             collapse_heap()
         self.num_arrived += 1
         self.arrival_span_s = now - self.began_at
-        record = RequestRecord(number, request.arrival_s - start_s, now, request.num_prompt_tokens, request.num_output_tokens)
+        record = RequestRecord(
+            number, request.arrival_s - start_s, now, request.num_prompt_tokens, request.num_output_tokens
+        )
         made = generation_request(number, request, block_size, now, self.cluster.request_timeout_s)
         self.coordinator.open[made.request_id] = record
         self.queue.after(self.cluster.coordinator_s, self.coordinator.submit, made, record)
@@ -184,7 +213,9 @@ class Simulation:
 
     def _device(self, pool: Pool, clock: StepClock, noise: Noise, beside: Host | None) -> Device:
         pace = None if self._pace is None else partial(self._pace_at, self._pace)
-        return Device(self.queue, clock, noise, self.tallies.of["gap"], self._jumps, pool.one_step, beside, pace)
+        return Device(
+            self.queue, clock, noise, self.tallies.of["gap"], self._jumps, pool.one_step, beside, pace
+        )
 
     def _pace_at(self, pace: Pace, role: StepRole, now: float) -> float:
         return pace(role, now - self.began_at)
@@ -233,7 +264,9 @@ class Simulation:
             self.queue.after(DEAD_AFTER_S, self._seen_dead, dead.id)
         machine.shells = []
         machine.device.stop()
-        machine.device = self._device(machine.pool, self.clocks[self.cluster.pools.index(machine.pool)], machine.noise, machine.beside)
+        machine.device = self._device(
+            machine.pool, self.clocks[self.cluster.pools.index(machine.pool)], machine.noise, machine.beside
+        )
         self.queue.after(down_s, self._start, machine)
 
     def _machine_of(self, shell: WorkerShell) -> _Machine:
@@ -245,13 +278,6 @@ class Simulation:
         self.workers.pop(shell.name, None)
         self.decode_workers.pop(shell.name, None)
 
-    def look_closely(self, closely: bool) -> None:
-        """From now on the coordinator hears of each decode step at once, or does not need to."""
-        began, self.closely = closely and not self.closely, closely
-        if began:
-            for decode in self.decode_workers.values():
-                decode.tell_tokens()
-
     def _seen_dead(self, worker: tuple[str, int]) -> None:
         for decode in self.decode_workers.values():
             decode.peer_died(worker)
@@ -261,7 +287,9 @@ class Simulation:
         machines = {machine.name: machine for machine in self.machines}
         for failure in self.cluster.failures:
             if failure.worker not in machines:
-                raise SimulationError(f"there is no worker {failure.worker} to fail; there are {', '.join(list(machines)[:8])} ...")
+                raise SimulationError(
+                    f"there is no worker {failure.worker} to fail; there are {', '.join(list(machines)[:8])} ..."
+                )
             self.queue.at(self.began_at + failure.at_s, self._fail, machines[failure.worker])
         if self.cluster.mean_seconds_between_failures is not None:
             for machine in self.machines:
@@ -286,21 +314,32 @@ class Simulation:
     def _sample(self) -> None:
         self.queue.after(self.timeline.interval_s, self._sample)
         workers, interval = [], self.timeline.interval_s
-        for machine in self.machines:
-            machine.device.catch_up()
         for index, machine in enumerate(self.machines):
             busy = (machine.device.busy_s - self._busy_before[index]) / interval
             self._busy_before[index] = machine.device.busy_s
-            workers += [_sample_of(shell, min(max(busy, 0.0), 1.0)) for shell in machine.shells[-machine.num_rows :]] or [
-                WorkerSample(0, 0, 0.0, 0.0, 0.0)
-            ] * machine.num_rows
+            workers += [
+                _sample_of(shell, min(max(busy, 0.0), 1.0)) for shell in machine.shells[-machine.num_rows :]
+            ] or [WorkerSample(0, 0, 0.0, 0.0, 0.0)] * machine.num_rows
         core = self.coordinator.core
-        self.timeline.add(Sample(self.elapsed_s, len(core.queue), len(core.requests), self.num_arrived, self.num_ended, tuple(workers)))
+        self.timeline.add(
+            Sample(
+                self.elapsed_s,
+                len(core.queue),
+                len(core.requests),
+                self.num_arrived,
+                self.num_ended,
+                tuple(workers),
+            )
+        )
 
 
 def _sample_of(shell: WorkerShell, busy: float) -> WorkerSample:
     blocks = shell.core.blocks
     load = shell.core.load()
     return WorkerSample(
-        load.num_running, load.num_waiting, blocks.num_used / blocks.num_blocks, blocks.num_cached / blocks.num_blocks, busy
+        load.num_running,
+        load.num_waiting,
+        blocks.num_used / blocks.num_blocks,
+        blocks.num_cached / blocks.num_blocks,
+        busy,
     )

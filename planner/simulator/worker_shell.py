@@ -12,7 +12,6 @@ from ...transport.handoff import actions as act
 from ...transport.handoff.handoff import HandoffTimes, PeerId
 from ...transport.handoff.sender import HandoffSender
 from ...transport.messages.messages import Fenced, Flip, Goodbye, Hello, Meet, Message, ModelIdentity, Placed, Role, Welcome
-from ...transport.messages.token_runs import TellTokens
 from ...worker.roles import Departure, RoleHost
 from .cluster import Pool
 from .device import Device
@@ -29,9 +28,6 @@ class CoordinatorLine(Protocol):
 
     def hear(self, worker: PeerId, message: Message) -> None:
         """Any message."""
-
-    def hear_tokens(self, worker: PeerId, told: TellTokens) -> None:
-        """Of a decode worker: what many steps have brought."""
 
 
 class Receiver(Protocol):
@@ -55,7 +51,6 @@ class Surroundings(Protocol):
     queue: EventQueue
     draw: random.Random
     heartbeat_s: float
-    closely: bool
 
     @property
     def coordinator(self) -> CoordinatorLine:
@@ -110,7 +105,6 @@ class WorkerShell(ABC):
         if not self.alive or addressee != self.id:
             return
         self.device.rouse()
-        self.device.catch_up()
         if isinstance(message, Welcome):
             self._welcomed = True
             self.core.drop_others(message.coordinator)
@@ -129,7 +123,6 @@ class WorkerShell(ABC):
         """The worker of the new role is there, and says hello; this one begins to drain."""
         if self.alive:
             self.device.rouse()
-            self.device.catch_up()
             self.departure.flip(order.role, order.timeout_s, self.queue.now)
             self.turn()
 
@@ -145,12 +138,8 @@ class WorkerShell(ABC):
     def do(self, action: Any) -> None:
         """Carries out what only this role does."""
 
-    def before_report(self, now: float) -> None:  # noqa: B027 - a role may have nothing to do here
-        """A heartbeat is due."""
-
     def die(self) -> None:
         """Its process ends now. What it has said is on its way."""
-        self.device.catch_up()
         self.alive = False
 
     @property
@@ -182,7 +171,6 @@ class WorkerShell(ABC):
         if not self.alive:
             return
         self._ticked = now = self.queue.now
-        self.device.catch_up()
         self.core.tick(now)
         reports = self._welcomed and self._report_is_due(now)
         if reports:
@@ -210,7 +198,6 @@ class WorkerShell(ABC):
             self._ticked = following
             if self._report_is_due(following):
                 self._reported = following
-                self.before_report(following)
         self.queue.at(following, self._tick)
 
     def _report_is_due(self, now: float) -> bool:
@@ -218,7 +205,6 @@ class WorkerShell(ABC):
 
     def _report(self, now: float) -> None:
         self._reported = now
-        self.before_report(now)
         self._tell(self.core.load())
         if (events := self.core.block_events()) is not None:
             self._tell(events)

@@ -84,14 +84,6 @@ def test_less_than_was_measured_is_outside_too_and_so_is_more_that_is_cached() -
     assert [model.outside(units, 0, 1, cached) for units, cached in asked] == ["units", "", "", "cached", "units"]
 
 
-@pytest.mark.parametrize(("context", "num_outside"), [(95, 5), (100, 0), (196, 3)])
-def test_of_decode_steps_that_are_run_at_once_each_outside_is_counted(context: int, num_outside: int) -> None:
-    clock = StepClock(PROFILE.model_copy(update={"decode": PROFILE.decode.model_copy(update={"ranges": {"reads": (100, 200)}})}), False)
-    clock.count_decode_run(1, context, 8)
-    assert clock.num_outside == ({"decode reads": num_outside} if num_outside else {})
-    assert clock.num_steps == 8
-
-
 def test_a_fit_finds_what_the_points_were_made_of() -> None:
     truth = StepModel(pieces=(Piece(curve=((1, 0.01), (64, 0.02), (512, 0.2)), read_s=3e-8, seq_s=2e-4),))
     draw = random.Random(0)
