@@ -62,7 +62,14 @@ class PutTarget(Protocol):
 class PutSource(Protocol):
     """The sending side: one per prefill worker and decode worker."""
 
-    def put(self, lease: int, secret: bytes, items: Sequence[Item], first_layer: int = 0, num_layers: int | None = None) -> None:
+    def put(
+        self,
+        lease: int,
+        secret: bytes,
+        items: Sequence[Item],
+        first_layer: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
         """Starts sending ``num_layers`` layers of these blocks, from ``first_layer`` on (None: all from there). They must keep their
         content until ``poll`` has named them, or ``cancel``, or ``close``. A layer of a block is put once; see ``expect_again``.
         Raises MoverError where the peer is known to be gone or ``items`` name blocks, or the range layers, that do not exist."""
@@ -110,7 +117,9 @@ class TalkingTarget(Protocol):
 
 def as_talking_source(source: PutSource | None) -> TalkingSource | None:
     """The source, if it is one that talks."""
-    return cast(TalkingSource, source) if source is not None and _is_a(source.__class__, TalkingSource) else None
+    return (
+        cast(TalkingSource, source) if source is not None and _is_a(source.__class__, TalkingSource) else None
+    )
 
 
 def as_talking_target(target: PutTarget) -> TalkingTarget | None:
@@ -120,7 +129,9 @@ def as_talking_target(target: PutTarget) -> TalkingTarget | None:
 
 @cache
 def _is_a(kind: type, protocol: type) -> bool:
-    return issubclass(kind, protocol)  # which walks the protocol's members, 20 us, and workers ask in every turn of their loops
+    return issubclass(
+        kind, protocol
+    )  # which walks the protocol's members, 20 us, and workers ask in every turn of their loops
 
 
 def layer_slice(shape: Sequence[int], first_layer: int, num_layers: int | None) -> slice:
@@ -160,15 +171,28 @@ class Run(NamedTuple):
     num_bytes: int
 
 
-def runs(items: Sequence[Item], layers: slice, shape: Sequence[int], num_target_blocks: int, source: int, target: int) -> list[Run]:
+def runs(
+    items: Sequence[Item],
+    layers: slice,
+    shape: Sequence[int],
+    num_target_blocks: int,
+    source: int,
+    target: int,
+) -> list[Run]:
     """These layers of blocks of a pool of ``shape`` at address ``source``, into the peer's of ``num_target_blocks`` at ``target``.
     Blocks side by side in both are one run. Raises MoverError for blocks that do not exist."""
     num_blocks, num_layers, layer_bytes = shape
-    block_bytes, offset, length = num_layers * layer_bytes, layers.start * layer_bytes, (layers.stop - layers.start) * layer_bytes
+    block_bytes, offset, length = (
+        num_layers * layer_bytes,
+        layers.start * layer_bytes,
+        (layers.stop - layers.start) * layer_bytes,
+    )
     found: list[Run] = []
     for _, own, theirs in items:
         if not (0 <= own < num_blocks and 0 <= theirs < num_target_blocks):
-            raise MoverError(f"put of block {own} into block {theirs}: pools of {num_blocks} and {num_target_blocks} blocks")
+            raise MoverError(
+                f"put of block {own} into block {theirs}: pools of {num_blocks} and {num_target_blocks} blocks"
+            )
         run = Run(source + own * block_bytes + offset, target + theirs * block_bytes + offset, length)
         last = found[-1] if found else None
         if last is not None and (last.source + last.num_bytes, last.target + last.num_bytes) == run[:2]:

@@ -56,7 +56,9 @@ def unpack_header(data: bytes | memoryview, max_positions: int) -> ParcelHeader 
     magic, version, lease, secret, offset, length = _HEADER.unpack_from(data)
     if magic != _MAGIC or version != _VERSION or data[5:8] != b"\0\0\0":
         return None
-    return ParcelHeader(lease, secret, offset, length, struct.unpack_from(f"<{size // 4}I", data, _HEADER.size))
+    return ParcelHeader(
+        lease, secret, offset, length, struct.unpack_from(f"<{size // 4}I", data, _HEADER.size)
+    )
 
 
 def slices_per_parcel(slice_bytes: int) -> int:

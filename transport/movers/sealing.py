@@ -1,17 +1,31 @@
-"""How the two ends of a data connection know each other, and how what they say is sealed.
+"""How the two ends of a data connection authenticate each other, and how their records are sealed; its
+address.
 
-Both know the secret S of the data address, which came over the encrypted control channel. C and N are fresh random nonces.
+Both ends know the secret S of the data address, which came over the encrypted control channel. C and N are
+fresh random nonces.
 
     client -> server   "SSKV" | version | mode | 2 bytes 0 | C
     server -> client   N | HMAC-SHA256(S, "server" | mode | C | N)
     client -> server   HMAC-SHA256(S, "client" | mode | C | N)
 
-Then parcels (parcel.py) flow from client to server. In the *sealed* modes they are cut into records, each sealed under the key
-HMAC-SHA256(S, "sealed" | mode | C | N), the nonce counting the records: one that is changed, left out, repeated or moved to another
-place or connection does not open. In the mode *plain* only the two proofs and the secrets of the grants protect them.
+Then parcels (parcels.py) flow from client to server. In the *sealed* modes they are cut into records of 256
+KiB, each sealed under the key HMAC-SHA256(S, "sealed" | mode | C | N) with the record's number as nonce: a
+record that is changed, left out, repeated or moved to another connection does not open. In the mode *plain*
+only the two proofs and the secrets of the grants protect the parcels. There is no forward secrecy: S lives as
+long as the decode worker's process.
 
-There are two ciphers, AES-256-GCM and AES-128-OCB3 (RFC 7253), and the client takes the one that its processor is quicker with: GCM's
-authentication costs as much again as AES itself where there are no 512-bit carry-less products, OCB's next to nothing.
+There are two ciphers, AES-256-GCM and AES-128-OCB3 (RFC 7253); the client takes the one that is quicker on
+its processor. GCM's authentication costs as much again as AES itself without 512-bit carry-less products,
+OCB's next to nothing.
+
+Why not TLS 1.3: the standard library's carries 0.63 of this per processor second (0.42 of it by wall time),
+because TLS records hold at most 16 KiB and each takes a call from Python (``bench/handoff/tls.py``,
+``bench/results/tls.json``; the bound for dropping this protocol was 0.8).
+
+The address of a data connection is one string, which travels over the control channel only:
+
+    tcp://host:port#<secret, 64 hex digits>          blocks travel sealed
+    tcp://host:port#<secret, 64 hex digits>#plain    the decode worker would also take them plain (--plaintext-kv)
 """
 
 from __future__ import annotations
@@ -84,7 +98,8 @@ def new_nonce() -> bytes:
 
 
 class Seal:
-    """Seals or opens the records of one connection, in order. One object for each end; not both ways with the same one."""
+    """Seals or opens the records of one connection, in order. One object for each end; not both ways with the
+    same one."""
 
     def __init__(self, key: bytes, mode: int) -> None:
         """``mode``: GCM or OCB; ``key``: 32 bytes, of which OCB takes the first half."""
@@ -96,7 +111,8 @@ class Seal:
         self._cipher.encrypt_into(self._next_nonce(), record, None, sealed)
 
     def open_into(self, sealed: memoryview, record: memoryview) -> bool:
-        """False where ``sealed`` is not what the other end sealed as its next record; ``record`` then holds nothing of use."""
+        """False where ``sealed`` is not what the other end sealed as its next record; ``record`` then holds
+        nothing of use."""
         try:
             self._cipher.decrypt_into(self._next_nonce(), sealed, None, record)
         except InvalidTag:
@@ -155,7 +171,9 @@ class DataAddress:
         except (IndexError, ValueError):
             secret = b""
         if end is None or not end[1] or len(secret) != SECRET_BYTES or rest[1:] not in ([], ["plain"]):
-            raise MoverError(f"cannot connect to {address} for KV blocks: expected tcp://host:port and a secret")
+            raise MoverError(
+                f"cannot connect to {address} for KV blocks: expected tcp://host:port and a secret"
+            )
         return cls(*end, secret, rest[1:] == ["plain"])
 
 
