@@ -40,11 +40,13 @@ class RopeInputs:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """query_start_loc int32 [num_seqs + 1] seq_lens        int32 [num_seqs] block_tables    int32 [num_seqs,
-    max_blocks]  entries beyond a sequence's last block are never read sliding_window  a token sees itself and
-    the sliding_window - 1 tokens before it; None: all softcap         scores become softcap * tanh(scores /
-    softcap); None: they stay plans           what a kernel derives from the lengths once for all layers that
-    share a window; one step long, by window
+    """The sequences of a step, as attention sees them.
+
+    query_start_loc int32 [num_seqs + 1]
+    seq_lens        int32 [num_seqs]
+    block_tables    int32 [num_seqs, max_blocks]; entries beyond a sequence's last block are never read
+    sliding_window  a token sees itself and the sliding_window - 1 tokens before it; None: all
+    plans           derived from the lengths once for all layers that share a window; lives for one step
     """
 
     query_start_loc: Tensor
@@ -52,7 +54,6 @@ class AttentionInputs:
     block_tables: Tensor
     scale: float
     sliding_window: int | None = None
-    softcap: float | None = None
     kv_scales: Tensor | None = None
     plans: dict[int | None, Any] = field(default_factory=dict)
 

@@ -75,7 +75,7 @@ class TorchKernels:
                     (x.float() * scale[:, None]).to(q.dtype)
                     for x, scale in zip((keys, values), inputs.kv_scales[layer], strict=True)
                 )
-            out[rows] = attention(q[rows], keys, values, inputs.scale, inputs.sliding_window, inputs.softcap)
+            out[rows] = attention(q[rows], keys, values, inputs.scale, inputs.sliding_window)
         return out.flatten(1)
 
     def fuse_layers(self, layers: Sequence[LayerParts], eps: float) -> None:
@@ -108,7 +108,6 @@ def attention(
     values: Tensor,
     scale: float,
     sliding_window: int | None,
-    softcap: float | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v, causal; the queries are the last of the sequence's tokens. q [num_queries,
     num_heads, head_dim]."""
@@ -120,12 +119,6 @@ def attention(
     repeated = num_heads // num_kv_heads
     k = keys.transpose(0, 1).repeat_interleave(repeated, dim=0)
     v = values.transpose(0, 1).repeat_interleave(repeated, dim=0)
-    if softcap is not None:
-        scores = softcap * torch.tanh(
-            q.transpose(0, 1).float() @ k.transpose(1, 2).float() * (scale / softcap)
-        )
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-        return (weights @ v.float()).transpose(0, 1).to(q.dtype)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale
     )

@@ -36,13 +36,12 @@ class Attention:
     head_dim: int
     cache: str = "bfloat16"
     window: bool = False
-    softcap: bool = False
     exact: bool = False
     group: int = 4
     block_size: int = 64
 
     def __str__(self) -> str:
-        options = [name for name in ("window", "softcap", "exact") if getattr(self, name)]
+        options = [name for name in ("window", "exact") if getattr(self, name)]
         odd = [
             f"{name} {value}"
             for name, value, usual in (("group", self.group, 4), ("block", self.block_size, 64))
@@ -82,12 +81,11 @@ class Attention:
 
 def covering() -> Iterator[Attention]:
     """Sixteen, among which any two values of any two fields are together in one: an orthogonal array (Bose
-    and Bush, 1952) of five columns of four levels, three of which are two fields of two levels each."""
+    and Bush, 1952) of five columns of four levels; two of them are two fields of two levels each."""
     for i, j in product(range(4), repeat=2):
         options, sizes, kinds = (i ^ PRODUCTS[factor][j] for factor in (1, 2, 3))
         yield Attention(
-            FAMILIES[kinds >> 1], HEAD_DIMS[i], CACHES[j], bool(options & 1), bool(options >> 1),
-            bool(sizes & 1),
+            FAMILIES[kinds >> 1], HEAD_DIMS[i], CACHES[j], bool(options & 1), bool(sizes & 1),
             GROUPS[kinds & 1], BLOCK_SIZES[sizes >> 1],
         )  # fmt: skip
 
@@ -95,10 +93,10 @@ def covering() -> Iterator[Attention]:
 def every() -> Iterator[Attention]:
     """All, with the usual group and block size and with unusual ones; those with all options first, which
     need the most registers."""
-    for window, softcap in product((True, False), repeat=2):
+    for window in (True, False):
         for group, block_size in zip(GROUPS, BLOCK_SIZES, strict=True):
             for family, head_dim, cache, exact in product(FAMILIES, HEAD_DIMS, CACHES, (False, True)):
-                yield Attention(family, head_dim, cache, window, softcap, exact, group, block_size)
+                yield Attention(family, head_dim, cache, window, exact, group, block_size)
 
 
 VARIANTS = {str(variant): variant for variant in (*covering(), *every())}

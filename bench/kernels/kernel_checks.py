@@ -94,7 +94,6 @@ def checks(big: bool) -> Iterator[Check]:
         "float16": {"dtype": FLOAT16},
         "float32": {"dtype": FLOAT32},
         "window": {"window": 200},
-        "softcap": {"softcap": 4.0},
         "fp8": {"fp8": True},
         "blocks of 16": {"block_size": 16},
         **{f"head dim {head_dim}": {"head_dim": head_dim} for head_dim in (96, 128, 256)},
@@ -180,7 +179,7 @@ def _variant_error(
     options: dict[str, object] = {
         "group": variant.group, "head_dim": variant.head_dim, "block_size": variant.block_size,
         "dtype": variant.dtype, "fp8": variant.fp8,
-        "window": 200 if variant.window else None, "softcap": 4.0 if variant.softcap else None,
+        "window": 200 if variant.window else None,
         "device": device,
     }  # fmt: skip
     if variant.family == "decode":

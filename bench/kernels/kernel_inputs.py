@@ -49,7 +49,6 @@ def attention_case(
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
-    softcap: float | None = None,
     fp8: bool = False,
     device: str = "cpu",
     seed: int = 0,
@@ -92,7 +91,6 @@ def attention_case(
         tables.to(device),
         scale=head_dim**-0.5,
         sliding_window=window,
-        softcap=softcap,
         kv_scales=None if scales is None else scales.to(device),
     )
     exact = exact_attention(q, pool, starts, lens, tables, inputs, scales)
@@ -123,8 +121,6 @@ def exact_attention(
             cache = cache * scales[LAYER].double()[:, None, :, None]
         keys, values = cache.repeat_interleave(num_heads // pool.shape[4], dim=2)
         scores = torch.einsum("qhd,khd->hqk", q[first:last].double(), keys) * inputs.scale
-        if inputs.softcap is not None:
-            scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
         distance = torch.arange(length - (last - first), length)[:, None] - torch.arange(length)
         window = length if inputs.sliding_window is None else inputs.sliding_window
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)

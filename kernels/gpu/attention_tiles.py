@@ -1,7 +1,7 @@
 """Softmax attention of some query rows over a range of cached keys, tile by tile: what decode and prefill
 have in common.
 
-    score[r, t] = cap(scale q[r] . k[t])      cap(x) = softcap tanh(x / softcap), or x
+    score[r, t] = scale q[r] . k[t]
     m = max_t score;  norm = sum_t 2^(score - m);  acc = sum_t 2^(score - m) v[t];  out = acc / norm
     (scores in units of log2 e)
 
@@ -71,7 +71,6 @@ def attend(
     lowest,  # the first position that any row sees
     window,
     scale,  # of the scores, in units of log2 e and of K
-    softcap,  # in units of log2 e
     stride_block,
     stride_value,  # from a key to its value
     stride_token,
@@ -81,7 +80,6 @@ def attend(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,  # False: every row sees every key in [begin, end)
 ):
     """The state of the rows after the keys [begin, end)."""
@@ -105,8 +103,6 @@ def attend(
         else:
             k = tl.load(base + within)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-        if SOFTCAP:
-            scores = softcap * (2.0 * tl.sigmoid(scores * (2.0 / softcap)) - 1.0)
         if MASKED:
             visible = inside[None, :] & (tokens[None, :] <= positions[:, None])
             if WINDOW:

@@ -129,14 +129,14 @@ def decode_attention(
     _decode_kernel[(num_programs,)](
         q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.items, plan.num_items,
         plan.arrived, plan.states,
-        plan.sums, out, kv_scales, inputs.scale, inputs.softcap or 0.0, window_of(inputs), q.stride(0),
+        plan.sums, out, kv_scales, inputs.scale, window_of(inputs), q.stride(0),
         inputs.block_tables.stride(0),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, ROWS=tile.rows, HEAD_DIM=head_dim,
         DIMS=dims,
         BLOCK_SIZE=kv.shape[2], KEYS=tile.keys, SPLIT=SPLIT, STAGES=tile.stages,
         WINDOW=inputs.sliding_window is not None,
-        SOFTCAP=inputs.softcap is not None, SCALED=kv_scales is not None,
+        SCALED=kv_scales is not None,
         AT_ONCE=max(1, 8192 // (dims * tile.rows)), num_warps=tile.warps,
     )  # fmt: skip
 
@@ -184,12 +184,12 @@ def _plan_kernel(
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _decode_kernel(
     q, kv, query_start_loc, seq_lens, tables, items, num_items, arrived, states, sums, out, kv_scales, scale,
-    softcap, window,
+    window,
     stride_q, stride_table, stride_block, stride_value, stride_token, stride_head,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program p takes the items p, p + num_programs, ... of every KV head; the heads of one split are
     neighbours, as in memory."""
@@ -228,8 +228,8 @@ def _decode_kernel(
                 kv + head * stride_head, tables + b.to(tl.int64) * stride_table,
                 tl.maximum(split * SPLIT, lowest // KEYS * KEYS), tl.minimum((split + 1) * SPLIT, length),
                 lowest, window,
-                log2_scale * key_scale, softcap * LOG2_E, stride_block, stride_value, stride_token,
-                HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
+                log2_scale * key_scale, stride_block, stride_value, stride_token,
+                HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, MASKED=True,
             )  # fmt: skip
             m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
         if (SCALED or HEAD_DIM > 128) and ROWS < 64:  # a small tile that is short of registers all the same

@@ -112,12 +112,12 @@ def prefill_attention(
     _prefill_kernel[(len(plan.tiles) * num_kv_heads,)](
         q, kv, inputs.query_start_loc, inputs.seq_lens, inputs.block_tables, plan.tiles, plan.num_tiles, out,
         kv_scales,
-        inputs.scale, inputs.softcap or 0.0, window_of(inputs), q.stride(0), inputs.block_tables.stride(0),
+        inputs.scale, window_of(inputs), q.stride(0), inputs.block_tables.stride(0),
         kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, ROWS=tile.rows, TOKENS=tile.rows // group, HEAD_DIM=head_dim,
         DIMS=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
         SPLIT=SPLIT if split_folds else 0, STAGES=tile.stages, WINDOW=inputs.sliding_window is not None,
-        SOFTCAP=inputs.softcap is not None, SCALED=kv_scales is not None, num_warps=tile.warps,
+        SCALED=kv_scales is not None, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -160,13 +160,13 @@ def _plan_kernel(
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _prefill_kernel(
-    q, kv, query_start_loc, seq_lens, tables, tiles, num_tiles, out, kv_scales, scale, softcap, window,
+    q, kv, query_start_loc, seq_lens, tables, tiles, num_tiles, out, kv_scales, scale, window,
     stride_q, stride_table, stride_block, stride_value, stride_token, stride_head,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
+    WINDOW: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile, KV head)."""
     place = tl.program_id(0) // NUM_KV_HEADS
@@ -202,7 +202,6 @@ def _prefill_kernel(
     keys = kv + head * stride_head
     table = tables + b.to(tl.int64) * stride_table
     log2_scale = scale * LOG2_E * key_scale
-    log2_cap = softcap * LOG2_E
     m = tl.full([ROWS], float("-inf"), tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
@@ -210,8 +209,8 @@ def _prefill_kernel(
         m, norm, acc = _attend_three(
             queries, positions, m, norm, acc, keys, table, lowest // KEYS * KEYS, middle, diagonal,
             last_position + 1, lowest, window,
-            log2_scale, log2_cap, stride_block, stride_value, stride_token,
-            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP,
+            log2_scale, stride_block, stride_value, stride_token,
+            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW,
         )  # fmt: skip
     else:
         for split in range(lowest // SPLIT, tl.cdiv(last_position + 1, SPLIT)):
@@ -221,8 +220,8 @@ def _prefill_kernel(
                 tl.zeros([ROWS, DIMS], tl.float32),
                 keys, table, tl.maximum(lowest // KEYS * KEYS, split * SPLIT), middle, diagonal,
                 tl.minimum(last_position + 1, (split + 1) * SPLIT), lowest, window,
-                log2_scale, log2_cap, stride_block, stride_value, stride_token,
-                HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP,
+                log2_scale, stride_block, stride_value, stride_token,
+                HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW,
             )  # fmt: skip
             m, norm, acc = fold(m, norm, acc, part_m, part_norm, part_acc)
     rows += unknown_zero(query_start_loc)
@@ -237,10 +236,10 @@ def _prefill_kernel(
 @triton.jit
 def _attend_three(
     q, positions, m, norm, acc, keys, table, begin, middle, diagonal, end, lowest, window,
-    scale, softcap, stride_block, stride_value, stride_token,
+    scale, stride_block, stride_value, stride_token,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The keys [begin, end): the window's ragged beginning, the middle that every row sees, and the
     diagonal."""
@@ -249,16 +248,16 @@ def _attend_three(
     if WINDOW:
         m, norm, acc = attend(
             q, positions, m, norm, acc, keys, table, begin, middle, lowest, window,
-            scale, softcap, stride_block, stride_value, stride_token,
-            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
+            scale, stride_block, stride_value, stride_token,
+            HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, MASKED=True,
         )  # fmt: skip
     m, norm, acc = attend(
         q, positions, m, norm, acc, keys, table, middle, diagonal, lowest, window,
-        scale, softcap, stride_block, stride_value, stride_token,
-        HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=False,
+        scale, stride_block, stride_value, stride_token,
+        HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, MASKED=False,
     )  # fmt: skip
     return attend(
         q, positions, m, norm, acc, keys, table, diagonal, end, lowest, window,
-        scale, softcap, stride_block, stride_value, stride_token,
-        HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, SOFTCAP, MASKED=True,
+        scale, stride_block, stride_value, stride_token,
+        HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, STAGES, WINDOW, MASKED=True,
     )  # fmt: skip
