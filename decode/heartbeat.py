@@ -1,4 +1,5 @@
-"""What coordinators hear of a decode worker at every heartbeat: its load, and what its prefix cache has gained and lost. Pure."""
+"""What coordinators hear of a decode worker at every heartbeat: its load, and what its prefix cache has
+gained and lost. Pure."""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ class Heartbeat:
         self._largest_batch = 0
 
     def count(self, num_steps: int, num_step_sequences: int, num_tokens: int) -> None:
-        """Adds steps of equally many sequences: how many steps, sequences in all of them, and tokens reported to a coordinator."""
+        """Adds steps of equally many sequences: how many steps, sequences in all of them, and tokens reported
+        to a coordinator."""
         self._num_steps += num_steps
         self._num_step_sequences += num_step_sequences
         self._num_tokens += num_tokens
         self._largest_batch = max(self._largest_batch, num_step_sequences // max(1, num_steps))
 
     def load(self, worker: PeerId, held: Sequence[Key], draining: bool, coordinator: int | None) -> Load:
-        """As it is to one of several coordinators; None: there is but one. ``held``: every dispatch of which anything is here."""
+        """As it is to one of several coordinators; None: there is but one. ``held``: every dispatch of which
+        anything is here."""
         own = [dispatch for owner, dispatch in held if coordinator is None or owner == coordinator]
         b, s, r = self._scheduler.blocks, self._scheduler, self._receiver
         return Load(

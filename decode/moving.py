@@ -1,10 +1,10 @@
 """Sequences that leave this decode worker for another one, with their KV blocks. Pure.
 
-    runs --Move--> paused: out of the batch, its blocks as they are --offer, puts, Handoff--> Ack: it lives there now
+    runs --Move--> paused: out of the batch, keeps its blocks --offer, puts, Handoff--> Ack: it runs there now
                       \\--refused, cancelled, no answer in time--> runs on here
 
-The other worker cannot tell it from a prompt that a prefill worker hands over: here too its blocks are kept until it has verified them.
-"""
+The other worker cannot tell it from a prompt that a prefill worker hands over: here too its blocks are kept
+until it has verified them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Moving:
         return list(self._leaving)
 
     def begin(self, order: Move) -> None:
-        """The coordinator wants a sequence moved. One that is not here any more has ended, or has been told to."""
+        """The coordinator wants a sequence moved. One that is not here any more has ended, or has been told
+        to."""
         here, there = (order.spec.coordinator, order.dispatch), (order.spec.coordinator, order.spec.dispatch)
         if self._scheduler.get(here) is not None and there not in self._leaving:
             self._leaving[there] = _Leaving(here, order)
@@ -98,7 +99,12 @@ class Moving:
             elif isinstance(action, Undelivered):
                 self.cancel(action.key)
                 coordinator, dispatch = action.key
-                failed = RequestFailed(coordinator=coordinator, dispatch=dispatch, kind=action.kind, message=action.message[:4096])
+                failed = RequestFailed(
+                    coordinator=coordinator,
+                    dispatch=dispatch,
+                    kind=action.kind,
+                    message=action.message[:4096],
+                )
                 actions.append(ToCoordinator(failed))
             else:
                 actions.append(action)

@@ -25,7 +25,9 @@ class FirstTokens:
         """Whether its length allows a second token."""
         return last_output_index(sequence.state, self._max_model_len) > len(sequence.state.output_token_ids)
 
-    def report(self, sequence: PrefillSequence, token: int, logprobs: Logprobs | None, now: float) -> FirstToken:
+    def report(
+        self, sequence: PrefillSequence, token: int, logprobs: Logprobs | None, now: float
+    ) -> FirstToken:
         """The whole prompt has been computed."""
         index = len(sequence.state.output_token_ids)
         prompt_logprobs = self._prompt_logprobs.pop(sequence.key, None)

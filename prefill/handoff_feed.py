@@ -1,4 +1,5 @@
-"""Which of a prompt's blocks, or of their layers, are final while it is being computed, and may leave for its decode worker. Pure."""
+"""Which of a prompt's blocks, or of their layers, are final while it is being computed, and may leave for its
+decode worker. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class HandoffFeed:
     """Feeds the sender of the handoff, from the prompt's first chunk to its last."""
 
     def __init__(self, sender: HandoffSender, block_size: int, is_local: Callable[[str], bool]) -> None:
-        """``is_local``: whether the decode worker of this name is of the same process, over the same blocks."""
+        """``is_local``: whether the decode worker of this name is of the same process, over the same
+        blocks."""
         self._sender, self._block_size, self._is_local = sender, block_size, is_local
 
     def stays_here(self, sequence: PrefillSequence) -> bool:
@@ -21,36 +23,47 @@ class HandoffFeed:
         return self._is_local(sequence.peer_id[0])
 
     def begin(self, sequence: PrefillSequence, now: float) -> None:
-        """It has its blocks. To a decode worker of its own process it is offered only once it is computed: then its full blocks are cached
-        there, that is, here, and none of them moves."""
+        """It has its blocks. To a decode worker of its own process it is offered only once it is computed:
+        then its full blocks are cached there, that is, here, and none of them moves."""
         if not self.stays_here(sequence):
             self._offer(sequence, now)
             self.blocks_ready(sequence)
 
     def blocks_ready(self, sequence: PrefillSequence) -> None:
         """A chunk of it has been computed."""
-        self._sender.blocks_ready(sequence.key, sequence.blocks, self._num_final(sequence, sequence.num_computed))
+        self._sender.blocks_ready(
+            sequence.key, sequence.blocks, self._num_final(sequence, sequence.num_computed)
+        )
 
     def layer_stride(self, step: PrefillStep) -> int:
         """Every how many layers ``layers_done`` is wanted while this step runs; 0: not at all."""
-        strides = [self._sender.layer_stride(c.sequence.key, self._num_final(c.sequence, c.start + c.count)) for c in step.chunks]
+        strides = [
+            self._sender.layer_stride(c.sequence.key, self._num_final(c.sequence, c.start + c.count))
+            for c in step.chunks
+        ]
         return min((stride for stride in strides if stride), default=0)
 
     def next_slice(self, step: PrefillStep) -> int | None:
-        """How many layers of the running step must be done before ``layers_done`` has anything leave, as things are now; None: nothing
-        leaves before the step's end."""
-        nexts = [self._sender.next_slice(c.sequence.key, self._num_final(c.sequence, c.start + c.count)) for c in step.chunks]
+        """How many layers of the running step must be done before ``layers_done`` has anything leave, as
+        things are now; None: nothing leaves before the step's end."""
+        nexts = [
+            self._sender.next_slice(c.sequence.key, self._num_final(c.sequence, c.start + c.count))
+            for c in step.chunks
+        ]
         return min((layers for layers in nexts if layers is not None), default=None)
 
     def layers_done(self, step: PrefillStep, num_layers: int) -> None:
-        """The running step, the oldest that is not booked, has computed the keys and values of its first ``num_layers`` layers."""
+        """The running step, the oldest that is not booked, has computed the keys and values of its first
+        ``num_layers`` layers."""
         for chunk in step.chunks:
             sequence = chunk.sequence
             if sequence.in_step and not sequence.doomed:
                 stop = self._num_final(sequence, chunk.start + chunk.count)
                 self._sender.layers_ready(sequence.key, sequence.blocks, stop, num_layers)
 
-    def finish(self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+    def finish(
+        self, sequence: PrefillSequence, token: int, logprobs: TokenLogprobs | None, now: float
+    ) -> None:
         """It is computed, and goes on there after this first token."""
         if self.stays_here(sequence):
             self._offer(sequence, now)
@@ -61,4 +74,6 @@ class HandoffFeed:
 
     def _num_final(self, sequence: PrefillSequence, num_computed: int) -> int:
         """The last block, which may be partial, only with the last token."""
-        return len(sequence.blocks) if num_computed == sequence.num_tokens else num_computed // self._block_size
+        return (
+            len(sequence.blocks) if num_computed == sequence.num_tokens else num_computed // self._block_size
+        )

@@ -1,4 +1,5 @@
-"""What coordinators hear of a prefill worker at every heartbeat: its load, and what its prefix cache has gained and lost. Pure."""
+"""What coordinators hear of a prefill worker at every heartbeat: its load, and what its prefix cache has
+gained and lost. Pure."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class Heartbeat:
             draining=draining,
             dispatches=u32(own),
             num_others=len(held) - len(own),
-            num_others_tokens=s.num_waiting_tokens_but_of(coordinator) if len(held) > len(own) and coordinator is not None else 0,
+            num_others_tokens=s.num_waiting_tokens_but_of(coordinator)
+            if len(held) > len(own) and coordinator is not None
+            else 0,
             num_cache_reports=self.cache.num_reports,
             counters={
                 "prompt_tokens": s.num_prompt_tokens,

@@ -1,14 +1,14 @@
 """Which prompt tokens are computed next: chunked prefill under a token budget, over a prefix cache. Pure.
 
-Order: requests that come back from a lost attempt first, for their streams stand still; then shortest remaining prompt first, where every
-second of waiting counts as ``aging`` tokens less, so that long prompts are not starved. A prompt takes all its blocks when it starts (two
-half-computed prompts can never block each other); one that has waited longer than ``starving_s`` for blocks keeps younger ones from taking
-them. A prompt whose next block is just being computed for
-another prompt waits for it instead of computing it twice. The last chunk waits for the grammar that its token must follow.
+Order: requests that come back from a lost attempt first, for their streams stand still; then shortest
+remaining prompt first, where every second of waiting counts as ``aging`` tokens less, so that long prompts
+are not starved. A prompt takes all its blocks when it starts (two half-computed prompts can never block each
+other); one that has waited longer than ``starving_s`` for blocks keeps younger ones from taking them. A
+prompt whose next block is just being computed for another prompt waits for it instead of computing it twice.
+The last chunk waits for the grammar that its token must follow.
 
-Computed blocks stay until their decode worker has them. One that takes in too little keeps at most half of the pool in this way
-while there are prompts for others: it slows its own requests, not theirs.
-"""
+Computed blocks stay until their decode worker has them. One that takes in too little keeps at most half of
+the pool in this way while there are prompts for others: it slows its own requests, not theirs."""
 
 from __future__ import annotations
 
@@ -117,8 +117,9 @@ class PrefillScheduler:
         for_decode: Callable[[], int] | None = None,
         window: int = 0,
     ) -> None:
-        """``for_decode``: how many blocks are to be left to the decode worker over the same blocks, which takes every prompt that is
-        computed here; None: there is none. ``window``: the model's widest, in tokens; 0: none."""
+        """``for_decode``: how many blocks are to be left to the decode worker over the same blocks, which
+        takes every prompt that is computed here; None: there is none. ``window``: the model's widest, in
+        tokens; 0: none."""
         self.blocks, self.block_size, self._window = blocks, block_size, window
         self._offsets = np.arange(block_size, dtype=np.int64)  # of tokens in a block
         self._for_decode = for_decode
@@ -141,7 +142,9 @@ class PrefillScheduler:
 
     def num_waiting_tokens_but_of(self, coordinator: int) -> int:
         """Of other coordinators' prompts."""
-        return sum(s.remaining for s in (*self.waiting.values(), *self.running.values()) if s.key[0] != coordinator)
+        return sum(
+            s.remaining for s in (*self.waiting.values(), *self.running.values()) if s.key[0] != coordinator
+        )
 
     @property
     def held(self) -> list[Key]:
@@ -152,14 +155,19 @@ class PrefillScheduler:
         """Every prompt here, but for those that the running step takes along."""
         for sequence in (*self.waiting.values(), *self.running.values(), *self.pinned.values()):
             if not sequence.doomed:
-                yield Wait(sequence.key, "its handoff" if sequence.key in self.pinned else "its turn", sequence.deadline)
+                yield Wait(
+                    sequence.key,
+                    "its handoff" if sequence.key in self.pinned else "its turn",
+                    sequence.deadline,
+                )
 
     def block_tables(self) -> Iterator[list[int]]:
         """The blocks that are referenced here."""
         yield from (held(sequence.blocks) for sequence in (*self.running.values(), *self.pinned.values()))
 
     def add(self, spec: RequestSpec, decode: Peer, now: float) -> PrefillSequence:
-        """Takes a prompt in. ``spec`` has at least one token and fits the model (the coordinator saw to that)."""
+        """Takes a prompt in. ``spec`` has at least one token and fits the model (the coordinator saw to
+        that)."""
         tokens = u32_array(spec.token_ids)
         prompt, output = tokens[: spec.num_prompt_tokens], tokens[spec.num_prompt_tokens :].tolist()
         sequence = PrefillSequence(
@@ -197,8 +205,8 @@ class PrefillScheduler:
             self._free(self.pinned.pop(key))
 
     def schedule(self, now: float) -> PrefillStep | None:
-        """The next step's chunks, or None where there is nothing to compute. New prompts are taken from ``waiting`` as they fit. Steps
-        before it need not have been booked."""
+        """The next step's chunks, or None where there is nothing to compute. New prompts are taken from
+        ``waiting`` as they fit. Steps before it need not have been booked."""
         if not self.waiting and not self.running:
             return None
         budget = self._budget
@@ -206,7 +214,11 @@ class PrefillScheduler:
         computing: set[bytes] = set()
         crowding: set[PeerId] = set()
         if self.waiting:
-            computing = {h for s in self.running.values() if (h := self._next_hash(s, s.num_computed // self.block_size))}
+            computing = {
+                h
+                for s in self.running.values()
+                if (h := self._next_hash(s, s.num_computed // self.block_size))
+            }
             crowding = self._crowding_peers()
         starved = False
         candidates = [*self.running.values(), *self.waiting.values()]
@@ -239,7 +251,8 @@ class PrefillScheduler:
         return PrefillStep(chunks, self._batch(chunks))
 
     def take_started(self) -> list[PrefillSequence]:
-        """Those that have their blocks since the last call: in a step, or before one while their grammar is compiled."""
+        """Those that have their blocks since the last call: in a step, or before one while their grammar is
+        compiled."""
         started, self._started = self._started, []
         return started
 
@@ -247,11 +260,13 @@ class PrefillScheduler:
         return prompt_rank(sequence.returns, sequence.unscheduled, now - sequence.arrival, self._aging)
 
     def is_full(self, step: PrefillStep) -> bool:
-        """Whether no more prompt tokens would have gone into this step: how fast it was is how fast this worker can be."""
+        """Whether no more prompt tokens would have gone into this step: how fast it was is how fast this
+        worker can be."""
         return step.batch.num_tokens >= self._max_batch_tokens or len(step.chunks) == self._max_num_seqs
 
     def shrink(self, step: PrefillStep) -> bool:
-        """The step ran out of memory: half as many tokens a step for a while. False: it is down to a block, and nothing was done."""
+        """The step ran out of memory: half as many tokens a step for a while. False: it is down to a block,
+        and nothing was done."""
         if step.batch.num_tokens <= self.block_size:
             return False
         self._budget, self._steps_at_budget = step.batch.num_tokens // 2, 0
@@ -259,7 +274,8 @@ class PrefillScheduler:
         return True
 
     def separate(self, step: PrefillStep) -> bool:
-        """The step raised: each of its prompts is computed alone from now on. False: one was alone in it, and nothing was done."""
+        """The step raised: each of its prompts is computed alone from now on. False: one was alone in it, and
+        nothing was done."""
         if len(step.chunks) == 1:
             return False
         for chunk in step.chunks:
@@ -268,7 +284,8 @@ class PrefillScheduler:
         return True
 
     def skip(self, step: PrefillStep) -> None:
-        """The step has not been run, or counts for nothing: its chunks are to be computed yet. What was dropped meanwhile is gone."""
+        """The step has not been run, or counts for nothing: its chunks are to be computed yet. What was
+        dropped meanwhile is gone."""
         for chunk in step.chunks:
             sequence = chunk.sequence
             sequence.num_steps -= 1
@@ -284,7 +301,8 @@ class PrefillScheduler:
                 self._budget, self._steps_at_budget = min(2 * self._budget, self._max_batch_tokens), 0
 
     def complete(self, chunk: Chunk) -> bool:
-        """Books one chunk of a finished step. False: the sequence had been dropped, and is gone with its last step."""
+        """Books one chunk of a finished step. False: the sequence had been dropped, and is gone with its last
+        step."""
         sequence = chunk.sequence
         sequence.num_steps -= 1
         if sequence.doomed:
@@ -301,7 +319,8 @@ class PrefillScheduler:
         return True
 
     def _crowding_peers(self) -> set[PeerId]:
-        """Decode workers whose blocks, computed and not taken in, fill half of the pool while prompts for others wait."""
+        """Decode workers whose blocks, computed and not taken in, fill half of the pool while prompts for
+        others wait."""
         if len(self.waiting) < 2 or len({s.peer_id for s in self.waiting.values()}) < 2:
             return set()
         kept: Counter[PeerId] = Counter()
@@ -314,7 +333,9 @@ class PrefillScheduler:
         hits = self.blocks.match_prefix(usable)
         behind = num_behind(hits * self.block_size, self._window, self.block_size)
         total = -(-sequence.num_tokens // self.block_size)
-        if total - hits + self._left_to_decode() > self.blocks.num_available - self.blocks.num_idle_among(usable[behind:hits]):
+        if total - hits + self._left_to_decode() > self.blocks.num_available - self.blocks.num_idle_among(
+            usable[behind:hits]
+        ):
             return False
         cached = self.blocks.acquire_prefix(usable[behind:hits])
         fresh = self.blocks.allocate(total - hits)
@@ -328,12 +349,15 @@ class PrefillScheduler:
         return True
 
     def _left_to_decode(self) -> int:
-        """What the sequences that run there may grow into, and a last, partial block for each prompt from here, which moves."""
-        return 0 if self._for_decode is None else self._for_decode() + len(self.running) + len(self.pinned) + 1
+        """What the sequences that run there may grow into, and a last, partial block for each prompt from
+        here, which moves."""
+        return (
+            0 if self._for_decode is None else self._for_decode() + len(self.running) + len(self.pinned) + 1
+        )
 
     def _usable(self, sequence: PrefillSequence) -> list[bytes]:
-        """The blocks that may come from the cache: never the one of the last token, whose logits are needed; none where the
-        prompt's own logprobs are asked for."""
+        """The blocks that may come from the cache: never the one of the last token, whose logits are needed;
+        none where the prompt's own logprobs are asked for."""
         if sequence.spec.prompt_logprobs is not None:
             return []
         return sequence.hashes[: (sequence.num_tokens - 1) // self.block_size]
@@ -390,7 +414,9 @@ class PrefillScheduler:
         first = chunk.start // self.block_size
         starts = tables[0, first : -(-end // self.block_size)].astype(np.int64)
         starts *= self.block_size
-        slots = np.add.outer(starts, self._offsets).ravel()[chunk.start - first * self.block_size : end - first * self.block_size]
+        slots = np.add.outer(starts, self._offsets).ravel()[
+            chunk.start - first * self.block_size : end - first * self.block_size
+        ]
         return Batch(
             token_ids=sequence.token_ids[chunk.start : end].copy(),
             positions=positions,

@@ -55,7 +55,7 @@ class DecodeRole(PlayedRole):
             super().carry_out(now)
 
     def report(self, now: float) -> None:
-        if self._reports.beat_is_due(now):
+        if self._reports.heartbeat_is_due(now):
             self._receiving.release_dead_writers(self.core, now)
         super().report(now)
 

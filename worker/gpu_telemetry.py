@@ -1,7 +1,7 @@
-"""What the driver knows of a worker's GPU: use, memory, temperature, power, energy, traffic. By NVML, on a thread of its own.
+"""Reads a GPU's use, memory, temperature, power, energy and traffic by NVML, on a thread of its own.
 
-Some of NVML's answers take tens of milliseconds (PCIe counters are sampled while one waits): a worker's loop only picks up the last ones.
-"""
+Some of NVML's answers take tens of milliseconds (PCIe counters are sampled while one waits): a worker's loop
+only picks up the last ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _log = logging.getLogger(__name__)
 
 
 class GpuTelemetry:
-    """``nvml``: the module pynvml, initialized; ``uuid``: the GPU's ("GPU-..."). What a GPU does not tell is left out."""
+    """Readings of the GPU ``uuid`` ("GPU-..."). ``nvml``: the module pynvml, initialized. Readings that a GPU
+    lacks are left out."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         """Raises NVMLError where there is no such GPU."""
@@ -49,8 +50,12 @@ class GpuTelemetry:
             gpu_memory_total_bytes=lambda: n.nvmlDeviceGetMemoryInfo(gpu).total,
             gpu_temperature_celsius=lambda: n.nvmlDeviceGetTemperature(gpu, n.NVML_TEMPERATURE_GPU),
             gpu_power_watts=lambda: n.nvmlDeviceGetPowerUsage(gpu) / 1e3,
-            gpu_pcie_receive_bytes_per_second=lambda: n.nvmlDeviceGetPcieThroughput(gpu, n.NVML_PCIE_UTIL_RX_BYTES) * 1024,
-            gpu_pcie_transmit_bytes_per_second=lambda: n.nvmlDeviceGetPcieThroughput(gpu, n.NVML_PCIE_UTIL_TX_BYTES) * 1024,
+            gpu_pcie_receive_bytes_per_second=lambda: (
+                n.nvmlDeviceGetPcieThroughput(gpu, n.NVML_PCIE_UTIL_RX_BYTES) * 1024
+            ),
+            gpu_pcie_transmit_bytes_per_second=lambda: (
+                n.nvmlDeviceGetPcieThroughput(gpu, n.NVML_PCIE_UTIL_TX_BYTES) * 1024
+            ),
         )
         self.counters = self._told(
             gpu_energy_joules=lambda: n.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,

@@ -9,7 +9,7 @@ report          heartbeat and cache events
 
 To the coordinator each role is a worker of its own, with a name of its own where the process may play both.
 
-    decode ──Flip──> decode (drains: hands over or finishes) + prefill (takes work at once) ──Goodbye──> prefill
+    decode ──Flip──> decode (drains) + prefill (takes work at once) ──Goodbye──> prefill
 """
 
 from __future__ import annotations
@@ -69,14 +69,20 @@ class Worker:
             model = replace(model, runner=turns, launch=turns.launch if model.launch is not None else None)
             mixed = settings.start_as == "mixed"
             host = RoleHost(
-                settings.worker_id, blocks, self.begin, numbers, mixed=mixed, for_decode=self._num_growing_blocks
+                settings.worker_id,
+                blocks,
+                self.begin,
+                numbers,
+                mixed=mixed,
+                for_decode=self._num_growing_blocks,
             )
         self._process = Process(model, key, shared, blocks, numbers, self._telemetry, self._wakeup.set, host)
         for role in settings.begins_as:
             self.begin(role)
 
     def begin(self, role: str) -> bool:
-        """Play this role from now on. False: not yet, for the last one of that role still leaves; or the process ends."""
+        """Play this role from now on. False: not yet, for the last one of that role still leaves; or the
+        process ends."""
         if self._leaving:
             return False
         if role in self.roles:
@@ -99,7 +105,8 @@ class Worker:
         self._wakeup.set()
 
     def leave(self) -> None:
-        """Drain, then leave the loop; the second time, leave it at once. May be called from a signal handler."""
+        """Drain, then leave the loop; the second time, leave it at once. May be called from a signal
+        handler."""
         self._stopped, self._leaving = self._leaving, True
         for role in list(self.roles.values()):
             role.departure.ordered = True
@@ -142,7 +149,12 @@ class Worker:
             self._retiring.append(RetiringEnd(role.sending, role.sender))
             role.stop()
             cached = self._process.blocks.num_cached
-            _log.info("is no %s worker any more: %d of %d KV blocks are cached", name, cached, self._process.blocks.num_blocks)
+            _log.info(
+                "is no %s worker any more: %d of %d KV blocks are cached",
+                name,
+                cached,
+                self._process.blocks.num_blocks,
+            )
 
     def close(self) -> None:
         """Release all but the model."""
@@ -167,7 +179,11 @@ class Worker:
     def _end_together(self, now: float) -> None:
         """A mixed worker plays both roles or none."""
         host, roles = self._process.host, self.roles.values()
-        if host is not None and host.mixed and (len(roles) < 2 or any(role.departure.has_begun for role in roles)):
+        if (
+            host is not None
+            and host.mixed
+            and (len(roles) < 2 or any(role.departure.has_begun for role in roles))
+        ):
             for role in roles:
                 role.departure.begin(now)
 

@@ -133,14 +133,14 @@ class PlayedRole(ABC):
     def receive(self, ready: set[object], now: float) -> None:
         """Hand messages, blocks that arrived, compiled grammars and the passing of time to the core."""
         for message in self.links.receive(ready, now):
-            self._reports.heard(message, now)
+            self._reports.received(message, now)
             if isinstance(message, Flip):
                 self.departure.flip(message.role, message.timeout_s, now)
             else:
                 self.core.from_coordinator(message, now)
         if self._receiving is not None:
             assert isinstance(self.core, DecodeCore), "only decode workers are handed over to"
-            self._receiving.receive(ready, self.core, now, self._reports.heard)
+            self._receiving.receive(ready, self.core, now, self._reports.received)
         self.sending.receive(ready, now)
         self._grammars.report(self.core)
         if self.departure.ordered:
@@ -159,7 +159,7 @@ class PlayedRole(ABC):
         while actions := self._take(now):  # carrying out one may bring new ones
             for action in actions:
                 if isinstance(action, ToCoordinator):
-                    self._reports.tell(action.message)
+                    self._reports.send(action.message)
                 elif isinstance(action, CompileGrammar):
                     self._grammars.submit(action)
                 else:
@@ -167,8 +167,8 @@ class PlayedRole(ABC):
 
     def report(self, now: float) -> None:
         """Send the heartbeat when it is due."""
-        if self.links.coordinators and self._reports.beat_is_due(now):
-            self._reports.beat(now)
+        if self.links.coordinators and self._reports.heartbeat_is_due(now):
+            self._reports.send_heartbeat(now)
 
     def has_ended(self, now: float) -> bool:
         """Return whether the role has drained; its coordinators are told. Raises EngineError if every step fails."""
@@ -237,7 +237,7 @@ class PlayedRole(ABC):
         """See ``LinkedWorker``."""
         self._readings.connected()
         self.core.drop_others(*self.links.coordinators)
-        self._reports.tell_cache(everything=True)
+        self._reports.send_cache_events(everything=True)
 
     def fenced(self, incarnation: int) -> None:
         """See ``LinkedWorker``. The old incarnation's last messages to its peers leave before its channels close."""

@@ -21,16 +21,17 @@ class PrefillRole(PlayedRole):
 
     def complete_steps(self, now: float) -> None:
         super().complete_steps(now)
-        self._report_tokens()
+        self._send_first_tokens()
 
     def launch(self, now: float) -> None:
         if self.steps.launch(now) and self.steps.give_head_start():
-            self._report_tokens()
+            self._send_first_tokens()
 
-    def _report_tokens(self) -> None:
-        """Send first tokens before the next step is made and before any block is copied: a client waits for them."""
+    def _send_first_tokens(self) -> None:
+        """Send first tokens before the next step is made and before any block is copied: a client waits for
+        them."""
         if reports := self.core.take_reports():
-            self._reports.tell(*reports)
+            self._reports.send(*reports)
 
     def _make_core(self) -> None:
         process, settings, identity = self._process, self._settings, self._identity

@@ -1,4 +1,4 @@
-"""Everything that a worker says to its coordinators, and what its traces show of it."""
+"""Sends a role's messages and heartbeats to its coordinators, and traces them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from ..transport.process.worker_trace import WorkerTrace
 
 
 class ReportingCore(Protocol):
-    """A worker's core, as far as its heartbeat goes."""
+    """A role's core, as far as its heartbeat goes."""
 
     def load(self, coordinator: int | None = None) -> Load: ...
     def block_events(self, everything: bool = False) -> BlockEvents | None: ...
 
 
 class WorkerReports:
-    """``telemetry``, ``transfers``: reported with the load; ``trace``: hears all that is said of a request."""
+    """``telemetry`` and ``transfers`` are reported with the load; ``trace`` sees every message of a
+    request."""
 
     def __init__(
         self,
@@ -33,39 +34,42 @@ class WorkerReports:
     ) -> None:
         self._links, self._core = links, core
         self._telemetry, self._trace, self._transfers = telemetry, trace, transfers
-        self._beaten = 0.0
+        self._sent_at = 0.0
 
-    def heard(self, message: Message, now: float) -> None:
-        """From a coordinator, or from a peer: only the trace wants to know."""
+    def received(self, message: Message, now: float) -> None:
+        """Trace a message of a coordinator or a peer."""
         if self._trace is not None:
             self._trace.heard(message, now)
 
-    def tell(self, *messages: Message) -> None:
-        """What the core has to say; a load says to each coordinator what concerns it."""
+    def send(self, *messages: Message) -> None:
+        """Send the core's messages; each coordinator gets the load as it concerns that coordinator."""
         if any(isinstance(message, Load) for message in messages):
             self._links.report(self._load)
         self._links.send(*(message for message in messages if not isinstance(message, Load)))
         if self._trace is not None:
             self._trace.said(messages, time.monotonic())
 
-    def beat_is_due(self, now: float) -> bool:
-        """Whether it is time for a heartbeat."""
-        return now - self._beaten >= self._links.heartbeat_s
+    def heartbeat_is_due(self, now: float) -> bool:
+        """Return whether a heartbeat is due."""
+        return now - self._sent_at >= self._links.heartbeat_s
 
-    def beat(self, now: float) -> None:
-        """The heartbeat: load and cache events."""
-        self._beaten = now
+    def send_heartbeat(self, now: float) -> None:
+        """Send load and cache events."""
+        self._sent_at = now
         if self._links.coordinators:
             self._links.report(self._load)
-            self.tell_cache()
+            self.send_cache_events()
 
-    def tell_cache(self, everything: bool = False) -> None:
-        """What the prefix cache gained and lost; with ``everything``, all it has, for one who knows nothing of it yet."""
+    def send_cache_events(self, everything: bool = False) -> None:
+        """Send what the prefix cache gained and lost; with ``everything``, all it holds, for a coordinator
+        that is new here."""
         if (events := self._core.block_events(everything)) is not None:
             self._links.send(events)
 
     def _load(self, coordinator: int) -> Load:
         load = self._core.load(coordinator)
         if self._transfers is not None:
-            load.counters.update(handoff_bytes=self._transfers.num_bytes, handoff_seconds=self._transfers.seconds)
+            load.counters.update(
+                handoff_bytes=self._transfers.num_bytes, handoff_seconds=self._transfers.seconds
+            )
         return with_telemetry(load, *self._telemetry)

@@ -21,15 +21,16 @@ def worker_name(process: str, role: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RoleHost:
-    """What a role knows of its process, where that can change its role or plays both: another role may use the same
-    blocks."""
+    """What a role knows of its process, where that can change its role or plays both: another role may use
+    the same blocks."""
 
     process: str
     """The process's name."""
     blocks: BlockManager
     """Of its one KV cache."""
     flip: Callable[[str], bool]
-    """Begins the role of this name beside this one. False: it cannot yet, for the last one of that role still leaves."""
+    """Begins the role of this name beside this one. False: it cannot yet, for the last one of that role still
+    leaves."""
     incarnations: Callable[[], int]
     """Returns the next incarnation number of any of its roles."""
     linger_s: float = 1.0
@@ -59,7 +60,8 @@ class DrainingCore(Protocol):
 
 
 class Departure:
-    """Decides when a role ends. ``host`` is None where the process has only this role and cannot change it."""
+    """Decides when a role ends. ``host`` is None where the process has only this role and cannot change
+    it."""
 
     def __init__(self, core: DrainingCore, role: str, host: RoleHost | None) -> None:
         self._core, self._role, self._host = core, role, host
@@ -80,7 +82,9 @@ class Departure:
         """Begin the other role in this process and drain this one."""
         if self._host is None:
             _log.error(
-                "told to become a %s worker, but this process cannot change its role: start it as `splitserve worker`", role
+                "told to become a %s worker, but this process cannot change its role: start it as "
+                "`splitserve worker`",
+                role,
             )
         elif role != self._role and self._host.flip(role):
             self._core.drain(now, timeout_s)
@@ -88,8 +92,8 @@ class Departure:
     def is_due(self, now: float) -> bool:
         """Return whether the role may end now.
 
-        A process that ends takes its memory along; one that goes on in the other role must have every block back first.
-        """
+        A process that ends takes its memory along; one that goes on in the other role must have every block
+        back first."""
         if self._host is None or self._host.mixed or self.ordered:
             return self._core.may_leave
         if not (self._core.may_leave and self._core.at_rest):
@@ -99,9 +103,10 @@ class Departure:
         return now - self._rests_since >= self._host.linger_s
 
     def raise_if_broken(self) -> None:
-        """Raise EngineError if every step fails: the supervisor starts the process anew, its requests go on elsewhere."""
+        """Raise EngineError if every step fails: the supervisor starts the process anew, its requests go on
+        elsewhere."""
         if self._core.is_broken:
             raise EngineError(
-                f"the last {BROKEN_AFTER} requests' steps all failed, one by one: this worker ends, to be started anew; "
-                "see above for why"
+                f"the last {BROKEN_AFTER} requests' steps all failed, one by one: this worker ends, to be started "
+                "anew; see above for why"
             )

@@ -1,4 +1,5 @@
-"""The settings of a worker's process: for a prefill worker, for a decode worker, and for one that may play both roles."""
+"""The settings of a worker's process: for a prefill worker, for a decode worker, and for one that may play
+both roles."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ class PrefillSettings(WorkerSettings):
         default=0,
         ge=0,
         le=1 << 20,
-        description="Most prompt tokens computed in one step: the chunk budget. 0: 512 on CPUs, 2048 on GPUs, "
-        "where a step's kernels are launched one by one, which takes a small model longer than to compute 512 "
-        "tokens (an estimate: not yet measured on a GPU).",
+        description="Most prompt tokens computed in one step: the chunk budget. 0: 512 on CPUs, 2048 on "
+        "GPUs, where a step's kernels are launched one by one, which takes a small model longer than to "
+        "compute 512 tokens (an estimate: not yet measured on a GPU).",
     )
     kv_slicing: SlicingMode = Field(
         default="auto",
-        description="How KV blocks leave while a chunk is computed. layers: each layer as soon as it is written; "
-        "blocks: whole, when the chunk is done; auto: a few layers at a time, by the chunk's size and the measured "
-        "rate of the mover.",
+        description="How KV blocks leave while a chunk is computed. layers: each layer as soon as it is "
+        "written; blocks: whole, when the chunk is done; auto: a few layers at a time, by the chunk's size "
+        "and the measured rate of the mover.",
     )
     max_num_seqs: int = Field(default=64, ge=1, le=65_536, description="Most prompts in one step.")
 
@@ -54,19 +55,20 @@ class DecodeSettings(WorkerSettings):
     listen: str = Field(
         default="tcp://127.0.0.1:*",
         pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
-        description="Where prefill workers reach this worker: it listens here. tcp://HOST:PORT; port * lets the "
-        "system choose.",
+        description="Where prefill workers reach this worker: it listens here. tcp://HOST:PORT; port * lets "
+        "the system choose.",
     )
     data_listen: str = Field(
         default="tcp://127.0.0.1:*",
         pattern=r"^tcp://([^\s:]+|\[[0-9a-fA-F:.]+\]):(\d+|\*)$",
-        description="Where KV blocks arrive with the tcp mover. tcp://HOST:PORT; port * lets the system choose.",
+        description="Where KV blocks arrive with the tcp mover. tcp://HOST:PORT; port * lets the system "
+        "choose.",
     )
     advertise_host: str = Field(
         default="",
         max_length=255,
-        description="Host name or address that prefill workers connect to. Default: the one in listen; where that is "
-        "0.0.0.0, the one by which the coordinator sees this host.",
+        description="Host name or address that prefill workers connect to. Default: the one in listen; where "
+        "that is 0.0.0.0, the one by which the coordinator sees this host.",
     )
     lease_s: float = Field(
         default=10,
@@ -82,15 +84,15 @@ class DecodeSettings(WorkerSettings):
 
 
 class FlexibleSettings(DecodeSettings, PrefillSettings):
-    """Runs as a prefill or a decode worker, and changes from one to the other when told to: weights, KV blocks and prefix
-    cache stay. Or it is both, and stays so."""
+    """Runs as a prefill or a decode worker, and changes from one to the other when told to: weights, KV
+    blocks and prefix cache stay. Or it is both, and stays so."""
 
     role: ClassVar[str] = "worker"
 
     start_as: Literal["prefill", "decode", "mixed"] = Field(
         default="decode",
-        description="The role that it begins with. mixed: it is of both for good, and generates for the prompts that it "
-        "computes, of which next to nothing moves.",
+        description="The role that it begins with. mixed: it is of both for good, and generates for the "
+        "prompts that it computes, of which next to nothing moves.",
     )
     max_num_seqs: int = Field(
         default=64, ge=1, le=65_536, description="Most sequences in its batch, and most prompts in a step."

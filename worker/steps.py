@@ -1,4 +1,5 @@
-"""From a role's core to the thread that computes, and back: steps are submitted, and what comes of them goes to the core."""
+"""From a role's core to the thread that computes, and back: steps are submitted, and what comes of them goes
+to the core."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class StepCore(Protocol[S_in]):
 
 
 class Steps(ABC, Generic[S]):
-    """The steps of one role that are under way. The step thread calls ``wake`` when the loop has something to do here."""
+    """The steps of one role that are under way. The step thread calls ``wake`` when the loop has something to
+    do here."""
 
     role: ClassVar[str]
 
@@ -77,8 +79,8 @@ class Steps(ABC, Generic[S]):
             self._shrink(finished.step, finished.error)
         else:
             _log.error(
-                "a %s step of %d requests failed; one alone in its step goes back to the coordinator, several are "
-                "tried apart",
+                "a %s step of %d requests failed; one alone in its step goes back to the coordinator, "
+                "several are tried apart",
                 self.role,
                 finished.step.batch.num_seqs,
                 exc_info=finished.error,
@@ -113,7 +115,9 @@ class DecodeSteps(Steps[DecodeStep]):
 
     def _shrink(self, step: DecodeStep, error: Exception) -> None:
         _log.warning(
-            "a decode step of %d sequences ran out of memory, half of them leave: %s", step.batch.num_seqs, error
+            "a decode step of %d sequences ran out of memory, half of them leave: %s",
+            step.batch.num_seqs,
+            error,
         )
         self._core.shrink_step(step)
 
@@ -145,7 +149,8 @@ class PrefillSteps(Steps[PrefillStep]):
             self._core.feed.layers_done(self._running[0].step, num_layers)
 
     def give_head_start(self) -> bool:
-        """Let the step that was just launched begin. Return whether one has ended by then, and gone to the core.
+        """Let the step that was just launched begin. Return whether one has ended by then, and gone to the
+        core.
 
         A step needs Python's lock to begin, which what the loop does next would hold.
         """
@@ -160,8 +165,8 @@ class PrefillSteps(Steps[PrefillStep]):
         return any(running.progress.pending for running in self._running)
 
     def _wants_next(self) -> bool:
-        """A GPU gets the next step before it is through with the last, so that it has no gap, but late, so that what
-        arrives until then takes part. On a CPU the gap is nothing beside a step."""
+        """A GPU gets the next step before it is through with the last, so that it has no gap, but late, so
+        that what arrives until then takes part. On a CPU the gap is nothing beside a step."""
         if self._model.launch is None or not self._running:
             return not self._thread.busy
         return self._thread.wants_next and self._running[-1].is_half_done
@@ -172,7 +177,9 @@ class PrefillSteps(Steps[PrefillStep]):
 
     def _shrink(self, step: PrefillStep, error: Exception) -> None:
         _log.warning(
-            "a prefill step of %d tokens ran out of memory, smaller ones follow: %s", step.batch.num_tokens, error
+            "a prefill step of %d tokens ran out of memory, smaller ones follow: %s",
+            step.batch.num_tokens,
+            error,
         )
         self._core.shrink_step(step, f"prefill ran out of memory: {error}")
 
@@ -181,8 +188,8 @@ class PrefillSteps(Steps[PrefillStep]):
 
 
 class RunningStep:
-    """A prefill step that has been submitted. Every ``stride`` layers their keys and values leave; 0: not before the
-    step has ended. ``wake`` is called when more layers are done."""
+    """A prefill step that has been submitted. Every ``stride`` layers their keys and values leave; 0: not
+    before the step has ended. ``wake`` is called when more layers are done."""
 
     def __init__(self, step: PrefillStep, stride: int, model: WorkerModel, wake: Callable[[], None]) -> None:
         self.step, self._stride = step, stride

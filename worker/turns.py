@@ -1,4 +1,5 @@
-"""One model, stepped by two threads while a worker changes its role: strictly in turn, so that neither waits for more than one step."""
+"""One model that the step threads of two roles share: they alternate, so that neither waits for more than one
+step."""
 
 from __future__ import annotations
 
@@ -12,34 +13,34 @@ from ..engine.step.step_thread import Launch, OnLayer, Runner
 
 
 class Turns:
-    """A lock that is had in the order in which it was asked for. (A plain one is had again at once by who has just let it go.)"""
+    """FIFO lock. (With a plain one the thread that releases it usually takes it again at once.)"""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._taken = False
-        self._line: deque[threading.Event] = deque()
+        self._queue: deque[threading.Event] = deque()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        self._wait()
+        self._acquire()
         try:
             yield
         finally:
-            self._pass_on()
+            self._release()
 
-    def _wait(self) -> None:
+    def _acquire(self) -> None:
         with self._guard:
             if not self._taken:
                 self._taken = True
                 return
             mine = threading.Event()
-            self._line.append(mine)
+            self._queue.append(mine)
         mine.wait()
 
-    def _pass_on(self) -> None:
+    def _release(self) -> None:
         with self._guard:
-            if self._line:
-                self._line.popleft().set()
+            if self._queue:
+                self._queue.popleft().set()
             else:
                 self._taken = False
 

@@ -1,4 +1,5 @@
-"""A request that is cancelled, at whatever moment, holds no block on either side a tenth of a second later."""
+"""A request that is cancelled, at whatever moment, holds no block on either side a tenth of a second
+later."""
 
 from __future__ import annotations
 
@@ -34,7 +35,16 @@ from splitserve.transport.messages.messages import (
 BLOCK, TURN_S, WITHIN_S, PROMPT = 4, 0.005, 0.1, 21
 MODEL = ModelIdentity(fingerprint="m", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64)
 STEP_TURNS = 3
-EVERY_STATE = {"queued", "computing", "waiting for grant", "sending", "verifying", "quarantined", "decoding", "draining"}
+EVERY_STATE = {
+    "queued",
+    "computing",
+    "waiting for grant",
+    "sending",
+    "verifying",
+    "quarantined",
+    "decoding",
+    "draining",
+}
 
 
 class Side:
@@ -55,7 +65,8 @@ class Side:
 
 
 class System:
-    """A prefill and a decode worker; what one says to the other arrives in the next turn, and so do puts and checks."""
+    """A prefill and a decode worker; what one says to the other arrives in the next turn, and so do puts and
+    checks."""
 
     def __init__(self, mover: str, full: bool) -> None:
         self.turn, self.now = 0, 0.0
@@ -67,7 +78,9 @@ class System:
         prefill = PrefillCore(meet, PrefillScheduler(self.prefill_blocks, BLOCK, "m", 8, 4), frozenset(), 64)
         scheduler = DecodeScheduler(self.decode_blocks, BLOCK, 4, 64, frozenset())
         endpoints = MoverEndpoints((mover,), "h", "shm", "data")
-        receiver = HandoffReceiver(("d", 1), MODEL, self.decode_blocks, endpoints, lambda: decode.room(), lambda: b"s" * 16)
+        receiver = HandoffReceiver(
+            ("d", 1), MODEL, self.decode_blocks, endpoints, lambda: decode.room(), lambda: b"s" * 16
+        )
         decode = DecodeCore(("d", 1), scheduler, receiver, "m", replace(meet, worker_id="d"))
         self.p, self.d = Side(prefill), Side(decode)
         self.others = self.decode_blocks.allocate(14) if full else None
@@ -83,7 +96,9 @@ class System:
             sampling=Sampling(max_tokens=40, temperature=0.0),
             deadline_s=99.0,
         )
-        self.p.core.from_coordinator(Prefill(spec=spec, decode=Peer(worker_id="d", incarnation=1, address="x")), self.now)
+        self.p.core.from_coordinator(
+            Prefill(spec=spec, decode=Peer(worker_id="d", incarnation=1, address="x")), self.now
+        )
 
     def cancel(self, prefill_hears_after: int) -> None:
         cancel = Cancel(coordinator=7, dispatches=u32([1]))
@@ -112,7 +127,11 @@ class System:
                 case act.ToPeer(message=message):
                     self._say(other, me, message)
                 case act.SendPlaced():
-                    self._say(other, me, Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks)))
+                    self._say(
+                        other,
+                        me,
+                        Placed(lease=action.lease, first=action.first, checksums=u64(action.source_blocks)),
+                    )
                 case act.SendHandoff():
                     sums = u64(action.source_blocks)
                     self._say(other, me, action.message(sums, 0.0))
@@ -120,7 +139,9 @@ class System:
                     for position, _, _ in action.items:
                         self.after(2, lambda a=action, i=position: self.d.core.receiver.arrived(a.lease, i))
                 case act.Verify():
-                    self.after(2, lambda a=action: self.d.core.receiver.verified(a.lease, a.positions, [], self.now))
+                    self.after(
+                        2, lambda a=action: self.d.core.receiver.verified(a.lease, a.positions, [], self.now)
+                    )
 
     def _say(self, to: Side, me: tuple[str, int], message: Any) -> None:
         assert isinstance(message, FROM_DECODE) == (to is self.p)

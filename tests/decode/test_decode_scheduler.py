@@ -23,7 +23,9 @@ def make(num_blocks: int = 64, max_num_seqs: int = 8) -> DecodeScheduler:
     return DecodeScheduler(BlockManager(num_blocks), BLOCK, max_num_seqs, 64, frozenset([EOS]))
 
 
-def join(scheduler: DecodeScheduler, dispatch: int, num_prompt: int, max_tokens: int = 20, **more: object) -> bool:
+def join(
+    scheduler: DecodeScheduler, dispatch: int, num_prompt: int, max_tokens: int = 20, **more: object
+) -> bool:
     blocks = scheduler.blocks.allocate(-(-num_prompt // BLOCK))
     if blocks is None:
         return False
@@ -101,7 +103,9 @@ def test_full_blocks_of_answers_can_be_found_again() -> None:
     num_blocks=st.integers(7, 30),
     drops=st.dictionaries(st.integers(0, 60), st.integers(0, 19), max_size=6),
 )
-def test_any_mix_of_joins_drops_and_preemptions(arrivals: list[tuple[int, int]], num_blocks: int, drops: dict[int, int]) -> None:
+def test_any_mix_of_joins_drops_and_preemptions(
+    arrivals: list[tuple[int, int]], num_blocks: int, drops: dict[int, int]
+) -> None:
     scheduler = make(num_blocks, max_num_seqs=5)
     queue = list(enumerate(arrivals))
     gone: list[int] = []
@@ -222,7 +226,10 @@ def test_a_sequence_whose_step_raises_takes_no_other_along(num: int, poison: int
                 late -= 1
         else:
             result = scheduler.complete(step, output(step))
-            ended |= {step.sequences[row].key[1]: len(step.sequences[row].state.output_token_ids) for row in result.finished}
+            ended |= {
+                step.sequences[row].key[1]: len(step.sequences[row].state.output_token_ids)
+                for row in result.finished
+            }
     assert failed == [poison] * (poison < num)
     assert num_raised <= 1 + (num - 1).bit_length(), "in halves"
     assert {d: n for d, n in ended.items() if d < 100} == {d: 6 + d for d in range(num) if d != poison}

@@ -62,7 +62,9 @@ class Worker:
         self.blocks = BlockManager(num_blocks)
         scheduler = DecodeScheduler(self.blocks, BLOCK, 8, 128, frozenset())
         endpoints = MoverEndpoints(("tcp",), "h")
-        receiver = HandoffReceiver((name, 1), MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: b"s" * 16)
+        receiver = HandoffReceiver(
+            (name, 1), MODEL, self.blocks, endpoints, lambda: self.core.room(), lambda: b"s" * 16
+        )
         meet = Meet(worker_id=name, incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
         self.core = DecodeCore((name, 1), scheduler, receiver, MODEL.fingerprint, meet)
         self.said: list[Message] = []
@@ -78,7 +80,9 @@ class Worker:
         step, self.step = self.step, None
         if step is not None:
             states = [s.state for s in step.sequences]
-            tokens = np.array([say_next([*s.prompt_token_ids, *s.output_token_ids]) for s in states], np.int32)
+            tokens = np.array(
+                [say_next([*s.prompt_token_ids, *s.output_token_ids]) for s in states], np.int32
+            )
             logprobs = {row: Logprobs(-float(token)) for row, token in enumerate(tokens)}
             self.core.complete(step, StepOutput(tokens, logprobs), self.pair.now)
 
@@ -145,7 +149,9 @@ class Pair:
             sampling=Sampling(**PARAMS),  # type: ignore[arg-type]
             deadline_s=500.0,
         )
-        self.a.core.from_coordinator(Move(dispatch=1, spec=spec, decode=Peer(worker_id="b", incarnation=1, address="x")), self.now)
+        self.a.core.from_coordinator(
+            Move(dispatch=1, spec=spec, decode=Peer(worker_id="b", incarnation=1, address="x")), self.now
+        )
 
     def turn(self, seconds: float = 0.05, lossy: Callable[[Message], int] = lambda m: 1) -> None:
         """One turn of both loops; the mail of the turn before arrives."""
@@ -262,7 +268,9 @@ def test_what_nobody_takes_is_given_back_when_the_time_is_over() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), before=st.integers(0, 9), prompt=st.integers(1, 9))
-def test_nothing_is_lost_or_doubled_whatever_the_mail_does(data: st.DataObject, before: int, prompt: int) -> None:
+def test_nothing_is_lost_or_doubled_whatever_the_mail_does(
+    data: st.DataObject, before: int, prompt: int
+) -> None:
     pair = Pair(prompt=prompt)
     for _ in range(before):
         pair.turn()

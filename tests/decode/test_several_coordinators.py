@@ -1,4 +1,5 @@
-"""Two coordinators share one decode worker: equal dispatch numbers are different requests, and each hears of its own."""
+"""Two coordinators share one decode worker: equal dispatch numbers are different requests, and each hears of
+its own."""
 
 from __future__ import annotations
 
@@ -32,12 +33,18 @@ def join(core: DecodeCore, coordinator: int, dispatch: int, max_tokens: int = 5)
     core.scheduler.join((coordinator, dispatch), f"{coordinator}-{dispatch}", state, blocks, b"root", 100.0)
 
 
-def step(core: DecodeCore, tokens: list[int], logprobs: dict[int, Logprobs] | None = None) -> dict[int, StepTokens]:
+def step(
+    core: DecodeCore, tokens: list[int], logprobs: dict[int, Logprobs] | None = None
+) -> dict[int, StepTokens]:
     """One decode step: what each coordinator is told."""
     made = core.schedule(0.0)
     assert made is not None
     core.complete(made, StepOutput(np.array(tokens, np.int32), logprobs or {}), 0.0)
-    said = [a.message for a in core.take(0.0) if isinstance(a, ToCoordinator) and isinstance(a.message, StepTokens)]
+    said = [
+        a.message
+        for a in core.take(0.0)
+        if isinstance(a, ToCoordinator) and isinstance(a.message, StepTokens)
+    ]
     assert len({message.coordinator for message in said}) == len(said)
     return {message.coordinator: message for message in said}
 

@@ -1,4 +1,5 @@
-"""The next step is made while the one before runs, and nothing shows of it: tokens, ends and blocks are those of one step at a time."""
+"""The next step is made while the one before runs, and nothing shows of it: tokens, ends and blocks are those
+of one step at a time."""
 
 from __future__ import annotations
 
@@ -39,8 +40,13 @@ class Device:
         step = self.queue.popleft()
         batch = step.batch
         assert batch.fed_from is not None
-        inputs = [int(self.sampled[f]) if f >= 0 else int(t) for f, t in zip(batch.fed_from, batch.token_ids, strict=True)]
-        self.sampled = np.array([say_next(t, int(p)) for t, p in zip(inputs, batch.positions, strict=True)], np.int32)
+        inputs = [
+            int(self.sampled[f]) if f >= 0 else int(t)
+            for f, t in zip(batch.fed_from, batch.token_ids, strict=True)
+        ]
+        self.sampled = np.array(
+            [say_next(t, int(p)) for t, p in zip(inputs, batch.positions, strict=True)], np.int32
+        )
         return step, StepOutput(self.sampled)
 
     def written(self) -> list[int]:
@@ -55,10 +61,16 @@ class Bench:
         self.ended: dict[int, str] = {}
 
     def join(self, dispatch: int, num_prompt: int, max_tokens: int) -> bool:
-        blocks = self.scheduler.blocks.allocate(-(-num_prompt // BLOCK)) if self.scheduler.num_running < 5 else None
+        blocks = (
+            self.scheduler.blocks.allocate(-(-num_prompt // BLOCK))
+            if self.scheduler.num_running < 5
+            else None
+        )
         if blocks is None:
             return False
-        state = SamplingState(SamplingParams(max_tokens=max_tokens, temperature=0.0), list(range(1, num_prompt + 1)), [9])
+        state = SamplingState(
+            SamplingParams(max_tokens=max_tokens, temperature=0.0), list(range(1, num_prompt + 1)), [9]
+        )
         self.scheduler.join((1, dispatch), f"r{dispatch}", state, blocks, b"root", 100.0)
         self.states[dispatch] = state, max_tokens
         return True
@@ -72,7 +84,9 @@ class Bench:
         if step is not None:
             self.device.queue.append(step)
         for block in self.device.written():
-            assert self.scheduler.blocks._references[block] == 1, "a step writes what is not its sequence's alone"
+            assert self.scheduler.blocks._references[block] == 1, (
+                "a step writes what is not its sequence's alone"
+            )
 
     def end_one(self, how: str) -> None:
         if not self.device.queue:

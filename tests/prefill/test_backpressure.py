@@ -1,4 +1,5 @@
-"""A prefill worker whose cache is full of blocks that no decode worker takes in says so, and the coordinator waits for it."""
+"""A prefill worker whose cache is full of blocks that no decode worker takes in says so, and the coordinator
+waits for it."""
 
 from __future__ import annotations
 
@@ -23,16 +24,23 @@ NUM_PROMPTS = NUM_THAT_FIT + 3
 
 
 class Rig:
-    """The coordinator's core, a prefill worker's, and the receiving end of a decode worker that hears nothing until it ``wakes``."""
+    """The coordinator's core, a prefill worker's, and the receiving end of a decode worker that hears nothing
+    until it ``wakes``."""
 
     def __init__(self) -> None:
         self.bench = Bench(max_num_seqs=64)
         self.bench.load("d", [], blocks_free=1000)
         meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=MODEL, movers=("tcp",))
-        self.prefill = PrefillCore(meet, PrefillScheduler(BlockManager(NUM_BLOCKS), BLOCK, "m", 16, 4), frozenset(), 100)
+        self.prefill = PrefillCore(
+            meet, PrefillScheduler(BlockManager(NUM_BLOCKS), BLOCK, "m", 16, 4), frozenset(), 100
+        )
         endpoints = MoverEndpoints(("tcp",), "h")
-        self.decode = HandoffReceiver(("d", 1), MODEL, BlockManager(1000), endpoints, lambda: (64, 0), lambda: b"s" * 16)
-        self.unheard: list[act.SenderAction] = []  # what the decode worker would hear, and what would come to it
+        self.decode = HandoffReceiver(
+            ("d", 1), MODEL, BlockManager(1000), endpoints, lambda: (64, 0), lambda: b"s" * 16
+        )
+        self.unheard: list[
+            act.SenderAction
+        ] = []  # what the decode worker would hear, and what would come to it
         self.num_dispatched = 0
 
     def submit(self, number: int) -> None:

@@ -1,4 +1,5 @@
-"""A prompt whose answer must follow a grammar: offered at once, computed as far as can be, finished once the grammar is there."""
+"""A prompt whose answer must follow a grammar: offered at once, computed as far as can be, finished once the
+grammar is there."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def test_it_is_offered_before_its_grammar_is_there() -> None:
     core = asked()
     assert core.schedule(0.0) is None
     actions = core.take()
-    assert [action for action in actions if isinstance(action, CompileGrammar)] == [CompileGrammar(KEY, b"g", (6,))]
+    assert [action for action in actions if isinstance(action, CompileGrammar)] == [
+        CompileGrammar(KEY, b"g", (6,))
+    ]
     assert any(isinstance(action, act.Connect) for action in actions)  # on the way to its decode worker
     core.grammar_compiled(KEY, Matcher())
     step = core.schedule(0.0)

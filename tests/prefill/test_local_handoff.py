@@ -1,4 +1,5 @@
-"""A process of both roles hands what it computes to itself: once it is computed, and of its full blocks none moves."""
+"""A process of both roles hands what it computes to itself: once it is computed, and of its full blocks none
+moves."""
 
 from __future__ import annotations
 
@@ -32,14 +33,17 @@ PREFILL, DECODE = ("w:prefill", 1), ("w:decode", 2)
 
 
 class Process:
-    """A prefill core and the receiving half of a decode core over one block manager; what one says the other hears at once."""
+    """A prefill core and the receiving half of a decode core over one block manager; what one says the other
+    hears at once."""
 
     def __init__(self, num_blocks: int = 16, for_decode: int = 0) -> None:
         self.blocks = BlockManager(num_blocks)
         scheduler = PrefillScheduler(self.blocks, BLOCK, "m", 8, 4, for_decode=lambda: for_decode)
         self.prefill = PrefillCore(MEET, scheduler, frozenset(), 64, is_local=lambda name: name == "w:decode")
         endpoints = MoverEndpoints(("tcp",), "h")
-        self.decode = HandoffReceiver(DECODE, MODEL, self.blocks, endpoints, lambda: (8, 0), lambda: b"s" * 16)
+        self.decode = HandoffReceiver(
+            DECODE, MODEL, self.blocks, endpoints, lambda: (8, 0), lambda: b"s" * 16
+        )
         self.offers: list[Offer] = []
         self.puts: list[int] = []  # positions
         self.joined: list[act.Join] = []
@@ -56,7 +60,9 @@ class Process:
             sampling=Sampling(max_tokens=9),
             deadline_s=60.0,
         )
-        self.prefill.from_coordinator(Prefill(spec=spec, decode=Peer(worker_id=DECODE[0], incarnation=DECODE[1], address="x")), 0.0)
+        self.prefill.from_coordinator(
+            Prefill(spec=spec, decode=Peer(worker_id=DECODE[0], incarnation=DECODE[1], address="x")), 0.0
+        )
 
     def step(self) -> bool:
         """Whether there was one."""
@@ -102,11 +108,15 @@ def test_only_the_last_partial_block_moves(num_tokens: int, moved: list[int]) ->
     process = Process()
     process.ask(1, num_tokens)
     while process.step():
-        assert len(process.offers) == process.prefill.load().counters["output_tokens"], "offered with its first token, not before"
+        assert len(process.offers) == process.prefill.load().counters["output_tokens"], (
+            "offered with its first token, not before"
+        )
     (join,) = process.joined
     assert process.puts == moved
     assert join.num_cached_blocks == num_tokens // BLOCK
-    assert process.blocks.num_used == len(join.blocks) == -(-num_tokens // BLOCK), "once, and the decode worker's"
+    assert process.blocks.num_used == len(join.blocks) == -(-num_tokens // BLOCK), (
+        "once, and the decode worker's"
+    )
 
 
 def test_a_prompt_leaves_blocks_to_those_that_generate() -> None:

@@ -18,7 +18,9 @@ BLOCK = 4
 PEER = Peer(worker_id="d", incarnation=1, address="x")
 
 
-def spec(dispatch: int, tokens: list[int], prompt_logprobs: int | None = None, grammar: bytes = b"") -> RequestSpec:
+def spec(
+    dispatch: int, tokens: list[int], prompt_logprobs: int | None = None, grammar: bytes = b""
+) -> RequestSpec:
     return RequestSpec(
         request_id=f"r{dispatch}",
         epoch=0,
@@ -50,7 +52,11 @@ def run(scheduler: PrefillScheduler, now: float) -> list[int] | None:
 def check(step: PrefillStep) -> None:
     """The batch's arrays say what the chunks say."""
     batch = step.batch
-    assert [a.dtype for a in (batch.token_ids, batch.block_tables, batch.slot_mapping)] == [np.int32, np.int32, np.int64]
+    assert [a.dtype for a in (batch.token_ids, batch.block_tables, batch.slot_mapping)] == [
+        np.int32,
+        np.int32,
+        np.int64,
+    ]
     assert batch.num_tokens == sum(c.count for c in step.chunks)
     for row, chunk in enumerate(step.chunks):
         start, end = batch.query_start_loc[row], batch.query_start_loc[row + 1]

@@ -1,5 +1,5 @@
-"""Prefill steps made before the one that runs has been booked: every token once, in order, whatever fails; and keys and values leave a GPU
-beside the computation, when they are final."""
+"""Prefill steps made before the one that runs has been booked: every token once, in order, whatever fails;
+and keys and values leave a GPU beside the computation, when they are final."""
 
 from __future__ import annotations
 
@@ -43,17 +43,25 @@ from splitserve.worker.steps import RunningStep
 
 BLOCK = 4
 PEER = Peer(worker_id="d", incarnation=1, address="inproc://d")
-IDENTITY = ModelIdentity(fingerprint="model", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64, numerics="fast")
+IDENTITY = ModelIdentity(
+    fingerprint="model", dtype="float32", block_size=BLOCK, layout="l", block_bytes=64, numerics="fast"
+)
 
 
 def make_core(num_blocks: int = 64, budget: int = 8) -> PrefillCore:
     meet = Meet(worker_id="p", incarnation=1, host="h", pid=1, model=IDENTITY, movers=("tcp",))
-    return PrefillCore(meet, PrefillScheduler(BlockManager(num_blocks), BLOCK, "model", budget, max_num_seqs=4), frozenset(), 512)
+    return PrefillCore(
+        meet,
+        PrefillScheduler(BlockManager(num_blocks), BLOCK, "model", budget, max_num_seqs=4),
+        frozenset(),
+        512,
+    )
 
 
 def prompt(dispatch: int, length: int) -> Prefill:
     spec = RequestSpec(
-        request_id=f"r{dispatch}", epoch=0, dispatch=dispatch, coordinator=1, token_ids=u32([dispatch * 1000 + i for i in range(length)]),
+        request_id=f"r{dispatch}", epoch=0, dispatch=dispatch, coordinator=1,
+        token_ids=u32([dispatch * 1000 + i for i in range(length)]),
         num_prompt_tokens=length, sampling=Sampling(max_tokens=1), deadline_s=60.0,
     )  # fmt: skip
     return Prefill(spec=spec, decode=PEER)
@@ -73,7 +81,11 @@ def test_the_next_chunk_follows_the_one_that_runs() -> None:
     core = make_core()
     core.from_coordinator(prompt(1, 20), 0.0)
     steps = [core.schedule(0.0) for _ in range(4)]
-    assert [(step.chunks[0].start, step.chunks[0].count) for step in steps if step] == [(0, 8), (8, 8), (16, 4)]
+    assert [(step.chunks[0].start, step.chunks[0].count) for step in steps if step] == [
+        (0, 8),
+        (8, 8),
+        (16, 4),
+    ]
     assert steps[3] is None
     assert core.scheduler.num_waiting_tokens == 20, "nothing is booked yet"
     for step in steps[:3]:
@@ -96,7 +108,8 @@ def test_a_step_that_takes_long_is_not_charged_for_the_one_before() -> None:
 @given(seed=st.integers(0, 10_000), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_every_prompt_is_computed_whatever_fails_and_no_block_stays(seed: int, lengths: list[int]) -> None:
-    """Up to two steps at a time; some fail, run out of memory or are skipped as the step thread does it; some prompts are cancelled."""
+    """Up to two steps at a time; some fail, run out of memory or are skipped as the step thread does it; some
+    prompts are cancelled."""
     chance, core = random.Random(seed), make_core(num_blocks=24)
     for dispatch, length in enumerate(lengths):
         core.from_coordinator(prompt(dispatch, length), 0.0)
@@ -158,11 +171,20 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
 def on_gpu(num_layers: int) -> WorkerModel:
     return WorkerModel(
-        SimpleNamespace(), np.zeros((1, num_layers, 1), np.uint8), {}, frozenset(), 1, 1, torch.device("cuda"), launch=lambda *_: None
+        SimpleNamespace(),
+        np.zeros((1, num_layers, 1), np.uint8),
+        {},
+        frozenset(),
+        1,
+        1,
+        torch.device("cuda"),
+        launch=lambda *_: None,
     )  # type: ignore[arg-type, return-value]
 
 
-def test_layers_leave_a_gpu_when_its_stream_has_passed_them_and_the_next_step_comes_at_half(events: list[Event]) -> None:
+def test_layers_leave_a_gpu_when_its_stream_has_passed_them_and_the_next_step_comes_at_half(
+    events: list[Event],
+) -> None:
     core = make_core()
     core.from_coordinator(prompt(1, 8), 0.0)
     step = core.schedule(0.0)
@@ -236,10 +258,17 @@ def test_blocks_come_to_the_host_on_a_stream_of_their_own(monkeypatch: pytest.Mo
 
 
 def test_a_launched_model_computes_chunk_after_chunk(tmp_path: Path) -> None:
-    """What the worker's loop does for a GPU, with a model that is over when it is launched: the tokens are those of steps in turn."""
+    """What the worker's loop does for a GPU, with a model that is over when it is launched: the tokens are
+    those of steps in turn."""
     make_checkpoint(tmp_path, "llama2", num_hidden_layers=2)
     settings = WorkerSettings(
-        model=tmp_path, insecure=True, device="cpu", dtype="float32", num_blocks=64, block_size=BLOCK, max_model_len=128
+        model=tmp_path,
+        insecure=True,
+        device="cpu",
+        dtype="float32",
+        num_blocks=64,
+        block_size=BLOCK,
+        max_model_len=128,
     )
     model = load_model(settings)
 

@@ -1,5 +1,5 @@
-"""Steps that raise, between two real workers: a request that makes them raise fails alone; a worker whose steps all raise ends, at once
-where its GPU is lost."""
+"""Steps that raise, between two real workers: a request that makes them raise fails alone; a worker whose
+steps all raise ends, at once where its GPU is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class Fragile(NullRunner):
         self.num_failed_steps = 0
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepOutput:
-        if any(state is not None and state.prompt_token_ids[0] in self._poisonous for state in batch.sampling):
+        if any(
+            state is not None and state.prompt_token_ids[0] in self._poisonous for state in batch.sampling
+        ):
             self.num_failed_steps += 1
             raise self._error
         return super().execute(batch, on_layer)
@@ -66,7 +68,9 @@ def test_a_worker_whose_steps_all_raise_ends_and_gives_back_what_failed(role: st
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_whose_gpu_is_lost_ends_with_that_step(role: str) -> None:
-    runner = Fragile(*range(NUM_SEQS), error=RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    runner = Fragile(
+        *range(NUM_SEQS), error=RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    )
     with WorkerPair(runners={role: runner}) as pair:
         pair.ask(*(spec(i) for i in range(NUM_SEQS)))
         pair.threads[role].join(60)

@@ -22,7 +22,10 @@ class FakeNvml:
 
     NVMLError, NVML_SUCCESS = pynvml.NVMLError, pynvml.NVML_SUCCESS
     NVML_TEMPERATURE_GPU = pynvml.NVML_TEMPERATURE_GPU
-    NVML_PCIE_UTIL_RX_BYTES, NVML_PCIE_UTIL_TX_BYTES = pynvml.NVML_PCIE_UTIL_RX_BYTES, pynvml.NVML_PCIE_UTIL_TX_BYTES
+    NVML_PCIE_UTIL_RX_BYTES, NVML_PCIE_UTIL_TX_BYTES = (
+        pynvml.NVML_PCIE_UTIL_RX_BYTES,
+        pynvml.NVML_PCIE_UTIL_TX_BYTES,
+    )
     NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX
     NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX
 
@@ -73,7 +76,11 @@ def test_readings_in_base_units() -> None:
         "gpu_pcie_receive_bytes_per_second": 10240,
         "gpu_pcie_transmit_bytes_per_second": 20480,
     }
-    assert telemetry.counters == {"gpu_energy_joules": 5.0, "gpu_nvlink_receive_bytes": 7168, "gpu_nvlink_transmit_bytes": 9216}
+    assert telemetry.counters == {
+        "gpu_energy_joules": 5.0,
+        "gpu_nvlink_receive_bytes": 7168,
+        "gpu_nvlink_transmit_bytes": 9216,
+    }
 
 
 def test_what_a_gpu_does_not_tell_is_left_out_of_the_heartbeat() -> None:
@@ -82,8 +89,24 @@ def test_what_a_gpu_does_not_tell_is_left_out_of_the_heartbeat() -> None:
     telemetry.start()
     assert nvml.asked.wait(60)
     telemetry.stop()
-    numbers = ("blocks_free", "blocks_cached", "blocks_used", "blocks_leased", "num_running", "num_waiting", "num_waiting_tokens", "steps")
-    load = Load(worker_id="d", incarnation=1, busy=False, accepting=True, counters={"preemptions": 1.0}, **dict.fromkeys(numbers, 0))
+    numbers = (
+        "blocks_free",
+        "blocks_cached",
+        "blocks_used",
+        "blocks_leased",
+        "num_running",
+        "num_waiting",
+        "num_waiting_tokens",
+        "steps",
+    )
+    load = Load(
+        worker_id="d",
+        incarnation=1,
+        busy=False,
+        accepting=True,
+        counters={"preemptions": 1.0},
+        **dict.fromkeys(numbers, 0),
+    )
     told = with_telemetry(load, telemetry)
     assert told.counters == {"preemptions": 1.0, "gpu_energy_joules": 5.0}
     assert told.gauges["gpu_power_watts"] == 412.5

@@ -52,7 +52,7 @@ def test_who_asks_first_is_first_even_where_another_is_always_back_at_once() -> 
 
         other = pool.submit(patient)
         assert waiting.wait(TIMEOUT_S)
-        while not runner._turns._line:
+        while not runner._turns._queue:
             assert not other.done()
         for _ in range(4):
             model.may_end.release()

@@ -1,4 +1,5 @@
-"""A worker whose step runs out of memory gives some sequences back and lives on: the real loop, its threads and its sockets."""
+"""A worker whose step runs out of memory gives some sequences back and lives on: the real loop, its threads
+and its sockets."""
 
 from __future__ import annotations
 
@@ -10,13 +11,21 @@ from support.worker_pair import DEADLINE_S, WorkerPair, spec
 
 from splitserve.bench.null_workers import NullRunner
 from splitserve.engine.step.batch import Batch, StepOutput
-from splitserve.transport.messages.messages import FirstToken, Joined, Message, RequestFailed, StepTokens, from_u32
+from splitserve.transport.messages.messages import (
+    FirstToken,
+    Joined,
+    Message,
+    RequestFailed,
+    StepTokens,
+    from_u32,
+)
 
 NUM_SEQS = 4
 
 
 class Greedy(NullRunner):
-    """Needs more memory than there is for steps of more than ``room`` sequences. Begins when it ``may_begin``."""
+    """Needs more memory than there is for steps of more than ``room`` sequences. Begins when it
+    ``may_begin``."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -48,7 +57,8 @@ def test_a_step_out_of_memory_does_not_end_the_worker(role: str) -> None:
 
 
 def _served(heard: list[Message], role: str) -> bool:
-    """decode: what stayed goes on while the rest was given back. prefill: every prompt has its first token."""
+    """decode: what stayed goes on while the rest was given back. prefill: every prompt has its first
+    token."""
     if role == "prefill":
         return len({m.dispatch for m in heard if isinstance(m, FirstToken)}) == NUM_SEQS
     given_back = {m.dispatch for m in heard if isinstance(m, RequestFailed)}
