@@ -92,9 +92,9 @@ def test_a_coordinator_gives_no_row_that_another_one_has() -> None:
     bench.load("d", [], num_others=3)
     bench.submit("a")
     bench.submit("b")
-    assert bench.core.num_queued == 1
+    assert len(bench.core.queue) == 1
     bench.load("d", [1], num_others=2)
-    assert bench.core.num_queued == 0
+    assert len(bench.core.queue) == 0
 
 
 def test_prompts_of_others_count_as_work_that_waits() -> None:
@@ -102,6 +102,6 @@ def test_prompts_of_others_count_as_work_that_waits() -> None:
     bench.load("p", [], num_others_tokens=14)
     bench.submit("a", prompt_token_ids=[1] * 3)  # shorter than what waits: it may pass that
     bench.submit("b", prompt_token_ids=[1] * 14)
-    assert bench.core.num_queued == 1
+    assert len(bench.core.queue) == 1
     bench.load("p", [1], num_others_tokens=0)
-    assert bench.core.num_queued == 1
+    assert len(bench.core.queue) == 1
