@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from ...transport.process.otel import RequestTrace, Tracing
-from ..errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, no_workers
+from ..errors import ApiError, InternalError, InvalidRequest, MethodNotAllowed, Overloaded, no_workers
 from ..http.access.access import Access
 from ..http.access.forwarded import TrustedProxies
 from ..http.body import ClientGone
@@ -44,6 +44,9 @@ OVERDUE_S = 5.0
 """Seconds after its deadline at which a response is ended here, should the lifecycle have failed to."""
 MAX_PER_TURN = 32
 """Requests that are handled before streams are served again: some milliseconds."""
+TOO_MANY_PROMPTS = (
+    "The prompts of the requests that wait and run take as much memory as they may (--max-held-mib); try again soon."
+)
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -258,6 +261,10 @@ class GenerationApi:
         elif call.gone:
             exchange.discard()
             self._tenancy.limiter.settle(answer, 0)
+        elif not self.overload.take("prompt_bytes", exchange.plan.num_prompt_bytes):
+            exchange.discard()
+            self._tenancy.limiter.settle(answer, 0)
+            self.refuse(call, Overloaded(TOO_MANY_PROMPTS, retry_after_s=1))
         else:
             exchange.admission, exchange.more_headers = answer, headers_of(answer.room)
             call.responder = self.open[call] = exchange
@@ -276,6 +283,7 @@ class GenerationApi:
 
     def done(self, exchange: HttpExchange) -> None:
         """See ``Service``: replace the estimate of its tokens by their number, and bill it."""
+        self.overload.give_back("prompt_bytes", exchange.plan.num_prompt_bytes)
         if (admission := exchange.admission) is not None:
             failures, meter, account = self.metrics.failures, self._tenancy.meter, exchange.account
             failures.call("limits", lambda: self._tenancy.limiter.settle(admission, account.num_used_tokens()))

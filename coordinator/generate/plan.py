@@ -92,6 +92,11 @@ class RequestPlan(NamedTuple):
         return len(self.prompts) * self.num_candidates
 
     @property
+    def num_prompt_bytes(self) -> int:
+        """What all prompts take in memory, together."""
+        return sum([prompt.num_bytes for prompt in self.prompts])
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens that any one sequence may generate."""
         return max([sampling.max_tokens for sampling in self.samplings])
@@ -139,7 +144,7 @@ class Planner:
         priority_class = class_in_force(request.service_tier, own_class)
         return RequestPlan(
             endpoint="/v1/completions" if chat is None else "/v1/chat/completions",
-            prompts=prompts if echo else [prompt.without_text() for prompt in prompts],
+            prompts=[(prompt if echo else prompt.without_text()).packed() for prompt in prompts],
             num_prompt_tokens=sum([len(prompt.token_ids) for prompt in prompts]),
             samplings=[sampling_of(request, self.model, len(prompt.token_ids), grammar) for prompt in prompts],
             seed=request.seed,

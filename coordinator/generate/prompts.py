@@ -29,8 +29,17 @@ IDS_PER_CHAR = 10
 class Prompt(NamedTuple):
     """One prompt. ``text`` is the client's own; where it sent token ids, their text if it is to be echoed."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     text: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory once it is packed, with the column that workers are sent."""
+        return 8 * len(self.token_ids) + len(self.text)
+
+    def packed(self) -> Prompt:
+        """Keep the ids in 4 bytes each, not 40: they stay until the request has ended."""
+        return Prompt(array("I", self.token_ids), self.text)
 
     def without_text(self) -> Prompt:
         """Drop the text but for its end, which shows whether the chat template has opened a thought."""
@@ -42,7 +51,7 @@ class Prompt(NamedTuple):
 
 
 def _unpacked(token_ids: bytes, text: str) -> Prompt:
-    return Prompt(array("I", token_ids).tolist(), text)
+    return Prompt(array("I", token_ids), text)
 
 
 def is_long(request: CompletionRequest | ChatCompletionRequest) -> bool:
@@ -181,6 +190,6 @@ def _completion_prompts(
     return [Prompt(token_ids, _text_of(token_ids, model) if with_text else "") for token_ids in ids]
 
 
-def _text_of(token_ids: list[int], model: ServedModel) -> str:
+def _text_of(token_ids: Sequence[int], model: ServedModel) -> str:
     detokenizer = model.tokenizer.detokenizer(())
     return "".join([*map(detokenizer.step, token_ids), detokenizer.finish()])

@@ -1,5 +1,5 @@
 """Bounds on what all clients together may hold of the coordinator: connections, bodies, WebSocket messages,
-bytes to be tokenized.
+bytes to be tokenized, prompts.
 
 A connection is idle (between requests), sending (a request or message has begun and is not whole) or at work.
 Where a bound is met, idle connections give way to new ones, then those that have been sending longest; what
@@ -24,7 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from ...transport.channels.host import allow_many_files
 from ..errors import ApiError, Unavailable
 
-Resource = Literal["connections", "body_bytes", "websocket_bytes", "tokenizer_bytes"]
+Resource = Literal["connections", "body_bytes", "websocket_bytes", "tokenizer_bytes", "prompt_bytes"]
 Action = Literal["idle_closed", "sending_ended", "refused"]
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -40,6 +40,7 @@ WHAT: dict[Resource, str] = {
     "body_bytes": "bytes of request bodies are held, the most there may be (--max-held-mib)",
     "websocket_bytes": "bytes of WebSocket messages are held, the most there may be (--max-held-mib)",
     "tokenizer_bytes": "bytes of large requests are being read, the most there may be (half of --max-held-mib)",
+    "prompt_bytes": "bytes of prompts wait or run, the most there may be (4 times --max-held-mib)",
 }
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class OverloadLimits:
     max_connections: int = 20_000
     """Or as many as the process may open files, if that is fewer."""
     max_held_bytes: int = 64 << 20
-    """Of bodies; of WebSocket messages once more; half of it of bodies that are being tokenized."""
+    """Of bodies; of WebSocket messages once more; half of it of bodies that are being tokenized; 4 times of it of prompts."""
 
 
 class Connection(Protocol):
@@ -72,6 +73,7 @@ class Overload:
             "body_bytes": held,
             "websocket_bytes": held,
             "tokenizer_bytes": held // 2,
+            "prompt_bytes": 4 * held,
         }
         self.used: Counter[Resource] = Counter()
         self.actions: Counter[tuple[Resource, Action]] = Counter()

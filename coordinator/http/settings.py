@@ -105,7 +105,8 @@ class HttpSettings(BaseModel):
         gt=0,
         le=65_536,
         description="Bytes in MiB of all clients' request bodies that may be held at a time, and of their WebSocket messages as many "
-        "again; beyond it the slowest unfinished ones are given up with 503. Half of it: large requests that wait to be read; then 429.",
+        "again; beyond it the slowest unfinished ones are given up with 503. Half of it: large requests that wait to be read; "
+        "4 times of it: prompts (8 bytes a token and their text) of requests that wait or run; then 429.",
     )
     max_connections: int = Field(
         default=20_000,

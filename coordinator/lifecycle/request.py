@@ -102,7 +102,7 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     sampling: Sampling
     sink: Sink
     arrival: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
@@ -67,9 +68,9 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Raises ValueError where fields that are right each do not fit together."""
 
 
-def u32(values: list[int] | np.ndarray) -> bytes:
+def u32(values: Sequence[int] | np.ndarray) -> bytes:
     """A column of uint32, little-endian."""
-    if isinstance(values, list) and sys.byteorder == "little":
+    if isinstance(values, list | array) and sys.byteorder == "little":
         return array("I", values).tobytes()  # some times quicker than by way of numpy
     return np.asarray(values, dtype="<u4").tobytes()
 

@@ -43,12 +43,12 @@ async def test_token_ids_of_prompt_and_output(http: httpx.AsyncClient, model: Se
     for path, body in (CHAT, TEXT):
         asked = {**body, "return_token_ids": True, "temperature": 0, "max_tokens": 500}
         (choice,) = (await http.post(path, json=asked)).json()["choices"]
-        assert choice["prompt_token_ids"] == dispatcher.requests[-1].prompt_token_ids
+        assert choice["prompt_token_ids"] == list(dispatcher.requests[-1].prompt_token_ids)
         assert choice["token_ids"] == [*expected, dispatcher.eos]
         choices = [choice for chunk in await chunks(http, path, asked) for choice in chunk["choices"]]
         assert [token for choice in choices for token in choice.get("token_ids", ())] == [*expected, dispatcher.eos]
         assert [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice] == [
-            dispatcher.requests[-1].prompt_token_ids
+            list(dispatcher.requests[-1].prompt_token_ids)
         ]
         assert "token_ids" not in (await http.post(path, json=body)).json()["choices"][0]
 
@@ -59,7 +59,7 @@ async def test_a_prompt_keeps_its_end(http: httpx.AsyncClient, dispatcher: FakeD
     for asked, kept in ((7, 7), (-1, MAX_MODEL_LEN - 20), (MAX_MODEL_LEN - 20, MAX_MODEL_LEN - 20)):
         response = await http.post(path, json={**body, "prompt": ids, "truncate_prompt_tokens": asked})
         assert response.status_code == 200, response.text
-        assert dispatcher.requests[-1].prompt_token_ids == ids[-kept:]
+        assert list(dispatcher.requests[-1].prompt_token_ids) == ids[-kept:]
     assert (await http.post(path, json={**body, "prompt": ids, "truncate_prompt_tokens": MAX_MODEL_LEN})).status_code == 400
     chat = {"messages": [{"role": "user", "content": "word " * 4000}], "truncate_prompt_tokens": -1, "max_completion_tokens": 30}
     assert (await http.post(CHAT[0], json=chat)).status_code == 200

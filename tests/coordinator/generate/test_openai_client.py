@@ -93,7 +93,7 @@ async def test_prompts_in_every_form(client: AsyncOpenAI, dispatcher: FakeDispat
     for prompt in forms:
         dispatcher.requests.clear()
         answer = await client.completions.create(prompt=prompt, max_tokens=3, **GREEDY)
-        assert dispatcher.requests[0].prompt_token_ids == ids
+        assert list(dispatcher.requests[0].prompt_token_ids) == ids
         assert [choice.index for choice in answer.choices] == list(range(len(dispatcher.requests)))
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == sum(len(request.prompt_token_ids) for request in dispatcher.requests)

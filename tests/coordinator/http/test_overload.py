@@ -191,3 +191,24 @@ def websockets_of(server: HttpServer) -> list[WebSocketProtocol]:
 def frame(size: int) -> bytes:
     """A masked text frame of blanks; its mask is zero."""
     return b"\x81\xff" + size.to_bytes(8) + bytes(4) + b" " * size
+
+
+async def test_prompts_of_requests_that_wait_or_run_are_bounded_in_sum(server: HttpServer, dispatcher: FakeDispatcher) -> None:
+    overload = server.app.overload
+    assert overload.limits["prompt_bytes"] == 4 * HELD
+    overload.limits["prompt_bytes"] = 10_000
+    dispatcher.hold = True
+    body = {"prompt": [5] * 700, "max_tokens": 2, "n": 2}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as http:
+        first = asyncio.create_task(http.post("/v1/completions", json=body))
+        await dispatcher.until(lambda: len(dispatcher.running) == 2)
+        assert overload.used["prompt_bytes"] == 8 * 700, "once, however many choices it has"
+        assert dispatcher.requests[0].prompt_token_ids is dispatcher.requests[1].prompt_token_ids
+        refused = await http.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        assert "--max-held-mib" in refused.json()["error"]["message"]
+        assert overload.actions["prompt_bytes", "refused"] == 1
+        dispatcher.hold = False
+        assert (await first).status_code == 200
+        await soon(lambda: overload.used["prompt_bytes"] == 0)
+        assert (await http.post("/v1/completions", json=body)).status_code == 200

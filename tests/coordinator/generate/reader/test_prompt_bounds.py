@@ -110,7 +110,7 @@ async def test_a_long_prompt_may_be_truncated(http: httpx.AsyncClient, dispatche
     body = {"prompt": text, "truncate_prompt_tokens": 100, "max_tokens": 1}
     assert (await http.post("/v1/completions", json=body)).status_code == 200
     (whole,) = model.tokenizer.encode([text], add_special_tokens=True)
-    assert dispatcher.requests[0].prompt_token_ids == whole[-100:]
+    assert list(dispatcher.requests[0].prompt_token_ids) == whole[-100:]
 
 
 async def test_limits_are_asked_before_a_prompt_is_tokenized(
