@@ -5,7 +5,10 @@ Everything heavy is imported by the command that needs it, so that ``--help`` is
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +33,7 @@ EPILOG = (
     "(--config FILE). A flag beats a variable, a variable beats the file."
 )
 Run = Callable[[Any], int | None]
+_log = logging.getLogger(__name__)
 
 
 def config_option() -> click.Option:
@@ -79,12 +83,24 @@ def run_coordinator(settings: Any) -> None:
     coordinator(settings)
 
 
+def _end_with_any_thread() -> None:
+    """Let an exception that ends a thread end this process, which would go on half alive without the thread."""
+
+    def end(args: threading.ExceptHookArgs) -> None:
+        name = args.thread.name if args.thread is not None else "?"
+        _log.critical("background work has failed (%s), this process ends", name, exc_info=args.exc_value)
+        os._exit(1)  # as if killed, which loses no stream
+
+    threading.excepthook = end
+
+
 def _ready_worker(settings: Any) -> Any:
     """A worker's settings, its model in a folder that can be served; its log begins."""
     from .checks import require_model
     from .model_source import with_folder
 
     log_to_stderr(settings.log_level, settings.log_format, settings.worker_id)
+    _end_with_any_thread()
     settings = with_folder(settings, weights=settings.runner == "model")
     require_model(settings.model, weights=settings.runner == "model")
     return settings
