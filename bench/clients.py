@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def outcomes(report: str) -> list[Outcome]:
-    """Of each test of a report in JUnit's XML."""
+    """Outcomes of the tests in a report in JUnit's XML."""
     cases = ElementTree.fromstring(report).iter("testcase")
     return [
         Outcome(f"{case.get('classname')}.{case.get('name')}", _outcome(case), float(case.get("time", 0)))

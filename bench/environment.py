@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured."""
+"""The machine, versions and date of a figure."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class FakeWorkers:
     step of all."""
 
     def __init__(self, coordinator: str, tokens: Sequence[int]) -> None:
-        """``tokens``: what every sequence says, over and over."""
+        """``tokens``: the output of every sequence, repeated."""
         self._incarnation = incarnations()()
         self._coordinator = 0
         self._tokens = np.array(tokens, dtype="<u4")
@@ -54,7 +54,7 @@ class FakeWorkers:
         self._limits: NDArray[np.uint32] = np.zeros(0, dtype="<u4")
 
     def poll(self) -> None:
-        """Whatever the coordinator has said, and the heartbeats when they are due."""
+        """Handle the coordinator's messages, and send heartbeats when they are due."""
         for role, channel in self._channels.items():
             firsts: list[Message] = []
             for message in channel.receive(256):

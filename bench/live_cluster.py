@@ -20,7 +20,7 @@ READY_S = 300.0
 
 @contextlib.contextmanager
 def live_cluster(options: Sequence[str], log: Path) -> Iterator[str]:
-    """``splitserve up`` with these options until the block ends; its address. What it says goes to
+    """``splitserve up`` with these options until the block ends; yields its address. Its output goes to
     ``log``."""
     port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "splitserve.cli.main", "up", "--port", str(port), *options]

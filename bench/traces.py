@@ -5,7 +5,7 @@
 The folder holds ``azure/``, ``mooncake/`` and ``servegen/`` as published. Two things are recorded for each
 trace: the figures measured on it before, by other code, beside ours, which must agree to the last digit given
 (percentiles: to one token, as their definitions differ by a neighbour; else the exit status is 1); and the
-statistics of what is drawn from the trace's fit, so that it can be seen what a fit keeps and loses: with
+statistics of a workload drawn from the trace's fit: with
 steps of 10 s, and with a single gamma process for all of it.
 """
 
@@ -62,7 +62,7 @@ def figures(statistics: TraceStatistics) -> dict[str, float | None]:
 
 
 def agrees(column: str, ours: float | None, published: str) -> bool:
-    """To the last digit given, whichever way a half was rounded; percentiles to one token."""
+    """Equal to the last digit given, however halves are rounded; percentiles to one token."""
     digits = len(published.partition(".")[2])
     allowed = 1.0 if column.endswith(PERCENTILES) else 0.5 * 10**-digits
     return ours is not None and abs(ours - float(published)) <= allowed * (1 + 1e-9)

@@ -6,12 +6,12 @@ while clients stream.
     python -m splitserve.bench.chaos.chaos --minutes 0.5 --streams 8        # a short one
 
 The hosts are network namespaces on this machine, joined by a process that forwards every packet (see
-packet_network.py); where there can be none, the program says so and leaves out what happens to packets.
-Clocks need a C compiler (Debian: apt-get install gcc), the disk the right to mount one, which the namespaces
-give; without them these faults are left out, and the program says so.
+packet_network.py); without namespaces the program reports it and leaves out the faults of packets. Clocks
+need a C compiler (Debian: apt-get install gcc), the disk the right to mount one, which the namespaces give;
+without them these faults are left out, with a message.
 
 Every stream's text is compared with the answer of the same cluster before the faults began. At the end no
-worker may hold a block that nobody owns, every stream and each request of a batch must be metered once, and
+worker may hold a block without an owner, every stream and each request of a batch must be metered once, and
 every batch answered. Exit status 0: nothing was lost.
 """
 

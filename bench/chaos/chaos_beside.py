@@ -125,8 +125,8 @@ class BatchClient:
 
 
 def big_bodies() -> list[bytes]:
-    """Of the largest size that is read: biases of a million tokens, and as many prompt ids as fit. Each is an
-    error for its model."""
+    """Bodies of the largest size: biases of a million tokens, and as many prompt ids as fit. Each is an
+    error."""
     biases: list[str] = []
     size = 0
     while size < BIG_BYTES - 1024:

@@ -47,7 +47,7 @@ class Clocks:
         return partial(_own, str(self._file(process)))
 
     def jump(self, processes: Iterable[str], draw: random.Random) -> int:
-        """To an offset from the right time, in seconds, which stays."""
+        """Set the clocks to a random offset from the right time, in seconds, and return it."""
         offset = draw.choice(JUMPS_S) * draw.choice((-1, 1))
         for name in processes:
             with self._file(name).open("rb+", buffering=0) as file:

@@ -22,7 +22,7 @@ from ...cli.operator_access import OperatorAuth
 from .chaos_streams import Stream
 
 POLL_S = 0.5
-LATE_S = 30.0  # what is noticed so long after a fault has another cause
+LATE_S = 30.0  # a recovery later than this has another cause
 GOAL_S = 1.0  # beside the time to compute prompt and answer again
 
 
@@ -64,7 +64,7 @@ STAGES = ("detection", "absence", "wait", "computing", "delivery", "total")
 
 
 class RecoveryWatch:
-    """Reads what the coordinator says of recoveries, before it forgets them."""
+    """Reads the coordinator's list of recoveries, before old ones are dropped."""
 
     def __init__(self, url: str) -> None:
         self._url = url

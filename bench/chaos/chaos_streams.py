@@ -95,7 +95,7 @@ def with_stop_strings(
 
 
 class Clients:
-    """``concurrency`` streams at any time, until told to stop."""
+    """``concurrency`` streams at any time, until stopped."""
 
     def __init__(self, url: str, bodies: list[dict[str, Any]], concurrency: int) -> None:
         self._url, self._bodies, self._concurrency = url, bodies, concurrency
@@ -120,8 +120,7 @@ class Clients:
         await self._http.aclose()
 
     async def _ask(self, number: int) -> None:
-        """One stream. A request that is refused before it began (503, 429) is sent again, as the answer's
-        Retry-After says to."""
+        """One stream. A request that is refused (503, 429) is sent again after the answer's Retry-After."""
         while True:
             stream = Stream(number)
             self.open.add(stream)

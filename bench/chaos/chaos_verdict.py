@@ -9,7 +9,7 @@ from typing import Any
 from .chaos_streams import Answer, Stream
 
 BAD = ("streams_lost", "streams_wrong", "blocks_leaked", "batches_wrong", "not_metered_once")
-"""Of what a run found: any of these fails it."""
+"""Findings that fail a run."""
 
 
 def judge(ended: list[Stream], expected: dict[int, Answer]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def judge(ended: list[Stream], expected: dict[int, Answer]) -> dict[str, Any]:
 
 
 def first_difference(got: Answer, wanted: Answer) -> dict[str, Any]:
-    """Where two answers part."""
+    """The first difference of two answers."""
     for choice, ((text, reason, told), (right, right_reason, right_told)) in enumerate(
         zip(got, wanted, strict=False)
     ):

@@ -4,7 +4,7 @@
 
 `splitserve up --flexible` with one prefill and two decode workers and a few streams always open; one worker
 at a time becomes a prefill worker and then a decode worker again. Seconds after the order until the process
-has said hello in its new role (began), until a first token came from it or a sequence joined it (worked: the
+has sent Hello in its new role (began), until a first token came from it or a sequence joined it (worked: the
 first useful work), and until nothing of its old role was left (ended; it lingers for a second).
 """
 
@@ -154,7 +154,7 @@ async def _until(
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Median and worst, by new role and by what."""
+    """Median and worst, by new role and by event."""
     return {
         f"to {role}, {key.removesuffix('_s')}": {"median": statistics.median(times), "worst": max(times)}
         for role in ("prefill", "decode")

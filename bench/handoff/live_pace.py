@@ -1,10 +1,8 @@
-"""How fast the machine was while a live run ran: its steps, by the workers' own logs, beside what their
-profile says of them.
+"""The machine's speed during a live run: the workers' logged steps beside their profile.
 
 A profile is taken at one time and a live run at another; on a machine that others use too, or that gets warm,
-the same step does not take the same time. What a simulation is off by is then partly the machine's. Told how
-fast the machine was, it is off by its own part alone: by how requests wait, are batched, handed over and
-stream.
+the same step does not take the same time. A simulation's error is then partly the machine's. With the
+measured speed only the simulator's own part is left.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ WINDOW_S = 2.0
 
 
 def stolen_share(before: Sequence[int], after: Sequence[int]) -> float:
-    """Of the processor time that was wanted here between two readings of ``processor_times``, what the
-    hypervisor gave to others."""
+    """Share of the wanted processor time between two readings of ``processor_times`` that the hypervisor gave
+    to others."""
     user, nice, system, _, _, irq, softirq, steal = (
         b - a for a, b in zip(before[:8], after[:8], strict=True)
     )
@@ -30,8 +28,8 @@ def stolen_share(before: Sequence[int], after: Sequence[int]) -> float:
 
 
 def processor_times() -> list[int]:
-    """Of all processors since the machine started, as Linux counts it: user, nice, system, idle, iowait, irq,
-    softirq, steal."""
+    """Linux's counters of all processors since boot: user, nice, system, idle, iowait, irq, softirq,
+    steal."""
     with open("/proc/stat", encoding="ascii") as file:
         return [int(value) for value in file.readline().split()[1:9]]
 

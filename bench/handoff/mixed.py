@@ -58,7 +58,7 @@ METRICS = {
 
 
 class Place(NamedTuple):
-    """A cluster under test. ``metrics``: where each coordinator process tells its own; ``usage``: URL of the
+    """A cluster under test. ``metrics``: the address of each coordinator process's own; ``usage``: URL of the
     usage database."""
 
     url: str
@@ -111,7 +111,7 @@ def _private_bytes(process: psutil.Process) -> int:
 async def mix(
     place: Place, num_requests: int, seed: int, sample: Any = lambda num_done: None
 ) -> dict[str, Any]:
-    """Sends all of them, a tenth of them in batches, and says what does not agree in ``failures``."""
+    """Send all requests, a tenth of them in batches, and list what does not agree in ``failures``."""
     await _at_rest(place)  # what others asked for before is metered, too
     before = Sums.now(place)
     timeout, connector = aiohttp.ClientTimeout(total=120), aiohttp.TCPConnector(limit=0)
@@ -190,7 +190,7 @@ def compare(seen: Sequence[Seen], before: Sums, after: Sums) -> Iterator[str]:
         if one.status not in expected.get(one.kind, {200}):
             yield f"{one.kind}: status {one.status}"
         record = new.get(one.id)
-        if one.id and record is None and one.status == 200:  # who is refused has an id too, and no record
+        if one.id and record is None and one.status == 200:  # a refused request has an id too, and no record
             yield f"{one.kind}: {one.id} is not metered"
         if record is None:
             continue

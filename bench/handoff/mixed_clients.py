@@ -86,7 +86,7 @@ class MixedClients:
             raise RequestFailed(f"{kind.__name__.strip('_')}: {error!r}") from error
 
     async def batch(self, num_requests: int, timeout_s: float) -> list[Seen]:
-        """So many requests in one batch, and what its files say of them."""
+        """Send ``num_requests`` requests in one batch, and return the contents of its files."""
         tenant = self._random.choice(self._tenants)
         lines = [
             {"custom_id": str(n), "method": "POST", "url": TEXT, "body": self._text()}
@@ -212,7 +212,7 @@ class MixedClients:
             )
 
     async def _listen(self, kind: str, path: str, body: dict[str, Any], leave_after: int = 1 << 30) -> Seen:
-        """``leave_after``: so many events with text; then the connection is closed."""
+        """``leave_after``: number of events with text after which the connection is closed."""
         tenant = self._random.choice(self._tenants)
         usage, num_tokens = None, 0
         async with self._session.post(

@@ -224,7 +224,7 @@ def _seal_all(pool: Pool, mode: int) -> None:
 
 
 def send_blocks(connection: Connection, num_blocks: int, block_bytes: int, order: str, core: int) -> None:
-    """The sending process: does what it is told over ``connection``."""
+    """The sending process: obeys commands over ``connection``."""
     os.sched_setaffinity(0, {core})
     met, tcp_port, four_port, zmq_port = connection.recv()
     rng = np.random.default_rng(0)

@@ -47,7 +47,7 @@ class Weather:
 
 
 def address(host: int) -> str:
-    """Of a host."""
+    """Address of a host."""
     return f"10.77.0.{host + 1}"
 
 
@@ -108,7 +108,7 @@ class PacketNetwork:
         return partial(_enter_namespaces, f"/proc/{pid}/ns/net", f"/proc/{pid}/ns/uts")
 
     def set(self, weather: Weather) -> dict[str, int]:
-        """Takes effect at once. Returns the counts of what has happened to packets so far."""
+        """Set the weather at once. Return the counts of packets' fates so far."""
         self._control.send(json.dumps(asdict(weather)).encode())
         counts: dict[str, int] = json.loads(self._control.recv(1 << 16))
         return counts
@@ -235,7 +235,7 @@ def _enter_namespaces(*paths: str) -> None:
 
 
 def _hold(host: int) -> subprocess.Popen[bytes]:
-    """A process that keeps a host's namespaces, and says when they are there."""
+    """A process that keeps a host's namespaces, and signals when they exist."""
     script = f"hostname chaos-{host} && ip link set lo up && echo && exec sleep infinity"
     holder = subprocess.Popen(
         ["unshare", "--net", "--uts", "sh", "-c", script], stdout=subprocess.PIPE, preexec_fn=die_with_parent

@@ -1,14 +1,13 @@
-"""The attacks that a coordinator must bear, over HTTP against a server that this command starts: what they
-cost it, and others.
+"""Attacks over HTTP against a server that this command starts, and their cost for it and other clients.
 
     python -m splitserve.bench.http.attacks [--splitserve PATH] [--only NAME ...] [--times 10] [--json bench/results/attacks.json]
-    python -m splitserve.bench.http.attacks --load-minutes 30        memory under ordinary load with large bodies: is it level?
+    python -m splitserve.bench.http.attacks --load-minutes 30        memory under ordinary load
 
 `--splitserve` is the command of any build (a script that runs it will do), so that builds can be compared;
 `--label` names its rows in the record. All stays on loopback and ends by itself; a server whose coordinator
-exceeds `--most-gb` is killed, and the row says so.
+exceeds `--most-gb` is killed, and the row notes it.
 
-Of each attack: answers by status; memory of the coordinator with its own processes before, at most, and 3 s
+For each attack: answers by status; memory of the coordinator with its own processes before, at most, and 3 s
 after; the longest gap in another client's stream and the slowest /health meanwhile, and the gap without any
 attack. An attack is a function that takes a ``Target`` and returns answers by status: to add one, add it to
 ``ATTACKS``.
@@ -62,7 +61,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Attack:
-    """``run`` must end by itself. ``max_files``: the server may open so many."""
+    """``run`` must end by itself. ``max_files``: the server's limit of open files."""
 
     name: str
     run: Callable[[Target], Counter[str]]
@@ -110,7 +109,7 @@ def answer(connection: socket.socket) -> str:
 
 
 def at_once(count: int, work: Callable[[], str]) -> Counter[str]:
-    """So many threads."""
+    """Run ``work`` on ``count`` threads at once."""
     found: Counter[str] = Counter()
 
     def one() -> None:
@@ -131,7 +130,7 @@ def at_once(count: int, work: Callable[[], str]) -> Counter[str]:
 def bombs(
     path: str, clients: int, make: Callable[[], dict[str, Any] | bytes]
 ) -> Callable[[Target], Counter[str]]:
-    """The same large body from so many clients at once, a few at a time."""
+    """The same large body from ``count`` clients, a few at a time."""
 
     def run(target: Target) -> Counter[str]:
         made = make()
@@ -199,7 +198,7 @@ def idle_connections(target: Target) -> Counter[str]:
 
 
 def told(held: list[socket.socket]) -> Counter[str]:
-    """What clients that have not finished have heard; ends them."""
+    """Answers to clients that have not finished; closes them."""
     found: Counter[str] = Counter()
     for connection in held:
         connection.setblocking(False)

@@ -1,5 +1,5 @@
 """The floor for a Python server: one asyncio.Protocol on uvloop that writes a fixed chunk for every row of
-every step it hears of.
+every step it receives.
 
 No HTTP parsing, no validation, no lifecycle, no text: what remains is the message, the loop and the socket.
 """
@@ -31,7 +31,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transports.append(cast(asyncio.Transport, transport))  # uvloop's is one in all but name
-        self._transports[-1].write(FRAME)  # a client hears that its row is there
+        self._transports[-1].write(FRAME)  # the client knows that its row exists
 
 
 async def serve() -> None:

@@ -51,7 +51,7 @@ class Bystander:
 
 @contextmanager
 def beside(port: int, num_tokens: int, key: str = "") -> Iterator[Bystander]:
-    """Streams of so many tokens, one after the other, and /health ten times a second."""
+    """Streams of ``num_tokens`` tokens, one after the other, and /health ten times a second."""
     here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(
         target=_watch, args=(port, num_tokens, key, there), daemon=True

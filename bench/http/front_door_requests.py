@@ -191,7 +191,7 @@ def _await_health(port: int) -> None:
 
 
 def _cpu_s(server: Server) -> float:
-    """Of the parent and all its processes."""
+    """Processor seconds of the parent and all its processes."""
     total = 0.0
     for process in (server.process, *server.process.children(recursive=True)):
         times = process.cpu_times()

@@ -193,8 +193,8 @@ def _errors(log: Path) -> list[str]:
 
 @contextmanager
 def attacked(folder: Path) -> Iterator[tuple[Server, str, Path]]:
-    """The coordinator by its command, a good key for it, and its log. It must live to the end, and end when
-    told to."""
+    """The coordinator by its command, a good key for it, and its log. It must live to the end, and stop on
+    request."""
     model_folder(folder, CONTEXT)
     store = TenantStore(folder / "tenants", create=True)
     store.set_tenant("fuzz")

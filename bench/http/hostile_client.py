@@ -23,7 +23,7 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 READ_BYTES = 1 << 18
 PIECE_EVERY_S = 0.005
 STOOD_STILL_S = 0.5
-"""Turns are a few milliseconds: after so long between two of them this process got no processor."""
+"""Turns take a few milliseconds: after a longer gap this process got no processor."""
 MAX_STALLED = 256
 MAX_FAILURES = 20
 GOOD = frozenset({"valid", "slow", "upgrade"})  # kinds that must be answered with 200
@@ -181,7 +181,7 @@ class HostileClient:
         try:
             connection.put()
         except OSError:
-            self._receive(connection)  # it was closed: what was said before?
+            self._receive(connection)  # it was closed: read what came before
         else:
             self._after_sending(connection)
 

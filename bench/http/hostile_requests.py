@@ -258,7 +258,7 @@ HUGE_HEADER = 80 << 10
 class Attempt:
     """One connection's next turn. ``pieces`` are written one after the other; ``num_requests`` of them count.
 
-    ``answers``: so many responses must come (``keep``), None: none need to.
+    ``answers``: number of responses that must come (``keep``); None: none need to.
     """
 
     kind: str

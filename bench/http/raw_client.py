@@ -28,7 +28,7 @@ class RawClient:
         self._epoll = select.epoll()
         self.sockets: dict[int, socket.socket] = {}
         self.num_reads = self.num_events = 0
-        self._tails: dict[int, bytes] = {}  # the beginning of what may be cut in two
+        self._tails: dict[int, bytes] = {}  # the beginning of an event that may be cut in two
         self.connect(port, num_connections)
 
     def connect(self, port: int, num_connections: int, request: bytes = b"") -> None:

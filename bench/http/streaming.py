@@ -4,11 +4,11 @@ one core.
     python -m splitserve.bench.http.streaming [--seconds 3] [--json bench/results/streaming.json]
 
 The real coordinator process runs on the first core. On the last one, this process plays both workers (real
-messages over real ZeroMQ, one message a decode step) and the clients, at most so many steps before what the
-clients have received: two (paced: each token is an event and a write of its own) or 32 (saturated: what has
-piled up may be joined). The floors are the same feed into ``bare_protocol``, which writes each token by
-itself, and the same requests to ``bare_http``. Rates are per second of wall clock and, for machines that do
-other work too, per second of the server's processor time.
+messages over real ZeroMQ, one message a decode step) and the clients, at most two steps ahead of the clients
+(paced: each token is an event and a write of its own) or 32 (saturated: events may be joined). The floors are
+the same feed into ``bare_protocol``, which writes each token by itself, and the same requests to
+``bare_http``. Rates are per second of wall clock and, for machines that do other work too, per second of the
+server's processor time.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def memory(
 
 
 def requests(server: Server, workers: FakeWorkers, count: int) -> None:
-    """So many whole requests of eight tokens each, 32 at a time."""
+    """Send ``count`` whole requests of eight tokens each, 32 at a time."""
     client = RawClient(server.port, 32)
     request = request_bytes(PATH, {**CHAT, "max_tokens": 8})
     client.send_all(request)
@@ -292,7 +292,7 @@ def model_folder(folder: Path, context: int = 1_000_000) -> Path:
 
 @contextmanager
 def workers_of(server: Server, model: Path) -> Iterator[FakeWorkers]:
-    """Fake workers that say words of TEXT: each token holds one blank, by which the client counts it."""
+    """Fake workers that generate words of TEXT; the client counts tokens by their blanks."""
     tokenizer = Tokenizer.load(model)
     texts = tokenizer.table.texts
     tokens = [

@@ -1,5 +1,4 @@
-"""Where traces go while something else is measured: an OTLP receiver over HTTP, a process of its own, that
-takes everything and keeps nothing."""
+"""An OTLP receiver over HTTP in a process of its own, which discards everything."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Attention:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of queries."""
+        """Type of the queries."""
         return torch.float16 if self.cache in ("float16", "fp8 float16") else torch.bfloat16
 
     @property

@@ -10,9 +10,9 @@ from .sm90 import SHARED_MEMORY
 
 WARP_GROUP_ROWS = 64  # of its smallest product
 FEW_BYTES = 32
-"""Of stack, in cases that the tests do not compile: the assembler keeps a few values there that are used
-before and after the loops, to fit one more program on a multiprocessor (decode, head dim 64, with a window
-alone: 24)."""
+"""Bytes of stack allowed in cases that the tests do not compile: the assembler keeps a few values there that
+are used before and after the loops, to fit one more program on a multiprocessor (decode, head dim 64, with a
+window alone: 24)."""
 
 
 def faults_of(case: str, kernels: Sequence[Mapping[str, Any]], allowed_stack: int = 0) -> list[str]:

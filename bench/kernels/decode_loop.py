@@ -17,7 +17,7 @@ MAX_LEN = 4096
 
 
 def decode_scheduler(batch: int) -> DecodeScheduler:
-    """So many sequences with ``CONTEXT`` tokens each, which end far away."""
+    """A scheduler with ``batch`` sequences of ``CONTEXT`` tokens each, far from their end."""
     blocks = BlockManager(batch * MAX_LEN // BLOCK_SIZE)
     scheduler = DecodeScheduler(blocks, BLOCK_SIZE, batch, MAX_LEN, frozenset())
     params = SamplingParams(max_tokens=MAX_LEN, temperature=0.0, ignore_eos=True)

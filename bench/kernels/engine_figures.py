@@ -51,7 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {"Qwen3-0.6B": QWEN3_600M, "Llama-3.1-8B": L
 DECODES = tuple((batch, context) for context in (1024, 4096, 16384) for batch in (1, 8, 32, 64, 128, 256))
 PREFILLS, CHUNK = (2048, 8192, 32768), 8192
 BLOCK_SIZE = 64
-CACHE_FRACTION = 0.85  # of what the weights leave free
+CACHE_FRACTION = 0.85  # share of the memory beside the weights
 REPEATS = 10
 
 
@@ -230,7 +230,7 @@ class RandomEngine:
 
 
 def device_us(run: Callable[[], object], repeats: int) -> float:
-    """Of one run, the mean of several in a row, after one that does not count."""
+    """Mean microseconds of a run, of several in a row after one warm-up."""
     run()
     if not torch.cuda.is_available():
         started = time.perf_counter()

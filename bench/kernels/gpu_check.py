@@ -4,7 +4,7 @@
 
 Needs torch for CUDA and Triton (and for the worker's figures and cuda_ipc what a worker needs); runs from a
 checkout (PYTHONPATH=src) as well. Writes the file after every line, so that a run that is cut short leaves
-what it has. Where there is no GPU it says so, runs the same checks in Triton's interpreter and the figures'
+what it has. Without a GPU it reports that, runs the same checks in Triton's interpreter and the figures'
 code in tiny shapes, compiles every kernel for sm_90, and ends with 0 if all is well; it writes nothing. A
 wrong result ends with 1.
 """
@@ -56,7 +56,7 @@ class Report:
             )
 
     def out_of_time(self, section: str, until: float) -> bool:
-        """Says so, once it is."""
+        """Whether the time is up; reports it then."""
         late = time.monotonic() > until
         if late:
             self.add(f"{section}: out of time, the rest is left out", {"section": section, "left_out": True})
@@ -162,7 +162,7 @@ def _next(figures: Iterator[Figure], section: str, report: Report) -> Figure | N
             f"left out: the peer gave no figure: {problem}", {"section": section, "peer_failed": str(problem)}
         )
         return None
-    except Exception as problem:  # what the other sections have to say is still worth having
+    except Exception as problem:  # the other sections' results are still worth having
         report.wrong.append(section)
         report.add(
             f"WRONG {section}: {type(problem).__name__}: {str(problem)[:300]}",

@@ -41,7 +41,7 @@ class Ceilings:
 
 
 def microseconds(calls: Sequence[Call], replays: int = 10) -> float:
-    """Of one call, the median over graph replays of all of them: give several, on buffers that together
+    """Microseconds of one call, the median over graph replays of all. Give several, on buffers that together
     outgrow the cache. Without a GPU: of one call of the first."""
     if not torch.cuda.is_available():
         started = time.perf_counter()

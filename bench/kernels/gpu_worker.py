@@ -4,7 +4,7 @@ between steps; and a peer.
 A random model of half a billion weights, from files as a worker loads it. ``big``: for a GPU; else a tiny one
 that only shows that all of it runs.
 
-    # loads it as a decode worker does, and says how long each phase took
+    # loads it as a decode worker does, and prints the time of each phase
     python -m splitserve.bench.kernels.gpu_worker FOLDER DEVICE BATCH
 """
 
@@ -57,8 +57,8 @@ def worker_figures(device: str, ceilings: Ceilings, big: bool) -> Iterator[Figur
 
 
 def from_start_to_ready(path: Path, device: str, batch: int) -> Figure:
-    """Of a process of its own, from its start; its floor is what it took after Python and torch were
-    there."""
+    """Seconds from the start of a process to ready; its floor is the time after Python and torch are
+    loaded."""
     started = time.perf_counter()
     command = [sys.executable, "-m", f"{__package__}.gpu_worker", str(path), device, str(batch)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -125,7 +125,7 @@ def idle_between_steps(runner: ModelRunner, batch: int, steps: int, late: bool) 
 
 
 def loop(runner: ModelRunner, batch: int, steps: int, late: bool = True) -> float:
-    """Microseconds of so many decode steps, each made while the one before runs."""
+    """Microseconds of ``steps`` decode steps, each made while the last one runs."""
     scheduler, woken = decode_scheduler(batch), threading.Event()
     forecast = StepForecast() if late else None
     thread: StepThread[DecodeStep] = StepThread(runner, woken.set, launch=runner.launch, forecast=forecast)

@@ -71,7 +71,7 @@ def prefill(case: AttentionCase, tile: TileShape | None = None, split_folds: boo
 
 
 def one(case: AttentionCase, row: int) -> AttentionCase:
-    """Of a decode batch, one sequence alone."""
+    """One sequence of a decode batch, alone."""
     i, device = case.inputs, case.q.device
     starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
     inputs = replace(

@@ -22,7 +22,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", 
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what was expected; not finite where ``found`` is not."""
+    """Norm of the difference over the norm of ``expected``; not finite if ``found`` is not."""
     assert found.shape == expected.shape, f"{tuple(found.shape)} is not {tuple(expected.shape)}"
     difference, size = (found.double() - expected.double()).norm(), expected.double().norm()
     return float(difference / size) if size > 0 else float(difference)

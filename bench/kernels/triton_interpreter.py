@@ -97,7 +97,7 @@ def _is_bfloat16(handle: Any) -> bool:
 
 
 def _widened(handle: Any) -> Any:
-    """As float32, where it is bfloat16."""
+    """Widen bfloat16 to float32."""
     if not _is_bfloat16(handle):
         return handle
     return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)

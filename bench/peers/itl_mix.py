@@ -35,7 +35,7 @@ ABOVE_MS = (100, 300, 1000, 3000)
 
 
 def mixed_requests(count: int, seed: int) -> list[LoadRequest]:
-    """So many requests with prompts of their own; the same seed gives the same ones."""
+    """``count`` requests with unique prompts; the same seed gives the same ones."""
     rng = np.random.default_rng(seed)
     lengths = [LONG if index % EVERY == EVERY - 1 else SHORT for index in range(count)]
     return [

@@ -19,7 +19,7 @@ PATIENCE_S = 150.0  # importing, loading, compiling, and two runs
 
 
 class PeerFailed(Exception):
-    """The peer gave no figure; says why."""
+    """The peer gave no figure; the message has the reason."""
 
 
 def peer_us(path: Path, device: str, num_prompts: int, prompt_tokens: int, output_tokens: int) -> float:
@@ -39,9 +39,8 @@ def peer_us(path: Path, device: str, num_prompts: int, prompt_tokens: int, outpu
 def transformers_us(
     path: Path, device: str, num_prompts: int, prompt_tokens: int, output_tokens: int
 ) -> float:
-    """Microseconds for so many prompts, all there at the start, with so many greedy tokens each: of the
-    second run, for the first compiles and warms up. On a CPU its cache is a small one: it would take all
-    memory."""
+    """Microseconds for a batch of prompts with greedy tokens: of the second run, after one warm-up. On a CPU
+    its cache is small, because it would take all memory."""
     import transformers
 
     library: Any = transformers

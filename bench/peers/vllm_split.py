@@ -6,7 +6,7 @@ proxy in front of them.
 
 Needs vLLM's CPU build, with ``nixl`` (and ``nixl-cu12``: UCX is in it) in its own environment. The proxy does
 what vLLM's documentation asks of one: the prompt goes to the first server with ``max_tokens=1`` and
-``do_remote_decode``; what that says of its blocks goes with the prompt to the second server, whose stream is
+``do_remote_decode``; its answer about its blocks goes with the prompt to the second server, whose stream is
 the client's. The client's first token is thus the *second* server's: the first server's is thrown away.
 Ctrl-C or SIGTERM ends all of it.
 """

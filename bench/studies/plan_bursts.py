@@ -41,7 +41,7 @@ from ..environment import environment
 
 
 def cv(requests: Sequence[TraceRequest]) -> float:
-    """Of the times between arrivals."""
+    """Coefficient of variation of the times between arrivals."""
     gaps = np.diff([r.arrival_s for r in requests])
     return float(gaps.std() / gaps.mean())
 

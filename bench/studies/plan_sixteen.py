@@ -1,7 +1,6 @@
-"""How long a plan for 16 workers takes on two cores, and what it says: for both Azure traces, with a profile
-that is shipped. The conversation trace is planned on twice: on as many requests as `splitserve plan` takes by
-default, and on so many that they are not over before the cluster has filled, which is what says whether to
-disaggregate, and takes more than a minute.
+"""Time and result of a plan for 16 workers on two cores, for both Azure traces, with a shipped profile. The
+conversation trace is planned twice: with the default number of requests, and with enough to fill the cluster,
+which decides whether to disaggregate and takes more than a minute.
 
     python -m splitserve.bench.studies.plan_sixteen --data ../shared/data/azure --json bench/results/plan_sixteen.json --plots docs
 
@@ -33,7 +32,7 @@ from ..environment import environment
 NUM_WORKERS = 16
 ALLOWED_S = 60.0
 SLO = "ttft=0.5@p90,tpot=0.05@p90"
-CASES = {  # the first so many requests
+CASES = {  # number of requests
     "conversation": ("AzureLLMInferenceTrace_conv.csv", 1000),
     "code": ("AzureLLMInferenceTrace_code.csv", 600),
     "conversation-lasting": ("AzureLLMInferenceTrace_conv.csv", 2500),

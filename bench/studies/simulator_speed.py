@@ -47,7 +47,7 @@ LENGTHS = {
     "code": MarginalLengths(prompt="lognormal:1469,0.8", output="lognormal:13,1"),
 }
 PER_WORKER = {"conversation": 4.0, "code": 4.5}
-"""Requests a second for each worker of the cluster: most of what it can bear."""
+"""Requests a second for each worker of the cluster, near its limit."""
 SHARE_OF_PREFILL = {"conversation": 0.35, "code": 0.8}
 
 

@@ -1,6 +1,6 @@
 """Splitwise's comparisons of cluster designs under its nine service levels, with prices and powers as inputs.
 
-    iso-power        machines that draw what so many DGX-H100 draw: the highest rate at which all nine hold
+    iso-power        machines that draw as much as the given DGX-H100: the highest rate at which all nine hold
     iso-cost         the same for machines that cost as much
     iso-throughput   the cheapest, and the thriftiest, machines that hold all nine at a given rate
 
@@ -32,8 +32,8 @@ from .splitwise_slo import NineSlos
 
 Comparison = Literal["iso-power", "iso-cost", "iso-throughput"]
 SHARES = {"code": 0.82, "conv": 0.6}
-"""Of the machines, for prompts: where the search begins (the paper's are 0.78 to 0.88 for code, 0.5 to 0.64
-for conversations)."""
+"""Share of machines for prompts at which the search begins (the paper's are 0.78 to 0.88 for code, 0.5 to
+0.64 for conversations)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Machines:
     capped: float
 
     def of(self, design: str, num_prompt: int, num_token: int) -> tuple[float, float]:
-        """(price, power) of so many."""
+        """(price, power) of these machines."""
         prompt, token = DESIGNS[design]
         price = num_prompt * self._price(prompt) + num_token * self._price(token)
         return price, num_prompt * self._power(prompt) + num_token * self._power(token)

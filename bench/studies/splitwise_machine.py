@@ -263,8 +263,8 @@ class Machine:
         self._end = self.clock.after(self._seconds * self._count - elapsed, self._iterated)
 
     def _select(self) -> list[Work]:
-        """The next batch: who has waited for four iterations, prompts, those put aside, those running, then
-        the rest."""
+        """The next batch: requests that have waited for four iterations, prompts, those put aside, those
+        running, then the rest."""
         choice = _Choice(self.memory)
         for work in self.pending:
             if work.preemptions < MAX_PREEMPTIONS or not choice.has_room(work):

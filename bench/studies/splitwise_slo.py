@@ -22,7 +22,7 @@ PERCENTS = (50, 90, 99)
 
 
 class NineSlos:
-    """Of one model."""
+    """The nine service levels of one model."""
 
     def __init__(self, perf_model: Path, model: str) -> None:
         self._prompt, self._token = splitwise_curves(perf_model, model, "a100-80gb", 8)

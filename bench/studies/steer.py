@@ -6,8 +6,8 @@ conversation-like traffic.
 The oracle knows afterwards which static ratio was best in each phase: it serves the very same requests, each
 phase's alone on idle workers, with every ratio. Goodput is the number of requests a second that met both
 objectives. Beside it: constant load (no flip may follow another back), and a controller whose profile is
-three times wrong about prompts. Ends with status 1 where a goal is missed with any seed, and says which: 0.93
-of the oracle's goodput, more than the best single ratio's, no oscillation under constant load.
+three times wrong about prompts. Ends with status 1 if a goal is missed with any seed: 0.93 of the oracle's
+goodput, more than the best single ratio's, no oscillation under constant load.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run(
     mixed: int = 0,
 ) -> Outcome:
     """One cluster under the load. ``believed``: the profile that the controller goes by, where not the true
-    one; ``only``: the phase whose requests alone come; ``mixed``: so many of the workers do both, always."""
+    one; ``only``: the phase whose requests alone come; ``mixed``: number of workers with both roles."""
     true, trace = worker(), load(phases, phase_s, seed, num_workers)
     if only is not None:
         phases, trace = [phases[only]], cut(trace, only * phase_s, (only + 1) * phase_s)

@@ -5,8 +5,8 @@
 `splitserve up --flexible --steer act` with workers that take the time of bench/studies/steer_workload.py and
 compute nothing; sockets, cores and coordinator are real. First code-like requests, then conversation-like
 ones. Every stream must end by its length with every token; the objectives count as recovered from the moment
-on after which every window of 5 s of arrivals has at least 90% good requests. Ends with status 1 where a
-stream was lost, or the objectives had not recovered within 30 s, and says which.
+on after which every window of 5 s of arrivals has at least 90% good requests. Ends with status 1 if a stream
+was lost, or if the objectives had not recovered within 30 s.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def worker(name: str = "round numbers", prefill_factor: float = 1.0) -> Profile:
 
 
 def load(phases: Sequence[Phase], phase_s: float, seed: int, num_workers: int = NUM_WORKERS) -> Trace:
-    """Each phase for so many seconds, with Poisson arrivals, for so many workers."""
+    """Each phase for ``phase_s`` seconds, with Poisson arrivals, scaled to ``num_workers``."""
     requests = list(_draw(phases, phase_s, num_workers, np.random.default_rng(seed)))
     return Trace("shifting", lambda: iter(requests), None)
 

@@ -37,7 +37,7 @@ AGREES = 0.02
 def figures(
     ttft: Sequence[float], tpot: Sequence[float], e2e: Sequence[float], num_asked: int
 ) -> dict[str, Any]:
-    """As simdistserve_results.json has them; times in ms."""
+    """Figures in the form of simdistserve_results.json; times in ms."""
     times = {"ttft_ms": np.array(ttft), "tpot_ms": np.array(tpot), "e2e_ms": np.array(e2e)}
     found: dict[str, Any] = {
         name: {f"p{p}": 1e3 * float(np.percentile(t, p)) for p in (50, 90, 99)} for name, t in times.items()

@@ -1,13 +1,11 @@
 """Is the simulator right? Real processes under a workload, and the same cluster simulated under the same requests.
 
 With ``--runner paced`` (default) the workers take profiled times and compute nothing; with ``--runner model`` they run the model that was
-profiled. First come single requests on the idle cluster: from those, and from nothing under load, ``coordinator_s``, the loop around a
-decode step and the time of a join on *this* machine are set. Then the workloads: percentiles of TTFT, TPOT and E2E, live against simulated.
-The exit status is 1 where one is off by more than 5% (a model: 10%, its p99 15%). A load generator is never on time to the millisecond, and
-who comes first decides who shares a step with whom: what the simulator says when arrivals are up to 2 ms late, drawn anew eight times, is
-told beside each percentile that is missed. With a model the workers log their steps, and a second simulation is told how fast the machine
-was in every two seconds of the live run (live_pace.py): by that the machine's part in what the first one is off by can be told from the
-simulator's.
+profiled. First come single requests on the idle cluster. Only they set ``coordinator_s``, the loop around a decode step and
+the time of a join on *this* machine. Then the workloads: percentiles of TTFT, TPOT and E2E, live against simulated.
+The exit status is 1 where one is off by more than 5% (a model: 10%, its p99 15%). A load generator is never on time to the millisecond, and the order of arrivals decides which requests share a step: so each missed percentile is shown with its range for arrivals up to 2 ms late, drawn eight times. With a model the
+workers log their steps, and a second simulation gets the machine's speed in every two seconds of the live run
+(live_pace.py): that separates the machine's part of the error from the simulator's.
 
     python -m splitserve.bench.studies.validate_live --clusters 2P2D 4P4D 6P2D 12P12D 1M --seconds 90 \\
         --traces AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv --json out.json
@@ -64,7 +62,7 @@ WORKLOADS = {  # prompt, output; shares of the longest sequence
     "even": ("uniform:8,{0}", "uniform:8,{0}", 1 / 6, 1 / 20),
 }
 BOUNDS = {"paced": {"p50": 0.05, "p90": 0.05, "p99": 0.05}, "model": {"p50": 0.1, "p90": 0.1, "p99": 0.15}}
-"""By how much percentiles may be off: what a profile says of a model's steps is itself measured."""
+"""Allowed errors of percentiles: a profile is itself measured."""
 PACED = Profile(
     name="paced default",
     memory=Memory(block_size=16, num_blocks=4096, block_bytes=1 << 14, num_layers=16, max_model_len=2048),
@@ -72,7 +70,7 @@ PACED = Profile(
     decode=StepModel(pieces=(Piece(curve=((0, 0.03), (64, 0.06)), read_s=3e-7),)),
 )
 LATE_S, NUM_LATE = 0.002, 8
-"""What lateness of arrivals alone does to the simulated percentiles: up to so much, drawn so often."""
+"""Lateness of arrivals in seconds, and number of draws, for the range of the simulated percentiles."""
 STEPS = "steps"
 """The folder of the workers' logs."""
 ALONE = ((64, 1), (64, 33), (400, 2))
@@ -208,7 +206,7 @@ def limited(arguments: argparse.Namespace, profile: Profile, workload: str, fold
 
 
 def drawn(arguments: argparse.Namespace, profile: Profile, workload: str, count: int) -> list[TraceRequest]:
-    """Of the workload, or of the trace with this name."""
+    """Requests of the workload, or of the trace with this name."""
     longest = profile.memory.max_model_len
     if arguments.traces:
         trace = cut(
@@ -437,7 +435,7 @@ def compared(
 
 
 def at_its_pace(cluster: Cluster, path: Path, live: Percentiles, paces: Sequence[LivePace]) -> dict[str, Any]:
-    """The same for simulations that are told how fast the machine was in each of the runs."""
+    """The same with the machine's measured speed in each of the runs."""
     if not paces:
         return {}
     modelled = medians_of(
@@ -496,7 +494,7 @@ def show(workload: str, result: dict[str, Any]) -> None:
 
 
 def spread(result: dict[str, Any], name: str, percentile: str) -> str:
-    """By how much live runs of the same trace differ among themselves; of one run nothing can be said."""
+    """Spread of live runs of the same trace; empty for one run."""
     values = [run[name][percentile] for run in result["live_runs"]]
     return f" (runs {min(values) / max(values) - 1:+.1%})" if len(values) > 1 else ""
 

@@ -1,5 +1,5 @@
-"""Readable English from docstrings: first sentences without signatures, doctests and markup, told about the
-thing's name."""
+"""Readable English from docstrings: first sentences without signatures, doctests and markup, with the thing's
+name."""
 
 import inspect
 import re
@@ -90,7 +90,7 @@ def _without_markup(text: str) -> str:
 
 
 def _clip(text: str) -> str | None:
-    """As many whole sentences as fit, up to one that only announces an example or a list."""
+    """Keep as many whole sentences as fit, up to one that only announces an example or a list."""
     kept = ""
     for sentence in SENTENCE_END.split(text):
         limit = MAX_PROSE_CHARS if kept else MAX_SENTENCE_CHARS

@@ -16,7 +16,7 @@ from pydoc_data.topics import topics
 from train_demo.docstring_prose import SENTENCE_END
 
 TABLE = tomllib.loads((Path(__file__).parent / "language_facts.toml").read_text(encoding="utf-8"))
-DOCSTRING = "doc "  # before the name of what has the docstring; a source without it is a pydoc topic
+DOCSTRING = "doc "  # prefix of a docstring's object; a source without it is a pydoc topic
 UNDERLINE = re.compile(r"\s*([=*\-~^])\1+\s*")
 WHOLE = (".", "!", "?", ".)")
 SENTENCES = re.compile(rf"{SENTENCE_END.pattern}|(?<=[.!?][)'\"])\s+(?=[A-Z])")
@@ -38,8 +38,7 @@ TYPOGRAPHY = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—
 
 
 def language_facts() -> list[tuple[tuple[str, ...], str]]:
-    """Every subject's names and what is said about it; ValueError where a choice does not name exactly one
-    sentence."""
+    """Every subject's names and its text; ValueError if a choice does not name exactly one sentence."""
     return [
         (tuple(names.split(" | ")), joined([sentence(choice) for choice in choices]))
         for names, choices in TABLE["facts"].items()

@@ -23,8 +23,7 @@ IMPLEMENTED_IN = {"posix", "posixpath", "genericpath", "nt", "functools", "built
 
 @dataclass(frozen=True)
 class Fact:
-    """One topic: what it may be called, the kind of thing it is, what to say about it, how to call it, and
-    how often to show it."""
+    """One topic: its names, its kind, its text, an example call, and how often to show it."""
 
     names: tuple[str, ...]
     kind: str  # "concept", "module", "class", "function", "method", "exception"
