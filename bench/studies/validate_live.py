@@ -1,11 +1,15 @@
-"""Is the simulator right? Real processes under a workload, and the same cluster simulated under the same requests.
+"""Is the simulator right? Real processes under a workload, and the same cluster simulated under the same
+requests.
 
-With ``--runner paced`` (default) the workers take profiled times and compute nothing; with ``--runner model`` they run the model that was
-profiled. First come single requests on the idle cluster. Only they set ``coordinator_s``, the loop around a decode step and
-the time of a join on *this* machine. Then the workloads: percentiles of TTFT, TPOT and E2E, live against simulated.
-The exit status is 1 where one is off by more than 5% (a model: 10%, its p99 15%). A load generator is never on time to the millisecond, and the order of arrivals decides which requests share a step: so each missed percentile is shown with its range for arrivals up to 2 ms late, drawn eight times. With a model the
-workers log their steps, and a second simulation gets the machine's speed in every two seconds of the live run
-(live_pace.py): that separates the machine's part of the error from the simulator's.
+With ``--runner paced`` (default) the workers take profiled times and compute nothing; with ``--runner model``
+they run the model that was profiled. First come single requests on the idle cluster. Only they set
+``coordinator_s``, the loop around a decode step and the time of a join on *this* machine. Then the workloads:
+percentiles of TTFT, TPOT and E2E, live against simulated. The exit status is 1 where one is off by more than
+5% (a model: 10%, its p99 15%). A load generator is never on time to the millisecond, and the order of
+arrivals decides which requests share a step: so each missed percentile is shown with its range for arrivals
+up to 2 ms late, drawn eight times. With a model the workers log their steps, and a second simulation gets the
+machine's speed in every two seconds of the live run (live_pace.py): that separates the machine's part of the
+error from the simulator's.
 
     python -m splitserve.bench.studies.validate_live --clusters 2P2D 4P4D 6P2D 12P12D 1M --seconds 90 \\
         --traces AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv --json out.json
