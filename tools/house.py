@@ -1,8 +1,8 @@
 """Count what keeps the code readable: files, lines, methods, words.
 
     python tools/house.py                     all counts, beside their targets
-    python tools/house.py --list words cli    where they are: files, classes, lines, words or names, below a folder
-    python tools/house.py --request           files that one streamed chat executes (starts a cluster for a minute)
+    python tools/house.py --list words cli    where: files, classes, lines, words or names, in a folder
+    python tools/house.py --request           files that one streamed chat executes (starts a cluster)
     python tools/house.py --root CHECKOUT     the same of another checkout
     python tools/house.py --json              as JSON
     python tools/house.py --tighten           lower the limits that tests/tools/test_house.py holds
