@@ -18,7 +18,7 @@ from splitserve.coordinator.http.access.operators import Operators
 from splitserve.coordinator.routes.tenants import tenant_routes
 from splitserve.coordinator.server import HttpServer, create_app
 from splitserve.coordinator.settings import CoordinatorSettings
-from splitserve.coordinator.tenants.directory import KeyDirectory, directory_of
+from splitserve.coordinator.tenants.directory import KeyDirectory
 from splitserve.coordinator.tenants.errors import TenantsFileError, Unknown
 from splitserve.coordinator.tenants.store import TenantStore
 from splitserve.coordinator.tenants.tenancy import Tenancy
@@ -108,10 +108,10 @@ async def test_a_revoked_key_is_noticed(store: TenantStore, path: Path) -> None:
 
 def test_a_file_that_is_none(path: Path) -> None:
     with pytest.raises(TenantsFileError, match="splitserve keys create"):
-        directory_of(path)
+        KeyDirectory(path)
     write_private(path, "no database, but long enough to be taken for a file of some kind")
     with pytest.raises(TenantsFileError, match="cannot use"):
-        directory_of(path)
+        KeyDirectory(path)
 
 
 @pytest.mark.parametrize(
