@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..channels.incarnation import same_process
 from ..messages.messages import Peer
 from .handoff import PeerId
 
@@ -59,6 +60,11 @@ class Retirement:
         """That decode worker, whatever it is called now, holds nothing more for ours up to ``incarnation``."""
         for peer in [peer for peer, owed in self._owed.items() if peer[0] == worker_id and owed.incarnation <= incarnation]:
             del self._owed[peer]
+
+    def restarted(self, peer: PeerId) -> None:
+        """Another process answers at this one's address: what this one held is gone with it."""
+        for known in [k for k in self._owed if k[0] == peer[0] and same_process(k[1], peer[1])]:
+            del self._owed[known]
 
     def forget(self, worker_id: str) -> None:
         """It is gone for good."""

@@ -77,6 +77,10 @@ class HandoffSender:
         """Whether nobody holds anything for a name of ours that is over."""
         return self._retirement.is_heard
 
+    def peer_restarted(self, peer: PeerId) -> None:
+        """Another process answers at this decode worker's address: whatever it held is gone with it."""
+        self._retirement.restarted(peer)
+
     def peer_gone(self, peer: PeerId) -> None:
         """This decode worker is gone for good: whatever it held is gone with it."""
         self._retirement.forget(peer[0])

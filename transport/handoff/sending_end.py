@@ -127,7 +127,8 @@ class SendingEnd:
         if not isinstance(message, BETWEEN_MOVERS):
             self._sender.receive(peer, message, now)
             if isinstance(message, Met) and not same_process(message.incarnation, peer[1]):
-                self._replace(peer, RESTARTED)  # another process answers there now
+                self._replace(peer, RESTARTED)
+                self._sender.peer_restarted(peer)
         elif (talking := as_talking_source(self._movers.get(peer))) is not None:
             talking.hear(message)
 

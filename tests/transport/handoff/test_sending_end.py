@@ -253,6 +253,19 @@ def test_where_another_process_answers_nothing_more_is_said_to_the_one_before() 
     reached.router.close()
 
 
+def test_a_role_that_is_over_waits_for_no_process_that_has_ended() -> None:
+    """A decode worker's process was killed, another one answered at its address, and the retiring end asked the
+    first one for ever: its channel was closed."""
+    reached, process = Reached(), (PEER[0], PEER[1] + (1 << COUNT_BITS))
+    reached.sender.receive(PEER, Met(worker_id="d0", incarnation=1, mover="shm", num_blocks=8), 0.0)
+    reached.sender.retire()
+    assert not reached.sender.has_retired
+    reached.end._receive(PEER, Met(worker_id=PEER[0], incarnation=process[1]), 0.0)
+    assert reached.sender.has_retired
+    reached.end.close()
+    reached.router.close()
+
+
 def test_handoffs_to_who_has_gone_beyond_reach_are_given_back() -> None:
     reached = Reached()
     reached.end.receive(set(), time.monotonic() + 60)
