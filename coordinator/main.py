@@ -149,6 +149,7 @@ async def serve(settings: CoordinatorSettings, place: Place, make_controller: Ma
         server = HttpServer(app, host=settings.listen_host, port=settings.port, shared=bool(place.others))
         stack.push_async_callback(server.stop)
         app.generation.reader.warm_up()
+        app.generation.model.tokenizer.start_threads()
 
         dispatcher.start()
         if admin is not None:

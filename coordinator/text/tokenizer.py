@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from threading import Barrier
 from typing import Any, TypeVar
 
 import orjson
@@ -42,8 +43,8 @@ class Tokenizer:
         self.fast = fast
         self.config = config or {}
         self.table = TokenTable.of(fast, vocab_size)
-        threads = min(4, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self.num_threads = min(4, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix="tokenizer")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (self.fast, self.config, len(self.table.pieces))
@@ -87,6 +88,13 @@ class Tokenizer:
         text."""
         token_id = self.special_id(mark)
         return orjson.dumps(mark).decode() if token_id is None else f"<[{token_id}]>"
+
+    def start_threads(self) -> None:
+        """Start all threads. Later the event loop would wait until a new thread gets a core: up to 0.1 s on a
+        busy host. Call it only in a process that forks no more."""
+        together = Barrier(self.num_threads)
+        for _ in range(self.num_threads):
+            self._threads.submit(together.wait)
 
     def aside(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Runs ``work`` on a thread, while the event loop goes on."""
